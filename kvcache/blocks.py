@@ -71,17 +71,20 @@ class BlockAllocator:
 
     Args:
         num_blocks: blocks of the pool, the null block included; at least 2.
+
+    Attributes:
         on_evict: told the id of each block whose cached content is given up. The block is FREE
             and no longer marked when it is called; it may unmark other blocks.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    on_evict: Callable[[int], None] | None = None
+
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks is {num_blocks}; use at least 2, block 0 being the null block"
             )
         self.num_blocks = num_blocks
-        self.on_evict = on_evict
         self._uses = [0] * num_blocks
         self._leases = [0] * num_blocks
         self._cached = [False] * num_blocks
@@ -134,10 +137,8 @@ class BlockAllocator:
     def is_cached(self, block: int) -> bool:
         return self._cached[block]
 
-    def can_allocate(self, num_blocks: int, *, sharing: Iterable[int] = ()) -> bool:
-        """Whether `share(sharing)` would leave enough for `allocate(num_blocks)`."""
-        taken = sum(self._states[block] is BlockState.CACHED for block in sharing)
-        return num_blocks <= self.num_available - taken
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= self.num_available
 
     def allocate(self, num_blocks: int) -> list[int]:
         """FREE -> USED, with one use each; evicts where FREE does not suffice.

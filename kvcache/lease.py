@@ -24,7 +24,8 @@ _TOMBSTONE_S = 600.0
 
 
 class LeaseState(Enum):
-    HELD = "held"
+    """How a lease ended."""
+
     COMPLETED = "completed"
     EXPIRED = "expired"
     ABORTED = "aborted"
@@ -49,7 +50,6 @@ class _Held:
 
 
 class _Tombstone(NamedTuple):
-    outcome: LeaseState
     attempt_id: str | None  # of the completion
     ended_at: float
 
@@ -114,17 +114,14 @@ class LeaseTable:
         self._end(lease_id, LeaseState.ABORTED, None, now)
         return True
 
-    def expire(self, now: float) -> int:
-        """Ends the leases whose deadline has come, forgets old tombstones; how many expired."""
-        expired = 0
+    def expire(self, now: float) -> None:
+        """Ends the leases whose deadline has come, forgets old tombstones."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._held.get(lease_id)
             if lease is not None and lease.deadline <= now:
                 self._end(lease_id, LeaseState.EXPIRED, None, now)
-                expired += 1
         self._bury(now)
-        return expired
 
     def abort_all(self, now: float) -> None:
         """Ends every held lease: the engine is going away."""
@@ -141,18 +138,11 @@ class LeaseTable:
         ended, self._ended = self._ended, []
         return ended
 
-    def state(self, lease_id: str) -> LeaseState | None:
-        """None for a lease that was never granted or whose tombstone is forgotten."""
-        if lease_id in self._held:
-            return LeaseState.HELD
-        grave = self._tombstones.get(lease_id)
-        return grave.outcome if grave else None
-
     def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
         lease = self._held.pop(lease_id)
         self.ended_counts[outcome] += 1
         self._ended.append(EndedLease(lease_id, lease.request_id, lease.block_ids, outcome))
-        self._tombstones[lease_id] = _Tombstone(outcome, attempt_id, now)
+        self._tombstones[lease_id] = _Tombstone(attempt_id, now)
         self._bury(now)
 
     def _bury(self, now: float) -> None:

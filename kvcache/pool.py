@@ -56,10 +56,7 @@ class KVPool:
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
         # dtype[B, H, L, C, N, D] whatever the order
         self.canonical = self.tensor.permute([layout.order.index(axis) for axis in AXES])
-        by_layer = self.canonical.permute(2, 0, 3, 1, 4, 5)
         self.highest_block = -1  # of those that steps and pulls have used
-        self._layers = by_layer.unbind(0)
-        self._components = [view.unbind(1) for view in self._layers]
 
     @property
     def nbytes(self) -> int:
@@ -99,11 +96,11 @@ class KVPool:
 
     def view(self, layer: int) -> torch.Tensor:
         """[B, C, H, N, D] of one layer, strided, no copy."""
-        return self._layers[layer]
+        return self.canonical[:, :, layer].transpose(1, 2)
 
     def component(self, layer: int, component: int) -> torch.Tensor:
         """[B, H, N, D] of one layer's keys (0) or values (1), strided, no copy."""
-        return self._components[layer][component]
+        return self.canonical[:, :, layer, component]
 
 
 def _resolved(device: torch.device) -> torch.device:

@@ -24,6 +24,7 @@ One thread owns an index, the allocator's.
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
 
@@ -43,14 +44,12 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
 
 
+@dataclass(slots=True)
 class PrefixCursor:
     """How far one sequence is published, kept by its owner between calls of `publish`: it saves
     work. The sequence's tokens may grow but not change."""
 
-    __slots__ = ("_node",)
-
-    def __init__(self) -> None:
-        self._node: _Node | None = None
+    node: _Node | None = None
 
 
 class PrefixIndex:
@@ -62,8 +61,6 @@ class PrefixIndex:
     """
 
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}; use at least 1 token")
         self.allocator = allocator
         self.block_size = block_size
         self._root = _Node(None, b"", _DROPPED)
@@ -95,11 +92,7 @@ class PrefixIndex:
         return blocks
 
     def publish(
-        self,
-        token_ids: Sequence[int],
-        block_ids: Sequence[int],
-        *,
-        cursor: PrefixCursor | None = None,
+        self, token_ids: Sequence[int], block_ids: Sequence[int], *, cursor: PrefixCursor
     ) -> None:
         """Registers a sequence's full blocks; their bytes must be known good (I4).
 
@@ -117,15 +110,14 @@ class PrefixIndex:
                 f"{len(block_ids)} full blocks of {self.block_size} tokens cannot hold "
                 f"{len(token_ids)} tokens"
             )
-        node = cursor._node if cursor is not None and cursor._node is not None else self._root
-        if node.block == _DROPPED or node.depth_blocks > len(block_ids):
+        node = cursor.node
+        if node is None or node.block == _DROPPED or node.depth_blocks > len(block_ids):
             node = self._root
         for at in range(node.depth_blocks, len(block_ids)):
             key = self._key(token_ids, at)
             child = node.children.get(key)
             node = self._add(node, key, block_ids[at]) if child is None else child
-        if cursor is not None:
-            cursor._node = node
+        cursor.node = node
 
     def clear(self) -> None:
         """Forgets everything; blocks that were only CACHED become FREE."""
@@ -174,10 +166,9 @@ class PrefixIndex:
         while pending:
             node = pending.pop()
             for key, child in node.children.items():
-                if child.key != key or child.parent is not node:
+                is_full = len(key) == self.block_size * array("q").itemsize
+                if child.key != key or child.parent is not node or not is_full:
                     raise IntegrityError(f"prefix index: broken link to block {child.block}")
-                if len(key) != self.block_size * array("q").itemsize:
-                    raise IntegrityError(f"prefix index: block {child.block} is not full")
                 reachable[child.block] = child
                 pending.append(child)
         if reachable != self._nodes:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,81 +22,22 @@ FREE, USED, CACHED = BlockState.FREE, BlockState.USED, BlockState.CACHED
 LEASED, RECEIVING, QUARANTINED = BlockState.LEASED, BlockState.RECEIVING, BlockState.QUARANTINED
 
 
-def cached_allocator(num_blocks: int) -> tuple[BlockAllocator, list[int], list[int]]:
-    """All blocks of the allocator CACHED, allocated and released as one sequence."""
-    evicted: list[int] = []
-    allocator = BlockAllocator(num_blocks, evicted.append)
-    blocks = allocator.allocate(num_blocks - 1)
-    for block in blocks:
-        allocator.mark_cached(block)
-    allocator.release(blocks)
-    return allocator, blocks, evicted
-
-
-def test_the_null_block_is_never_allocated_and_no_move_takes_it() -> None:
-    allocator = BlockAllocator(4)
-    assert allocator.capacity == allocator.num_available == 3
-    assert sorted(allocator.allocate(3)) == [1, 2, 3]
-    for move in (allocator.share, allocator.release, allocator.lease, allocator.receive):
-        with pytest.raises(BlockStateError, match="block 0"):
-            move([0])
+def test_a_pool_has_a_block_beside_the_null_block() -> None:
     with pytest.raises(ValueError, match="num_blocks is 1"):
         BlockAllocator(1)
 
 
-def test_allocation_beyond_capacity_takes_and_evicts_nothing() -> None:
-    allocator, _blocks, evicted = cached_allocator(5)
-    assert allocator.can_allocate(4) and not allocator.can_allocate(5)
-    with pytest.raises(OutOfBlocks, match="5 blocks wanted, 4 of 4"):
-        allocator.allocate(5)
-    assert not evicted and allocator.counts()[CACHED] == 4
-    assert allocator.allocate(0) == []
+def test_what_is_too_much_is_refused_with_both_numbers() -> None:
+    with pytest.raises(OutOfBlocks, match="5 blocks wanted, 4 of 4 available"):
+        BlockAllocator(5).allocate(5)
 
 
 def test_fresh_and_released_blocks_come_out_in_ascending_runs() -> None:
     allocator = BlockAllocator(10)
-    first = allocator.allocate(4)
-    second = allocator.allocate(3)
+    first, second = allocator.allocate(4), allocator.allocate(3)
     assert (first, second) == ([1, 2, 3, 4], [5, 6, 7])
     allocator.release(first)
-    assert allocator.allocate(4) == [1, 2, 3, 4]
-
-
-def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
-    evicted: list[int] = []
-    allocator = BlockAllocator(5, evicted.append)
-    cached = allocator.allocate(2)
-    for block in cached:
-        allocator.mark_cached(block)
-    allocator.release(cached)
-    allocator.allocate(2)
-    assert not evicted
-    allocator.allocate(1)
-    assert evicted == [cached[-1]]
-
-
-def test_can_allocate_counts_what_sharing_takes_away() -> None:
-    allocator, blocks, _evicted = cached_allocator(5)
-    assert allocator.can_allocate(2, sharing=blocks[:2])
-    assert not allocator.can_allocate(3, sharing=blocks[:2])
-    allocator.share(blocks[:2])
-    assert allocator.can_allocate(2, sharing=blocks[:2])  # already used: takes nothing away
-    assert not allocator.can_allocate(3)
-
-
-def test_eviction_may_unmark_other_blocks_from_inside_the_callback() -> None:
-    allocator, blocks, evicted = cached_allocator(5)
-
-    def drop_all(block: int) -> None:
-        evicted.append(block)
-        for other in blocks:
-            if allocator.is_cached(other):
-                allocator.unmark_cached(other)
-
-    allocator.on_evict = drop_all
-    assert sorted(allocator.allocate(4)) == sorted(blocks)
-    assert evicted == [blocks[-1]]
-    allocator.check_integrity()
+    assert allocator.allocate(4) == first
 
 
 @pytest.mark.parametrize(
@@ -149,42 +91,26 @@ def holds_bytes(m: ModelBlock) -> bool:
     return m.state in (USED, LEASED, CACHED)
 
 
-def count(**changes: int) -> Callable[[ModelBlock], None]:
-    def change(m: ModelBlock) -> None:
-        for name, step in changes.items():
-            setattr(m, name, getattr(m, name) + step)
-
-    return change
+def is_exclusive(m: ModelBlock) -> bool:
+    return m.state is USED and m.uses == 1 and not m.cached and not m.leases
 
 
-def become(**values: object) -> Callable[[ModelBlock], None]:
-    def change(m: ModelBlock) -> None:
-        for name, value in values.items():
-            setattr(m, name, value)
-
-    return change
-
-
-Rule = tuple[
-    Callable[[ModelBlock], bool], Callable[[ModelBlock], None]
-]  # when legal, and its effect
+# When a move is legal, and its effect: values to set, or to add to counts.
+Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
 MOVES: dict[str, Rule] = {
-    "share": (holds_bytes, count(uses=1)),
-    "release": (lambda m: m.uses > 0, count(uses=-1)),
-    "lease": (holds_bytes, count(leases=1)),
-    "end_lease": (lambda m: m.leases > 0, count(leases=-1)),
-    "receive": (
-        lambda m: m.state is USED and m.uses == 1 and not m.cached and not m.leases,
-        become(uses=0, exclusive=RECEIVING),
-    ),
-    "received": (lambda m: m.state is RECEIVING, become(uses=1, exclusive=None)),
-    "cancel_receive": (lambda m: m.state is RECEIVING, become(exclusive=None)),
-    "quarantine": (lambda m: m.state is RECEIVING, become(exclusive=QUARANTINED)),
-    "unquarantine": (lambda m: m.state is QUARANTINED, become(exclusive=None)),
+    "share": (holds_bytes, {"uses": 1}),
+    "release": (lambda m: m.uses > 0, {"uses": -1}),
+    "lease": (holds_bytes, {"leases": 1}),
+    "end_lease": (lambda m: m.leases > 0, {"leases": -1}),
+    "receive": (is_exclusive, {"uses": -1, "exclusive": RECEIVING}),
+    "received": (lambda m: m.state is RECEIVING, {"uses": 1, "exclusive": None}),
+    "cancel_receive": (lambda m: m.state is RECEIVING, {"exclusive": None}),
+    "quarantine": (lambda m: m.state is RECEIVING, {"exclusive": QUARANTINED}),
+    "unquarantine": (lambda m: m.state is QUARANTINED, {"exclusive": None}),
 }
 MARKS: dict[str, Rule] = {
-    "mark_cached": (lambda m: m.state in (USED, LEASED) and not m.cached, become(cached=True)),
-    "unmark_cached": (lambda m: m.cached, become(cached=False)),
+    "mark_cached": (lambda m: m.state in (USED, LEASED) and not m.cached, {"cached": True}),
+    "unmark_cached": (lambda m: m.cached, {"cached": False}),
 }
 
 
@@ -197,7 +123,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
         self.evicted: list[int] = []
-        self.allocator = BlockAllocator(num_blocks, self.evicted.append)
+        self.allocator = BlockAllocator(num_blocks)
+        self.allocator.on_evict = self.evicted.append
         self.model = {block: ModelBlock() for block in range(1, num_blocks)}
         self.clock = 0
 
@@ -206,7 +133,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         move: Callable[[list[int]], None],
         ids: list[int],
         legal: Callable[[ModelBlock], bool],
-        change: Callable[[ModelBlock], None],
+        effect: dict[str, Any],
     ) -> None:
         """The move must succeed exactly if every id is known, single and in a legal state."""
         if len(set(ids)) < len(ids) or not all(
@@ -218,10 +145,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         move(ids)
         for block in reversed(ids):
             self.clock += 1
-            was = self.model[block].state
-            change(self.model[block])
-            if was is not CACHED and self.model[block].state is CACHED:
-                self.model[block].released_at = self.clock
+            m, was = self.model[block], self.model[block].state
+            for name, value in effect.items():
+                is_count = name in ("uses", "leases")
+                setattr(m, name, getattr(m, name) + value if is_count else value)
+            if was is not CACHED and m.state is CACHED:
+                m.released_at = self.clock
 
     @rule(n=st.integers(0, 12))
     def allocate(self, n: int) -> None:
@@ -229,6 +158,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         cached = [b for b, m in self.model.items() if m.state is CACHED]
         cached.sort(key=lambda b: self.model[b].released_at)
         self.evicted.clear()
+        assert self.allocator.can_allocate(n) == (n <= len(free) + len(cached))
         if n > len(free) + len(cached):
             with pytest.raises(OutOfBlocks):
                 self.allocator.allocate(n)

@@ -26,7 +26,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         num_heads=draw(st.integers(1, 4)),
         num_layers=draw(st.integers(1, 4)),
         num_components=draw(st.integers(1, 2)),
-        block_size=draw(st.integers(1, 6)),
+        block_size=draw(st.integers(1, 6) | st.just(256)),
         head_dim=draw(st.integers(1, 5)),
         dtype=draw(st.sampled_from(sorted(ITEMSIZE_BYTES))),
     )
@@ -84,14 +84,5 @@ def test_a_record_carries_every_field_across_the_wire() -> None:
     wire = msgspec.msgpack.encode(BASE.to_record())
     assert KVLayout.from_record(msgspec.msgpack.decode(wire, type=LayoutRecord)) == BASE
     assert {f.name for f in fields(KVLayout)} == set(LayoutRecord.__struct_fields__)
-
-
-def test_a_peers_impossible_record_is_refused_by_name() -> None:
-    record = msgspec.structs.replace(BASE.to_record(), block_size=-4)
     with pytest.raises(LayoutError, match="block_size is -4"):
-        KVLayout.from_record(record)
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 24, 64, 256])
-def test_any_block_size_up_to_256(block_size: int) -> None:
-    assert replace(BASE, block_size=block_size).block_size == block_size
+        KVLayout.from_record(msgspec.structs.replace(BASE.to_record(), block_size=-4))

@@ -6,33 +6,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache.lease import LeaseState, LeaseTable
 
 
-def table_with(lease_s: float = 10.0, **options: float) -> LeaseTable:
-    table = LeaseTable(**options)  # type: ignore[arg-type]
-    table.grant("L", "r", [1, 2], lease_s, now=100.0)
+def table_with() -> LeaseTable:
+    table = LeaseTable()
+    table.grant("L", "r", [1, 2], 10.0, now=100.0)
     return table
-
-
-def outcomes(table: LeaseTable) -> list[tuple[str, LeaseState]]:
-    return [(lease.lease_id, lease.outcome) for lease in table.drain_ended()]
-
-
-def test_complete_ends_a_held_lease_and_hands_the_blocks_over_once() -> None:
-    table = table_with()
-    assert table.complete("L", "a", now=101.0)
-    (ended,) = table.drain_ended()
-    assert (ended.request_id, ended.block_ids) == ("r", (1, 2))
-    assert ended.outcome is LeaseState.COMPLETED
-    assert table.drain_ended() == [] and table.num_held == 0
-
-
-def test_expiry_comes_at_the_deadline_even_when_nobody_swept() -> None:
-    for late in (110.0, 111.0):
-        table = table_with()
-        assert not table.complete("L", "a", now=late)
-        assert outcomes(table) == [("L", LeaseState.EXPIRED)]
-        assert not table.renew("L", now=late) and not table.abort("L", now=late)
-        assert not table.complete("L", "a", now=late)
-    assert table_with().complete("L", "a", now=109.999)
 
 
 def test_tombstones_are_bounded_by_count_and_age() -> None:
@@ -40,7 +17,7 @@ def test_tombstones_are_bounded_by_count_and_age() -> None:
     for name in "abc":
         table.grant(name, name, [1], 10.0, now=0.0)
         assert table.complete(name, "t", now=1.0)
-    assert table.state("a") is None and table.state("b") is LeaseState.COMPLETED
+    assert not table.complete("a", "t", now=1.0) and table.complete("b", "t", now=1.0)
     assert table.complete("c", "t", now=51.0)
     assert not table.complete("c", "t", now=51.5)
 
@@ -60,7 +37,8 @@ def test_going_away_ends_every_lease() -> None:
     table = table_with()
     table.grant("M", "s", [3], 10.0, now=100.0)
     table.abort_all(now=101.0)
-    assert outcomes(table) == [("L", LeaseState.ABORTED), ("M", LeaseState.ABORTED)]
+    ended = [(lease.lease_id, lease.outcome) for lease in table.drain_ended()]
+    assert ended == [("L", LeaseState.ABORTED), ("M", LeaseState.ABORTED)]
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -72,6 +50,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.deadlines: dict[str, float] = {}  # the model: held leases
         self.completed_by: dict[str, str] = {}
+        self.aborted: set[str] = set()
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.collected: list[str] = []
 
@@ -90,9 +69,11 @@ class LeaseMachine(RuleBasedStateMachine):
         """One of the leases granted last, or one that never was."""
         return f"L{len(self.blocks) - 1 - index}"
 
-    @rule(seconds=st.floats(0.0, 8.0))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
+    @rule(seconds=st.floats(0.0, 8.0), index=st.integers(0, 3), exactly=st.booleans())
+    def wait(self, seconds: float, index: int, exactly: bool) -> None:
+        """Often to the very deadline of a lease."""
+        deadline = self.deadlines.get(self.latest(index), 0.0)
+        self.now = max(self.now, deadline) if exactly else self.now + seconds
 
     @rule(index=st.integers(0, 3), attempt=st.sampled_from("ab"))
     def complete(self, index: int, attempt: str) -> None:
@@ -114,8 +95,11 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def abort(self, index: int) -> None:
         lease_id = self.latest(index)
-        assert self.table.abort(lease_id, self.now) == self.held(lease_id)
-        self.deadlines.pop(lease_id, None)
+        expected = self.held(lease_id)
+        assert self.table.abort(lease_id, self.now) == expected
+        if expected:
+            self.aborted.add(lease_id)
+            del self.deadlines[lease_id]
 
     @rule()
     def sweep(self) -> None:
@@ -125,7 +109,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def collect(self) -> None:
         for lease in self.table.drain_ended():
-            assert lease.block_ids == self.blocks[lease.lease_id]
+            assert (lease.request_id, lease.block_ids) == ("r", self.blocks[lease.lease_id])
+            assert (lease.outcome is LeaseState.COMPLETED) == (lease.lease_id in self.completed_by)
+            assert (lease.outcome is LeaseState.ABORTED) == (lease.lease_id in self.aborted)
             assert not self.held(lease.lease_id)
             self.collected.append(lease.lease_id)
 

@@ -1,5 +1,6 @@
 """A pool's memory, opened by others: only the right one, read-only, for longer than its owner."""
 
+import ctypes
 import mmap
 import os
 import subprocess
@@ -24,8 +25,6 @@ sys.stdin.readline()
 
 
 def read(memory: OpenedMemory, offset: int) -> int:
-    import ctypes
-
     return ctypes.c_ubyte.from_address(memory.address + offset).value
 
 
@@ -48,23 +47,6 @@ def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() ->
     memory.close()
     with pytest.raises(NotShared, match="cannot be opened"):
         OpenedMemory(pid, fd, token, NBYTES)
-
-
-def test_later_writes_of_the_owner_are_seen() -> None:
-    mine = SharedMemory(NBYTES)
-    memory = OpenedMemory(os.getpid(), mine.fd, mine.token, NBYTES)
-    mine.mapping[NBYTES - 1] = 9
-    assert read(memory, NBYTES - 1) == 9
-    memory.close()
-
-
-def test_it_begins_on_a_page_is_zero_and_keeps_its_token_outside() -> None:
-    mine = SharedMemory(NBYTES)
-    array = np.frombuffer(mine.mapping, np.uint8)
-    assert array.ctypes.data % mmap.PAGESIZE == 0
-    assert not array[:NBYTES].any()
-    assert array[-TOKEN_BYTES:].tobytes() == mine.token
-    assert len(array) - TOKEN_BYTES >= NBYTES
 
 
 @pytest.mark.parametrize(
@@ -100,15 +82,18 @@ def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
         os.close(fd)
 
 
-def test_the_owners_memory_cannot_shrink() -> None:
+def test_it_begins_zeroed_on_a_page_cannot_shrink_and_closes_its_file_with_its_end() -> None:
     mine = SharedMemory(NBYTES)
+    array = np.frombuffer(mine.mapping, np.uint8)
+    assert array.ctypes.data % mmap.PAGESIZE == 0
+    assert not array[:NBYTES].any()
+    memory = OpenedMemory(os.getpid(), mine.fd, mine.token, NBYTES)
+    mine.mapping[NBYTES - 1] = 9
+    assert read(memory, NBYTES - 1) == 9  # later writes are seen
     with pytest.raises(PermissionError):
         os.ftruncate(mine.fd, 0)
-
-
-def test_dropping_it_closes_its_file() -> None:
-    mine = SharedMemory(NBYTES)
     fd = mine.fd
-    del mine
+    memory.close()
+    del mine, array
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

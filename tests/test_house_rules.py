@@ -18,16 +18,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2366,
     "benchmarks": 2311,
-    "decode_server": 633,
+    "decode_server": 612,
     "deploy": 879,
     "engine": 8413,
-    "kvcache": 7102,
-    "kvcache/transfer": 5778,
+    "kvcache": 6984,
+    "kvcache/transfer": 5692,
     "model": 2910,
-    "prefill_server": 357,
+    "prefill_server": 337,
     "protocol": 5209,
     "proxy": 2477,
-    "tests": 36225,
+    "tests": 35707,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -286,8 +286,8 @@ def report_ready(info: Mapping[str, Any]) -> None:
 
 def report_failure(reason: str) -> None:
     """Tells the parent why this process is about to end; the reason also goes to stderr."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)  # first: whoever hears of it may end us
     _report("failed", reason)
-    print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 def _report(kind: str, value: Any) -> None:

@@ -8,24 +8,12 @@ from typing import Literal
 from pydantic import BaseModel
 
 from deploy.healthcheck import LOOPBACK
-from protocol.settings.settings import (
-    BatonSettings,
-    DecodeSettings,
-    ModelOptions,
-    PrefillSettings,
-    ProxySettings,
-    UpSettings,
-    to_argv,
-)
+from protocol.settings.settings import PROGRAMS as SETTINGS
+from protocol.settings.settings import ModelOptions, ProxySettings, UpSettings, to_argv
 
 Kind = Literal["prefill", "decode", "proxy"]
 SERVERS: tuple[Kind, ...] = ("prefill", "decode")
-TARGETS: Mapping[Kind, type[BatonSettings]] = {
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "proxy": ProxySettings,
-}
-PROGRAMS: Mapping[Kind, tuple[str, ...]] = {
+PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "prefill": (sys.executable, "-m", "prefill_server"),
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
@@ -45,13 +33,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def server_commands(
-    settings: UpSettings,
-    *,
-    secret: str,
-    cores: int,
-    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
-) -> list[Command]:
+def server_commands(settings: UpSettings, *, secret: str, cores: int) -> list[Command]:
     """All prefill and decode servers, each on free ports of the loopback address.
 
     Args:
@@ -60,7 +42,7 @@ def server_commands(
     """
     commands = []
     for kind in SERVERS:
-        argv = (*programs[kind], *server_argv(settings, kind, cores=cores))
+        argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         env, group = {"BATON_CLUSTER_SECRET": secret}, getattr(settings, kind)
         for index in range(group.count):
             devices = group.devices  # one server's, or of several that share; else a share of them
@@ -75,7 +57,7 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     """The options of one server of `kind`, without its devices."""
     group = getattr(settings, kind)
     own = _own(group)
-    told = own & TARGETS[kind].model_fields.keys() - {"threads", "devices"}
+    told = own & SETTINGS[f"baton {kind}"].model_fields.keys() - {"threads", "devices"}
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
     limits = ("max_body_bytes", "max_unfinished_bytes", "client_timeout_s", "shutdown_grace_s")
     return [
@@ -94,7 +76,7 @@ def user_option(settings: UpSettings, kind: Kind, option: str) -> str | None:
     name = option.replace("-", "_")
     if kind in SERVERS and name in _own(getattr(settings, kind)):
         return f"{kind}.{option}"
-    if name in TARGETS[kind].model_fields and name not in type(settings).model_fields:
+    if name in SETTINGS[f"baton {kind}"].model_fields and name not in type(settings).model_fields:
         return f"{option} of `baton {kind}`"
     return None
 
@@ -112,16 +94,12 @@ def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
     return to_argv(options, only=sorted(changed))
 
 
-def proxy_command(
-    settings: UpSettings,
-    urls: Mapping[Kind, Sequence[str]],
-    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
-) -> Command:
+def proxy_command(settings: UpSettings, urls: Mapping[Kind, Sequence[str]]) -> Command:
     """The proxy in front of servers that already serve."""
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
-    return Command("proxy", "proxy", (*programs["proxy"], *argv))
+    return Command("proxy", "proxy", (*PROGRAMS["proxy"], *argv))
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:

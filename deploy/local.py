@@ -14,11 +14,10 @@ import secrets
 import shlex
 import sys
 import time
-import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from deploy.commands import PROGRAMS, Command, Kind, proxy_command, server_commands, user_option
+from deploy.commands import Command, Kind, proxy_command, server_commands, user_option
 from deploy.healthcheck import LOOPBACK, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
@@ -50,19 +49,13 @@ def warm(argv: Sequence[str]) -> int:
     return up(parse(UpSettings, argv, prog="baton warm"), only_warm=True)
 
 
-def up(
-    settings: UpSettings,
-    programs: Mapping[Kind, tuple[str, ...]] = PROGRAMS,
-    *,
-    only_warm: bool = False,
-) -> int:
+def up(settings: UpSettings, *, only_warm: bool = False) -> int:
     """Runs a local cluster until told to end. Returns the exit status.
 
     Args:
-        programs: the command of each kind of process.
         only_warm: end once the servers are ready: what they make once is kept for the next start.
     """
-    cluster = LocalCluster(settings, programs)
+    cluster = LocalCluster(settings)
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):
         try:
@@ -102,11 +95,12 @@ class LocalCluster:
     Its methods raise ClusterFailed when a process ends, StopRequested on a signal.
     """
 
-    def __init__(self, settings: UpSettings, programs: Mapping[Kind, tuple[str, ...]]) -> None:
+    def __init__(self, settings: UpSettings) -> None:
         self.settings = settings
-        self.programs = programs
         self.children: list[lifecycle.Child] = []
         self.killed_by_user = False
+        self._starting: dict[lifecycle.Child, str] = {}  # and what it does
+        self._ports: dict[lifecycle.Child, int] = {}  # of those that are ready
         # None is a stop signal. SimpleQueue: its put may interrupt its own get, as a handler does.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
         self._deadline = time.monotonic() + settings.start_timeout_s
@@ -125,9 +119,7 @@ class LocalCluster:
         for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
         secret, cores = secrets.token_hex(32), available_cores()
-        commands = server_commands(
-            self.settings, secret=secret, cores=cores, programs=self.programs
-        )
+        commands = server_commands(self.settings, secret=secret, cores=cores)
         urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
         for command, port in zip(commands, self._start(*commands), strict=True):
             urls[command.kind].append(f"http://{LOOPBACK}:{port}")
@@ -136,15 +128,12 @@ class LocalCluster:
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
         """Starts the proxy in front of these servers, and prints `ready`, where, and a line to
         paste once the endpoint serves. Never returns."""
-        (port,) = self._start(proxy_command(self.settings, urls, self.programs))
+        (port,) = self._start(proxy_command(self.settings, urls))
         endpoint = f"http://{url_host(self.settings.host)}:{port}"
-        notes = _Notes(self._deadline)
-        while not _is_ready(endpoint):  # until the proxy has found its servers
-            self._next_event(PROBE_INTERVAL_S)
-            notes.tell("the proxy to find its servers")
+        self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)
         print(f"ready {endpoint}/v1\n{example(endpoint)}", flush=True)
         while True:
-            self._next_event(None)
+            self._take_event(None)
 
     def _start(self, *commands: Command) -> list[int]:
         """The ports of these processes, once all are ready."""
@@ -160,25 +149,34 @@ class LocalCluster:
             )
             self.children.append(child)
             children.append(child)
-        ports: dict[lifecycle.Child, int] = {}
-        doing = dict.fromkeys(children, "starting")
-        notes = _Notes(self._deadline)
-        while doing:
-            match self._next_event(notes.timeout_s()):
-                case lifecycle.Event(child, "ready", info):
-                    ports[child] = info["port"]
-                    doing.pop(child, None)
-                case lifecycle.Event(child, "progress", text) if child in doing:
-                    doing[child] = text
-            notes.tell(", ".join(f"{child.name} ({text})" for child, text in doing.items()))
-        return [ports[child] for child in children]
+        self._starting = dict.fromkeys(children, "starting")
+        self._wait(lambda: ", ".join(f"{c.name} ({does})" for c, does in self._starting.items()))
+        return [self._ports[child] for child in children]
 
-    def _next_event(self, timeout_s: float | None) -> lifecycle.Event | None:
-        """The next event that is not the end of the cluster; None after `timeout_s`."""
+    def _wait(self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S) -> None:
+        """Until nothing is missing. The user is told what is after a second, on news, and now and
+        then.
+
+        Args:
+            look_s: longest time between two looks.
+        """
+        started = time.monotonic()
+        told, due = "", started + FIRST_NOTE_S
+        while what := missing():
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise ClusterFailed(f"not ready in time (--start-timeout-s), waited for {what}")
+            if now >= due or (told and what != told):
+                say(f"{now - started:.0f} s, waiting for {what}")
+                told, due = what, now + NOTE_INTERVAL_S
+            self._take_event(min(look_s, due - now, self._deadline - now))
+
+    def _take_event(self, timeout_s: float | None) -> None:
+        """Waits for an event, which is not to be the end of the cluster."""
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
-            return None
+            return
         match event:
             case None:
                 raise StopRequested
@@ -186,33 +184,11 @@ class LocalCluster:
                 raise ClusterFailed(f"{child.name}: {reason}")
             case lifecycle.Event(child, "exited"):
                 raise ClusterFailed(f"{child.name} ended: {child.reason()}")
-        return event
-
-
-class _Notes:
-    """When to tell the user what is waited for: after a second, on news, and now and then.
-
-    Args:
-        deadline: time.monotonic() at which waiting has failed.
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.started = time.monotonic()
-        self.due = self.started + FIRST_NOTE_S
-        self.last = ""
-
-    def timeout_s(self) -> float:
-        return max(0.0, min(self.due, self.deadline) - time.monotonic())
-
-    def tell(self, what: str) -> None:
-        now = time.monotonic()
-        if what and now >= self.deadline:
-            raise ClusterFailed(f"not ready in time (--start-timeout-s), waited for {what}")
-        waited_s = now - self.started
-        if what and waited_s >= FIRST_NOTE_S and (what != self.last or now >= self.due):
-            say(f"{waited_s:.0f} s, waiting for {what}")
-            self.last, self.due = what, now + NOTE_INTERVAL_S
+            case lifecycle.Event(child, "ready", info):
+                self._ports[child] = info["port"]
+                self._starting.pop(child, None)
+            case lifecycle.Event(child, "progress", text) if child in self._starting:
+                self._starting[child] = text
 
 
 def check_port(host: str, port: int) -> None:
@@ -224,21 +200,17 @@ def check_port(host: str, port: int) -> None:
         raise ClusterFailed(f"{error}{hint}") from None
 
 
-def _is_ready(endpoint: str) -> bool:
+def _unready(endpoint: str) -> str:
     try:
-        with get(f"{endpoint}/ready", PROBE_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError as error:
-        error.close()
+        get(f"{endpoint}/ready", PROBE_TIMEOUT_S)
     except OSError:
-        pass
-    return False
+        return "the proxy to find its servers"
+    return ""
 
 
 def example(endpoint: str) -> str:
     """A curl line for the model served at `endpoint`."""
-    with get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S) as answer:
-        name = str(json.load(answer)["data"][0]["id"])
+    name = str(json.loads(get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S))["data"][0]["id"])
     prompt = "The capital of France is"
     body = {"model": name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
     return (

@@ -18,8 +18,6 @@ from protocol.settings.settings import (
     load,
 )
 
-PROGRAMS: dict[Kind, tuple[str, ...]] = {"prefill": ("p",), "decode": ("d",), "proxy": ("x",)}
-
 
 def up(*argv: str) -> UpSettings:
     return load(UpSettings, argv)
@@ -27,7 +25,7 @@ def up(*argv: str) -> UpSettings:
 
 def test_each_server_gets_a_name_and_the_secret_by_environment() -> None:
     settings = up("--prefill.count=2", "--decode.count", "1")
-    commands = server_commands(settings, secret="s" * 16, cores=8, programs=PROGRAMS)
+    commands = server_commands(settings, secret="s" * 16, cores=8)
     assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0"]
     for command in commands:
         assert command.env == {"BATON_CLUSTER_SECRET": "s" * 16}

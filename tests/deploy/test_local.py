@@ -23,12 +23,13 @@ DEADLINE_S = 60.0
 
 LAUNCH = """
 import os, sys
+from deploy.commands import PROGRAMS
 from deploy.local import up
 from protocol.settings.settings import UpSettings, load
 modes, argv = sys.argv[1].split(","), sys.argv[2:]
-programs = {{kind: (sys.executable, {fake!r}, kind, mode)
-             for kind, mode in zip(("prefill", "decode", "proxy"), modes, strict=True)}}
-sys.exit(up(load(UpSettings, argv), programs, only_warm="ONLY_WARM" in os.environ))
+for kind, mode in zip(PROGRAMS, modes, strict=True):
+    PROGRAMS[kind] = (sys.executable, {fake!r}, kind, mode)
+sys.exit(up(load(UpSettings, argv), only_warm="ONLY_WARM" in os.environ))
 """
 
 

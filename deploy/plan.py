@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ByteSize, ConfigDict, Field
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
@@ -167,7 +167,8 @@ def text(found: dict[str, Any]) -> str:
         "",
     ]
     for rank in found["ranks"]:
-        sizes = {name: _size(value) for name, value in rank.items() if "bytes" in name}
+        sized = {name: value for name, value in rank.items() if "bytes" in name}
+        sizes = {n: ByteSize(v).human_readable(separator=" ") for n, v in sized.items()}
         lines.append(_RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"])))
     if idle := found["idle_p_ranks"]:
         lines.append(f"P ranks without a reader: {_listed(idle)}")
@@ -192,13 +193,6 @@ def _listed(numbers: range | list[int]) -> str:
     if isinstance(numbers, range) and len(numbers) > 1:
         return f"{numbers.start}-{numbers.stop - 1}"
     return ", ".join(str(number) for number in numbers) or "none"
-
-
-def _size(nbytes: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):.3g} {unit}"
-    return f"{nbytes} B"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ MAX_LINES = {
     "attention": 2366,
     "benchmarks": 2311,
     "decode_server": 612,
-    "deploy": 879,
+    "deploy": 826,
     "engine": 8413,
     "kvcache": 6984,
     "kvcache/transfer": 5692,
@@ -27,7 +27,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5209,
     "proxy": 2477,
-    "tests": 35707,
+    "tests": 35657,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.text.grammar_compile import GrammarError, compiling_threads, make_matcher
+from engine.text.grammar_compile import GrammarError, compiling_threads, make_matcher, vocabulary_of
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
@@ -226,8 +226,7 @@ class GrammarCompiler:
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
         self._num_words = -(-num_tokens // _BITS)
-        end_ids = list(tokenizer.eos_ids) or None
-        return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
+        return vocabulary_of(tokenizer, num_tokens)
 
     def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         """The grammar, perhaps still on its way. Who waits for it keeps it: there may be more that

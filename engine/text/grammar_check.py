@@ -14,10 +14,11 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from engine.text.grammar_compile import Try, Verdict, Vocabulary, line_of
+from engine.text.grammar_compile import Try, Verdict, line_of
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InternalError, InvalidRequest, Overloaded
 from protocol.messages import Grammar
@@ -44,7 +45,7 @@ class GrammarChecker:
     """
 
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
-        self._tokenizer = tokenizer
+        self._folder = tokenizer.folder
         self._timeout_s = timeout_s
         # So many tries at once, each for so long.
         self._lanes = (
@@ -71,7 +72,7 @@ class GrammarChecker:
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                self._process, self._control = await asyncio.to_thread(_spawn, self._tokenizer)
+                self._process, self._control = await asyncio.to_thread(_spawn, self._folder)
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
@@ -187,22 +188,20 @@ class GrammarChecker:
         raise Overloaded("The process that tries grammars was ended; try again.")
 
 
-def _spawn(tokenizer: Tokenizer) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process, once it can try grammars, and the socket to it."""
     control, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.text.grammar_compile", str(theirs.fileno())],
+            [sys.executable, "-m", "engine.text.grammar_compile", f"{theirs.fileno()}", folder],
             env={**clean_environment(os.environ), "MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-    vocabulary = Vocabulary(tokenizer.to_json(), list(tokenizer.eos_ids), tokenizer.vocab_size)
     control.settimeout(_START_TIMEOUT_S)
     started = b""
     with contextlib.suppress(OSError):
-        control.sendall(line_of(vocabulary))
         started = control.recv(1)
     if not started:
         process.kill()

@@ -29,6 +29,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
         made.result()
     threading.stack_size(usual)
     return pool
+
+
+def vocabulary_of(tokenizer: Tokenizer, num_tokens: int | None = None) -> LLTokenizer:
+    """What matchers are made for; takes about a second if it is large."""
+    end_ids = list(tokenizer.eos_ids) or None
+    num_tokens = num_tokens or tokenizer.vocab_size
+    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -140,16 +148,9 @@ def _one_line(text: str, limit: int = 300) -> str:
 # -- the process -----------------------------------------------------------------------------------
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
-    """The first message: what grammars are tried with. All messages are lines of JSON."""
-
-    tokenizer: str  # the text of a tokenizer.json, or a name that llguidance knows
-    eos_ids: list[int] = []
-    num_tokens: int | None = None
-
-
 class Try(msgspec.Struct, frozen=True):
-    """The one message to a child, which says that it begins, and then of each grammar a Verdict."""
+    """The one message to a child, which says that it begins, and then of each grammar a Verdict.
+    All messages are lines of JSON."""
 
     grammars: list[Grammar]
     memory_bytes: int  # that a child may take beyond what it is born with
@@ -162,16 +163,16 @@ class Verdict(msgspec.Struct, frozen=True):
     nbytes: int = 0  # of memory that it takes, compiled
 
 
-def line_of(message: Vocabulary | Try | Verdict) -> bytes:
+def line_of(message: Try | Verdict) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
 def main() -> None:
-    """Serves the socket whose number is the only argument, until its other end is closed."""
+    """Serves a socket until its other end is closed. Arguments: its number, and the folder of the
+    model whose vocabulary grammars are tried with."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    told = msgspec.json.decode(control.makefile("rb").readline(), type=Vocabulary)
-    tokenizer = LLTokenizer(told.tokenizer, n_vocab=told.num_tokens, eos_token=told.eos_ids or None)
+    tokenizer = vocabulary_of(Tokenizer(sys.argv[2]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     judge(tokenizer, Grammar("json_object"))  # what all grammars need is there from now on

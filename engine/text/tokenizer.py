@@ -45,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, model_dir: str | Path) -> None:
-        folder = Path(model_dir)
+        self.folder = folder = Path(model_dir)
         config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # the older split of the same facts
             config = {**config, **_read_json(folder / _MAP)}

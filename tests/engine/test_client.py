@@ -1,28 +1,29 @@
-"""What the client promises of the requests it sends to an engine over a real socket."""
+"""Both ends of the socket between the HTTP process and its engine."""
 
 import asyncio
-import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
 from engine.process.client import EngineClient
+from engine.process.transport import EngineTransport
 from protocol.errors import EngineDied
 from protocol.ipc.wire import framed
 from protocol.messages import (
     AbortRequest,
     AddRequest,
     EngineFailed,
+    EngineInput,
     EngineStats,
     ErrorInfo,
-    Outputs,
     SamplingParams,
     Shutdown,
     TokenDelta,
-    decode_input,
     encode,
 )
 from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate, hang
@@ -41,47 +42,35 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
 
 
 class RemoteEngine:
-    """The engine's end of the socket: says it is ready, records, and answers when told to."""
+    """The engine's end of the socket, which records and answers when told to."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, address: str) -> None:
+        self.transport = EngineTransport(address)
+        self._received: list[EngineInput] = []
+        self.is_over = False
 
-    async def receive(self) -> Any:
-        async with asyncio.timeout(WAIT_S):
-            length = int.from_bytes(await self._reader.readexactly(4), "little")
-            return decode_input(await self._reader.readexactly(length))
+    async def receive(self) -> EngineInput:
+        while not self._received:
+            assert not self.is_over
+            self._received, self.is_over = await asyncio.to_thread(self.transport.receive, WAIT_S)
+        return self._received.pop(0)
 
-    async def send(self, message: Any) -> None:
-        await self.send_raw(encode(message))
-
-    async def send_raw(self, data: bytes) -> None:
-        self._writer.write(framed(data))
-        await self._writer.drain()
-
-    async def answer(self, request: AddRequest, *token_ids: int, finish: str | None = None) -> None:
-        delta = TokenDelta(
-            request_id=request.request_id, token_ids=list(token_ids), finish_reason=finish
-        )
-        await self.send(Outputs([delta]))
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+    def say(self, *deltas: TokenDelta) -> None:
+        self.transport.send(list(deltas))
 
 
 @asynccontextmanager
 async def connected(socket_folder: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
     client = EngineClient(f"ipc://{socket_folder}/http")
     await client.start()
-    remote = RemoteEngine(*await asyncio.open_unix_connection(f"{socket_folder}/http"))
+    remote = RemoteEngine(f"ipc://{socket_folder}/http")
     try:
-        await remote.send(SMALL_ENGINE)
+        remote.transport.tell(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
         yield client, remote
     finally:
         await client.close()
-        await remote.close()
+        remote.transport.close()
 
 
 async def collect(engine: EngineClient, request: AddRequest) -> list[TokenDelta]:
@@ -95,10 +84,9 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 async def test_a_request_goes_out_and_its_tokens_come_back(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
         answer = asyncio.create_task(collect(client, add("r")))
-        request = await remote.receive()
-        assert request == add("r")
-        await remote.answer(request, 1)
-        await remote.answer(request, 2, 3, finish="length")
+        assert await remote.receive() == add("r")
+        remote.say(_delta("r", 1))
+        remote.say(_delta("r", 2, 3, finish="length"))
         deltas = await answer
         assert tokens(deltas) == [1, 2, 3] and deltas[-1].finish_reason == "length"
         assert client.num_open == 0
@@ -107,9 +95,8 @@ async def test_a_request_goes_out_and_its_tokens_come_back(socket_folder: Any) -
 async def test_several_requests_share_one_subscription(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
         with_both = client.submit([add("a"), add("b")])
-        first, second = await remote.receive(), await remote.receive()
-        await remote.answer(second, 7, finish="stop")
-        await remote.answer(first, 8, finish="stop")
+        assert [await remote.receive(), await remote.receive()] == [add("a"), add("b")]
+        remote.say(_delta("b", 7, finish="stop"), _delta("a", 8, finish="stop"))
         found = {}
         while batch := await asyncio.wait_for(with_both.next_batch(), WAIT_S):
             found.update({delta.request_id: delta.token_ids for delta in batch})
@@ -119,12 +106,11 @@ async def test_several_requests_share_one_subscription(socket_folder: Any) -> No
 async def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:
-            await remote.receive()
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
-                await remote.send(Outputs([delta]))
+                remote.say(delta)
                 assert await subscription.next_batch() == [delta]
                 assert client.num_open == 1
-            await remote.send(Outputs([_delta("r", 3, finish="length")]))
+            remote.say(_delta("r", 3, finish="length"))
             assert tokens(await subscription.next_batch()) == [3]
             assert await subscription.next_batch() == []
             assert client.num_open == 0
@@ -135,30 +121,30 @@ async def test_an_error_ends_all_choices(socket_folder: Any) -> None:
         answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
         await remote.receive()
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
-        await remote.send(Outputs([failed]))
+        remote.say(failed)
         assert await answer == [failed]
         assert client.num_open == 0
 
 
-async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder: Any) -> None:
+@pytest.mark.parametrize("how", ["leaving", "cancelled"])
+async def test_leaving_early_aborts_and_drops_what_still_comes(
+    socket_folder: Any, how: str
+) -> None:
     async with connected(socket_folder) as (client, remote):
-        async with aclosing(generate(client, add("r"))) as answer:
-            asyncio.get_running_loop().create_task(remote.send(Outputs([_delta("r", 1)])))
-            assert (await anext(answer)).token_ids == [1]
-        assert await remote.receive() == add("r")
+        if how == "cancelled":
+            task = asyncio.create_task(collect(client, add("r")))
+            assert await remote.receive() == add("r")
+            task.cancel()
+        else:
+            async with aclosing(generate(client, add("r"))) as answer:
+                asyncio.get_running_loop().call_soon(remote.say, _delta("r", 1))
+                assert (await anext(answer)).token_ids == [1]
+            assert await remote.receive() == add("r")
         assert await remote.receive() == AbortRequest("r")
-        await remote.send(Outputs([_delta("r", 2), _delta("r", finish="abort")]))
-        await remote.send(EngineStats({"x": 1.0}))
+        remote.say(_delta("r", 2), _delta("r", finish="abort"))
+        remote.transport.send_stats({"x": 1.0})
         await _until(lambda: client.stats == {"x": 1.0})
         assert client.num_open == 0
-
-
-async def test_cancelling_aborts(socket_folder: Any) -> None:
-    async with connected(socket_folder) as (client, remote):
-        answer = asyncio.create_task(collect(client, add("r")))
-        assert await remote.receive() == add("r")
-        answer.cancel()
-        assert await remote.receive() == AbortRequest("r")
 
 
 async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any) -> None:
@@ -167,79 +153,109 @@ async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any
             await remote.receive()
             subscription.abort("r")
             assert await remote.receive() == AbortRequest("r")
-            await remote.send(Outputs([_delta("r", finish="abort")]))
+            remote.say(_delta("r", finish="abort"))
             (last,) = await asyncio.wait_for(subscription.next_batch(), WAIT_S)
             assert last.finish_reason == "abort"
             assert await subscription.next_batch() == []
-        await remote.send(EngineStats({}))
         await client.close()
-        assert await remote.receive() == Shutdown()  # and no second abort
+        assert remote.transport.receive(WAIT_S) == ([], True), "told to shut down; no second abort"
 
 
 @pytest.mark.parametrize("how", ["message", "process", "garbage"])
 async def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: str) -> None:
-    async with connected(socket_folder) as (client, remote):
-        answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
-        await remote.receive()
-        await remote.receive()
-        if how == "message":
-            await remote.send(EngineFailed("out of memory"))
-        elif how == "process":
-            client.fail("out of memory")
-        else:
-            await remote.send_raw(b"\xc1")
-        for answer in answers:
-            (last,) = await asyncio.wait_for(answer, WAIT_S)
-            assert last.error is not None and last.error.code == "engine_died"
-        assert not client.healthy and client.num_open == 0
-        with pytest.raises(EngineDied):
-            client.submit([add("c")])
-
-
-async def test_an_engine_that_fails_at_start_is_not_waited_for(socket_folder: Any) -> None:
     client = EngineClient(f"ipc://{socket_folder}/http")
     await client.start()
+    _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
+    writer.write(framed(encode(SMALL_ENGINE)))
+    await client.wait_ready(WAIT_S)
+    answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
+    await _until(lambda: client.num_open == 2)
+    if how == "process":
+        client.fail("out of memory")
+    else:
+        writer.write(framed(encode(EngineFailed("full")) if how == "message" else b"\xc1"))
+    for answer in answers:
+        (last,) = await asyncio.wait_for(answer, WAIT_S)
+        assert last.error is not None and last.error.code == "engine_died"
+    assert not client.healthy and client.num_open == 0
+    with pytest.raises(EngineDied):
+        client.submit([add("c")])
+    writer.close()
+    await client.close()
+
+
+async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder: Any) -> None:
+    client = EngineClient(f"ipc://{socket_folder}/http")
+    with pytest.raises(OSError):
+        EngineTransport(f"ipc://{socket_folder}/http")
+    await client.start()
+    with pytest.raises(EngineDied, match="not ready after"):
+        await client.wait_ready(0.001)
+    with pytest.raises(EngineDied, match="not connected"):
+        client.submit([add("r")])
+    assert client.num_open == 0
     client.fail("no such model")
     with pytest.raises(EngineDied, match="no such model"):
         await client.wait_ready(WAIT_S)
     await client.close()
 
 
-async def test_a_silent_engine_is_given_up() -> None:
-    engine = ScriptedEngine(ready=None)
-    await engine.start()
-    with pytest.raises(EngineDied, match="not ready after"):
-        await engine.wait_ready(0.001)
-    await engine.close()
-
-
-async def test_nobody_connected_is_a_dead_engine_not_a_hang(socket_folder: Any) -> None:
-    client = EngineClient(f"ipc://{socket_folder}/http")
-    await client.start()
-    with pytest.raises(EngineDied, match="not connected"):
-        client.submit([add("r")])
-    assert client.num_open == 0
-    await client.close()
-
-
-async def test_an_engine_that_hangs_up_is_a_dead_engine(socket_folder: Any) -> None:
+async def test_who_hangs_up_is_dead_to_the_other(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
         assert not client.is_lost
-        await remote.close()
+        remote.transport.close()
         await _until(lambda: client.is_lost)
         with pytest.raises(EngineDied, match="not connected"):
             client.submit([add("r")])
+    listener = socket.create_server(f"{socket_folder}/other", family=socket.AF_UNIX)
+    transport = EngineTransport(f"ipc://{socket_folder}/other")
+    listener.accept()[0].close()
+    assert transport.receive(WAIT_S) == ([], True)
+    transport.send([_delta("a")])  # nobody is there to be told
+    transport.close()
+    listener.close()
 
 
-async def test_an_engine_that_reads_late_gets_everything(socket_folder: Any) -> None:
-    """More than the socket holds, while the engine is in a step."""
+@pytest.mark.parametrize("ends", [False, True])
+async def test_sending_never_waits_and_nothing_is_lost(socket_folder: Any, ends: bool) -> None:
+    """More than the socket holds, while the other end is busy, or the core has ended."""
     long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
-
     async with connected(socket_folder) as (client, remote):
-        subscription = client.submit(long)
-        for request in long:
-            assert await remote.receive() == request
-        subscription.close()
+        with closing(client.submit(long)) as subscription:
+            for request in long:
+                assert await remote.receive() == request
+                remote.say(_delta(request.request_id, *request.token_ids))
+            work = remote.transport.close if ends else partial(remote.transport.receive, WAIT_S)
+            sending = asyncio.create_task(asyncio.to_thread(work))
+            found: list[TokenDelta] = []
+            while len(found) < len(long):
+                if not ends and sending.done():
+                    sending = asyncio.create_task(asyncio.to_thread(work))
+                found += await asyncio.wait_for(subscription.next_batch(), WAIT_S)
+            remote.transport.wake()
+            await sending
+        assert [delta.token_ids for delta in found] == [one.token_ids for one in long]
+
+
+async def test_messages_come_in_order_through_the_shutdown(socket_folder: Any) -> None:
+    with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
+        transport = EngineTransport(f"ipc://{socket_folder}/raw")
+        http, _ = listener.accept()
+        assert transport.receive(0.0) == ([], False)
+        both = framed(encode(AbortRequest("a"))) + framed(encode(AbortRequest("b")))
+        http.sendall(both[:-1])
+        assert transport.receive(WAIT_S) == ([AbortRequest("a")], False)
+        http.sendall(both[-1:] + framed(encode(Shutdown())) + framed(encode(AbortRequest("c"))))
+        assert transport.receive(WAIT_S) == ([AbortRequest("b")], True)
+        http.close()
+        transport.close()
+
+
+async def test_another_thread_wakes_the_engine(socket_folder: Any) -> None:
+    async with connected(socket_folder) as (_, remote):
+        waiting = asyncio.create_task(asyncio.to_thread(remote.transport.receive, WAIT_S))
+        remote.transport.wake()
+        assert await waiting == ([], False)
 
 
 async def test_closing_ends_open_requests(socket_folder: Any) -> None:

@@ -130,10 +130,6 @@ class _LateGrammars:
         self.state, self.on_compiled = compiler.state, compiler.on_compiled
         self.vocab_size = compiler.vocab_size
 
-    @property
-    def num_words(self) -> int:
-        return self._compiler.num_words
-
     def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         if self._rng.random() < 0.5:
             return self._compiler.compiled(grammar, nbytes)

@@ -1,4 +1,5 @@
-"""The core with sequences under a grammar: they wait, draw what may be drawn, and end."""
+"""How the core waits for grammars, and how their sequences end. What they draw beside others, with
+choices, preemptions and late masks: tests/decode_server/test_role_mixture.py."""
 
 import json
 import threading
@@ -86,16 +87,6 @@ def assert_failed(out: MemoryTransport, request_id: str = "a", code: str = "gram
     return end.error.message
 
 
-def test_a_constrained_and_a_free_sequence_share_steps(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    core, out = core_with(compiler, depth, CHOICES)
-    answered(core, constrained("a", CHOICES), FREE)
-    assert tokenizer.decode(out.tokens("a")) in TEXTS
-    assert [end.finish_reason for end in out.terminals("a")] == ["stop"]
-    assert out.tokens("b") == expected_output([4, 5, 6], 9)
-
-
 def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
     depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -165,65 +156,24 @@ def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> N
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
-class Held:
-    """Masks after so many outputs of one grammar's sequences wait for `go_on`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        compute = GrammarState._compute
-
-        def held(state: GrammarState) -> None:
-            if state._num_consumed == num_outputs:
-                self.begun.set()
-                assert self.go_on.wait(60.0)
-            compute(state)
-
-        monkeypatch.setattr(GrammarState, "_compute", held)
-        monkeypatch.setattr(core_grammar, "_BUDGET_S", 0.001)
-
-
-def run_until_ended(core: EngineCore, out: MemoryTransport, *names: str, ends: int = 1) -> None:
-    while any(len(out.terminals(name)) < ends for name in names):
-        core.round([])
-        core.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_who_is_late_sits_out_and_draws_the_same(
-    depth: int, slow: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = constrained("a", WORDS, 12, num_choices=2)
-    alone, expected = core_with(compiler, depth, WORDS)
-    alone.round([asked])
-    run_until_ended(alone, expected, "a", ends=2)
-    if slow:
-        monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
-    held = Held(monkeypatch, num_outputs=3)
-    core, out = core_with(compiler, depth)
-    core.grammars.timeout_s = 60.0
-    core.round([asked])
-    while not held.begun.is_set():
-        core.round([])
-    core.round([replace(FREE, max_tokens=20)])
-    run_until_ended(core, out, "b")
-    assert out.tokens("b") == expected_output([4, 5, 6], 20) and not out.terminals("a")
-    held.go_on.set()
-    run_until_ended(core, out, "a", ends=2)
-    for choice in range(2):
-        assert out.tokens("a", choice) == expected.tokens("a", choice)
-        assert len(out.tokens("a", choice)) == 12
-    answered(core)
-
-
 def test_who_is_late_for_too_long_fails_alone(
     depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    go_on, compute = threading.Event(), GrammarState._compute
+
+    def held(state: GrammarState) -> None:
+        assert state._num_consumed < 3 or go_on.wait(60.0)
+        compute(state)
+
+    monkeypatch.setattr(GrammarState, "_compute", held)
+    monkeypatch.setattr(core_grammar, "_BUDGET_S", 0.001)
     core, out = core_with(compiler, depth, WORDS)
-    held = Held(monkeypatch, num_outputs=3)
     core.grammars.timeout_s = 0.0
     core.round([constrained("a", WORDS), replace(FREE, max_tokens=20)])
-    run_until_ended(core, out, "a", "b")
+    while not (out.terminals("a") and out.terminals("b")):
+        core.round([])
+        core.scheduler.check_integrity()
     assert "--grammar-timeout-s" in assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 20)
-    held.go_on.set()
+    go_on.set()
     answered(core)

@@ -225,37 +225,11 @@ def test_grammars_are_kept_for_so_many_bytes(compiler: GrammarCompiler) -> None:
     assert compiler.compiled(large) is not first
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_requests_only(
-    compiler: GrammarCompiler,
-) -> None:
-    with pytest.raises(GrammarFailed, match="unclosed"):
-        compiler.state(request("regex", "[a"))
-    assert compiler.state(request("regex", "a")).follow([], 0) is None
-
-
 def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
         compiler.state(request("regex", "a"))
     compiler.close()
-
-
-def test_rows_without_a_grammar_may_draw_anything_before_the_tokenizer_is_read(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading = threading.Event()
-    load = GrammarCompiler._load
-
-    def loaded_later(self: GrammarCompiler) -> Any:
-        assert reading.wait(30.0)
-        return load(self)
-
-    monkeypatch.setattr(GrammarCompiler, "_load", loaded_later)
-    compiler = GrammarCompiler(model_dir, VOCAB, lambda: None)
-    masks = masks_of(compiler, [None, None])
-    reading.set()
-    compiler.close()
-    assert masks.shape == (2, VOCAB // 32) and (masks == -1).all()
 
 
 def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokenizer) -> None:

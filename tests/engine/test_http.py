@@ -21,18 +21,6 @@ from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
 # -- answers -----------------------------------------------------------------------------------
 
 
-async def test_chat_uses_the_template_and_fills_the_context(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
-        body = (await server.chat()).json()
-        assert body["choices"][0]["message"]["content"] == "Hello"
-        (added,) = server.engine.added
-        assert tokenizer.decode(added.token_ids) == "user:Hi;"
-        assert added.max_tokens == CONTEXT - len("user:Hi;")
-        deltas = [c["choices"][0]["delta"] for c in chunks(await server.chat(stream=True))]
-        assert deltas[0]["role"] == "assistant"
-        assert "".join(d.get("content", "") for d in deltas) == "Hello"
-
-
 async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as server:
         await server.post(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=7)
@@ -45,6 +33,8 @@ async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
         assert first.stop_token_ids == tokenizer.encode("<end>")
         assert second.stop_token_ids == [] and second.max_tokens == 1
         assert second.sampling.seed != third.sampling.seed  # drawn by the server
+        whose = {"user": "u-1", "safety_identifier": "s", "prompt_cache_key": "k"}
+        assert (await server.chat(**whose)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,19 +46,19 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
         await asyncio.Event().wait()
 
+    options = {"include_usage": True, "continuous_usage_stats": True} if stream else None
+    asked = {"stop": ["o t", " two"], "stream": stream, "stream_options": options}
     async with serving(tokenizer, endless) as server:
-        response = await server.post(
-            stop=["o t", " two"], stream=stream, stream_options={"include_usage": True}
-        )
-        if stream:
-            *found, last = chunks(response)
-            text = "".join(c["choices"][0]["text"] for c in found)
-            reason = found[-1]["choices"][0]["finish_reason"]
-        else:
-            last = response.json()
-            text, reason = last["choices"][0]["text"], last["choices"][0]["finish_reason"]
-        assert (text, reason) == ("one", "stop")
+        response = await server.post(**asked, return_token_ids=True)
+        *found, last = chunks(response) if stream else [response.json()] * 2
+        (end,) = found[-1]["choices"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in found) == "one"
+        assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
+        num_tokens = 0
+        for chunk in found:  # whose usage is that up to it, though more had arrived by then
+            num_tokens += len(chunk["choices"][0]["token_ids"])
+            assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]
 
 
@@ -223,12 +213,6 @@ async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None
 # -- what clients may ask ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
-async def test_a_chat_may_say_whose_it_is(tokenizer: Tokenizer, field: str) -> None:
-    async with serving(tokenizer) as server:
-        assert (await server.chat(**{field: "u-1"})).status_code == 200
-
-
 _ROOMY = EngineReady(num_blocks=64, block_size=16, max_model_len=4096, vocab_size=4096)
 
 
@@ -259,50 +243,6 @@ async def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
         assert response.status_code == 200
         (added,) = server.engine.added
         assert tokenizer.decode(added.token_ids) == "user:Hi;assistant:Hello "
-
-
-# -- streams -----------------------------------------------------------------------------------
-
-
-def at_once(token_ids: list[int]) -> Any:
-    """A script in which all of a request's tokens arrive together, each in a delta of its own."""
-
-    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        end = {"finish_reason": "length", "usage": USAGE}
-        for members in (*({"token_ids": [i]} for i in token_ids), end):
-            for choice in range(request.num_choices):
-                yield TokenDelta(request_id=request.request_id, choice=choice, **members)
-
-    return script
-
-
-@pytest.mark.parametrize("n", [1, 2])
-async def test_usage_can_come_with_every_chunk(tokenizer: Tokenizer, n: int) -> None:
-    """Of the tokens up to that chunk, though more have arrived together with them."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    script = at_once(tokenizer.encode("abc"))
-
-    async with serving(tokenizer, script) as server:
-        asked = {"stream": True, "return_token_ids": True, "stream_options": options, "n": n}
-        *found, last = chunks(await server.post(**asked))
-        num_tokens = 0
-        for chunk in found:
-            num_tokens += len(chunk["choices"][0]["token_ids"])
-            assert chunk["usage"]["completion_tokens"] == num_tokens
-            assert chunk["usage"]["prompt_tokens"] == 2
-        assert last["usage"]["completion_tokens"] == num_tokens == 3 * n
-
-
-async def test_nothing_follows_a_stop_string_but_the_end(tokenizer: Tokenizer) -> None:
-    """The engine goes on until it hears of it."""
-    script = at_once(tokenizer.encode("one two three"))
-    asked = {"stop": "e", "return_token_ids": True, "stream": True}
-
-    async with serving(tokenizer, script) as server:
-        *found, last = chunks(await server.post(**asked))
-        assert "".join(chunk["choices"][0]["text"] for chunk in found) == "on"
-        assert all(chunk["choices"][0]["token_ids"] for chunk in found)
-        assert last["choices"][0]["finish_reason"] == "stop"
 
 
 # -- /tokenize, /detokenize --------------------------------------------------------------------
@@ -367,24 +307,20 @@ async def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> No
         assert "access-control-allow-origin" not in response.headers
 
 
-@pytest.mark.parametrize("model", [{}, {"model": None}])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "ab"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-        ("/v1/responses", {"input": "Hi"}),
-        ("/tokenize", {"prompt": "ab"}),
-        ("/detokenize", {"tokens": [65]}),
-    ],
-)
-async def test_the_only_model_need_not_be_named(
-    tokenizer: Tokenizer, path: str, body: dict[str, Any], model: dict[str, Any]
-) -> None:
+async def test_the_only_model_need_not_be_named(tokenizer: Tokenizer) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "ab"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+        "/v1/responses": {"input": "Hi"},
+        "/tokenize": {"prompt": "ab"},
+        "/detokenize": {"tokens": [65]},
+    }
     async with serving(tokenizer) as server:
-        response = await server.http.post(path, json={**body, **model})
-        assert response.status_code == 200, response.text
-        assert response.json().get("model", "m") == "m"
+        for path, body in bodies.items():
+            for model in ({}, {"model": None}):
+                response = await server.http.post(path, json={**body, **model})
+                assert response.status_code == 200, response.text
+                assert response.json().get("model", "m") == "m"
 
 
 async def test_one_of_several_models_must_be_named(

@@ -1,6 +1,5 @@
 """What answers say, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -301,51 +300,3 @@ async def test_choices_of_several_prompts_have_indices_in_order(
             "total_tokens": 15,
             "prompt_tokens_details": {"cached_tokens": 2},
         }
-
-
-async def test_a_stop_string_ends_one_choice_alone(tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.encode("ab")
-
-    stopped = asyncio.Event()
-
-    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        for choice, token_id in ((0, a), (1, b)):
-            yield TokenDelta(request_id=request.request_id, choice=choice, token_ids=[token_id] * 2)
-        await stopped.wait()
-        yield TokenDelta(request_id=request.request_id, **end(1, finish_reason="abort"))
-        yield TokenDelta(request_id=request.request_id, **end(0, token_ids=[b]))
-
-    async with serving(tokenizer, script) as server:
-        tell = server.engine.tell
-
-        def told(message: Any) -> None:
-            assert message.choice == 1
-            stopped.set()
-
-        server.engine.tell = told  # type: ignore[method-assign]
-        body = (await server.post(n=2, stop="bb")).json()
-        server.engine.tell = tell  # type: ignore[method-assign]
-        assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [
-            ("aab", "length"),
-            ("", "stop"),
-        ]
-
-
-async def test_the_best_choices_are_those_of_the_highest_mean(tokenizer: Tokenizer) -> None:
-    a, b, c = tokenizer.encode("abc")
-
-    def said(choice: int, *pairs: tuple[int, float]) -> dict[str, Any]:
-        found = [TokenLogprobs(logprob) for _, logprob in pairs]
-        return end(choice, token_ids=[i for i, _ in pairs], logprobs=found)
-
-    script = scripted(
-        said(2, (c, -1.0), (c, -1.0), (c, -1.0)), said(0, (a, -2.0)), said(1, (b, -0.5))
-    )
-
-    async with serving(tokenizer, script) as server:
-        body = (await server.post(n=2, best_of=3)).json()
-        assert [(x["index"], x["text"]) for x in body["choices"]] == [(0, "b"), (1, "ccc")]
-        assert body["choices"][0]["logprobs"] is None
-        assert body["usage"]["completion_tokens"] == 5
-        (added,) = server.engine.added
-        assert (added.num_choices, added.sampling.num_logprobs) == (3, 0)

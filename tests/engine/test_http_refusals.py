@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -39,17 +38,10 @@ def leg(context: object, **asked: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param", "message"),
     [
-        (TEXT, {"prompt": ""}, 400, "prompt", "`prompt`"),
         (TEXT, {"prompt": [260]}, 400, "prompt", "token id 260; ids are from 0 to 259"),
-        (TEXT, {"prompt": [-1]}, 400, "prompt", "token id -1"),
-        (TEXT, {"prompt": [10**30]}, 400, "prompt", "`prompt`"),
         (TEXT, {"prompt": "x" * 64}, 400, "prompt", "length is 64 .* too long: it has 64. "),
         (TEXT, {"prompt": "x" * 17_000}, 400, "prompt", r"64 tokens and .* at least \d+"),
         (TEXT, {"prompt": [5] * 65, "max_tokens": 0}, 400, "prompt", "too long: it has 65"),
-        (TEXT, {"prompt": "x" * MAX_BODY}, 413, None, f"limit is {MAX_BODY} bytes"),
-        (TEXT, {"model": "nope"}, 404, "model", '"nope"; this server has "m"'),
-        (TEXT, {"temperature": -1}, 400, "temperature", "`temperature` is -1"),
-        (TEXT, {"n": 129}, 400, "n", "`n`"),
         (TEXT, {"n": 9}, 400, "n", "9 .* 8 sequences"),
         (TEXT, {"best_of": 9}, 400, "best_of", "9 .* 8 sequences"),
         (TEXT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "id 260"),
@@ -65,9 +57,8 @@ def leg(context: object, **asked: Any) -> dict[str, Any]:
          "`max_completion_tokens` asks for 98"),
         (RESPONSES, {"input": "Hi", "max_output_tokens": 63}, 400, "max_output_tokens",
          "`max_output_tokens` asks for 63"),
-        (CHAT, {"user": 1}, 400, "user", "`user` is 1; it must be a string."),
-        (CHAT, {"safety_identifier": 1}, 400, "safety_identifier", "must be a string."),
-        (CHAT, {"prompt_cache_key": 1}, 400, "prompt_cache_key", "must be a string."),
+        *[(CHAT, {name: 1}, 400, name, f"`{name}` is 1; it must be a string.")
+          for name in ("user", "safety_identifier", "prompt_cache_key")],
         # Grammars, before any work.
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, 400,
          "response_format.json_schema.schema", "objekt"),
@@ -102,7 +93,7 @@ async def test_bad_input_is_a_clear_refusal(
     message: str,
 ) -> None:
     own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
-    is_grammar = path == CHAT and not fields.keys() & {"max_tokens", "user"}
+    is_grammar = path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
 
     async with serving(tokenizer, ready=ready) as server:
@@ -163,19 +154,6 @@ def test_schemas_of_tools_have_a_limit_together() -> None:
 # -- bodies and connections --------------------------------------------------------------------
 
 
-async def test_ten_megabytes_are_refused_with_and_without_a_length(tokenizer: Tokenizer) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b"x" * 100_000
-
-    async with serving(tokenizer) as server:
-        for content in (b"x" * 10_000_000, pieces()):
-            response = await server.http.post(TEXT, content=content)
-            assert response.status_code == 413
-            assert response.json()["error"]["code"] == "payload_too_large"
-        assert (await server.post()).status_code == 200
-
-
 async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
 
@@ -215,16 +193,6 @@ async def test_what_the_connection_refuses_is_an_error_like_any_other(
         body = json.loads(await reader.readexactly(int(found[1])))
         assert body["error"]["type"] == "invalid_request_error"
         writer.close()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b'{"model": "m", "prompt": "\\ud800"}']
-)
-async def test_what_is_not_a_json_object_is_refused(tokenizer: Tokenizer, content: bytes) -> None:
-    async with serving(tokenizer) as server:
-        response = await server.http.post(TEXT, content=content)
-        assert response.status_code == 400
-        assert "JSON" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

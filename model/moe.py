@@ -119,25 +119,14 @@ def route(x: Tensor, router: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]
 def load_experts(
     loader: WeightLoader, prefix: str, config: MoEConfig, hidden_size: int, parallel: Parallel
 ) -> tuple[Tensor, Tensor]:
-    """What Experts takes: this rank's part of each expert's width.
-
-    Files hold one matrix per expert and projection, or all experts stacked with gate above up.
-    """
-    count, width = config.num_experts, config.expert_intermediate_size
-    share = even_share(parallel, width)
-    if not loader.has(f"{prefix}.0.gate_proj.weight"):
-        both = loader.load(f"{prefix}.gate_up_proj", (count, 2 * width, hidden_size))
-        down = loader.load(f"{prefix}.down_proj", (count, hidden_size, width))
-        part = slice(share.start, share.stop)
-        halves = both.view(count, 2, width, hidden_size)[:, :, part]
-        return halves.reshape(count, -1, hidden_size), down[:, :, part].contiguous()
-    gate_up = loader.empty(count, 2, len(share), hidden_size)
-    down = loader.empty(count, hidden_size, len(share))
-    shape = (width, hidden_size)
-    for expert in range(count):
+    """What Experts takes: this rank's part of each expert's width."""
+    shape = (config.expert_intermediate_size, hidden_size)
+    share = even_share(parallel, config.expert_intermediate_size)
+    gate_up = loader.empty(config.num_experts, 2, len(share), hidden_size)
+    down = loader.empty(config.num_experts, hidden_size, len(share))
+    for expert in range(config.num_experts):
+        each = f"{prefix}.{expert}"
         for half, name in enumerate(("gate_proj", "up_proj")):
-            weight = f"{prefix}.{expert}.{name}.weight"
-            gate_up[expert, half] = loader.load(weight, shape, rows=share)
-        weight = f"{prefix}.{expert}.down_proj.weight"
-        down[expert] = loader.load(weight, shape[::-1], cols=share)
+            gate_up[expert, half] = loader.load(f"{each}.{name}.weight", shape, rows=share)
+        down[expert] = loader.load(f"{each}.down_proj.weight", shape[::-1], cols=share)
     return gate_up.flatten(1, 2), down

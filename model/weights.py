@@ -124,9 +124,6 @@ class WeightLoader:
         self._source = source
         self._used: set[str] = set()
 
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
     def load(
         self,
         name: str,

@@ -11,7 +11,7 @@ context parallelism.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,14 +53,6 @@ class _Prompts:
     batch: AttentionBatch  # over scratch
     cached_blocks: Tensor  # i64 [n] blocks of this rank's pool
     targets: Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
-
-
-class _Stored(NamedTuple):
-    """Where the prompt rows of a step go that this rank keeps: all i64 [n]."""
-
-    rows: Tensor  # of the step
-    blocks: Tensor
-    offsets: Tensor  # within their blocks
 
 
 class ContextParallelBackend(AttentionBackend):
@@ -116,7 +108,8 @@ class ContextParallelBackend(AttentionBackend):
         self._num_decodes = 0
         self._prompts: list[_Prompts] = []
         self._absent_rows = torch.empty(0, device=pool.device)
-        self._stored = _Stored(*(torch.empty(0, dtype=torch.int64),) * 3)
+        # Rows of prompts that this rank keeps, their blocks, and offsets in these: all i64 [n].
+        self._stored = [torch.empty(0, dtype=torch.int64)] * 3
 
     @property
     def workspace_bytes(self) -> int:
@@ -129,7 +122,8 @@ class ContextParallelBackend(AttentionBackend):
         if count:
             decodes = self._local(_part(batch, 0, count))
             self._shared.plan(decodes)
-            self._absent_rows = _upload(self._absent(batch.context_lens[:count]), self.pool.device)
+            absent = self._absent(batch.context_lens[:count])
+            self._absent_rows = absent.to(self.pool.device, non_blocking=True)
         self._plan_stores(batch)
         self._prompts = self._group_prompts(batch)
         if len(self._prompts) == 1:
@@ -143,14 +137,12 @@ class ContextParallelBackend(AttentionBackend):
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
         self._shared.plan_captured(self._local(padded), num_rows)
         self._absent_rows = self._captured_absent[:num_rows]
-        absent = _host(self._absent(padded.context_lens), self.pool.device)
-        self._absent_rows.copy_(absent, non_blocking=True)
+        self._absent_rows.copy_(self._absent(padded.context_lens), non_blocking=True)
         self._num_decodes, self._prompts = num_rows, []
 
-    def _absent(self, context_lens: Int32s) -> npt.NDArray[np.bool_]:
-        """[S] whether none of a sequence's tokens is here."""
-        found: npt.NDArray[np.bool_] = self._stripe.num_local(context_lens) == 0
-        return found
+    def _absent(self, context_lens: Int32s) -> Tensor:
+        """bool [S], where the device can take it: whether none of a sequence's tokens is here."""
+        return _host(self._stripe.num_local(context_lens) == 0, self.pool.device)
 
     def _local(self, batch: AttentionBatch) -> AttentionBatch:
         """Single queries over the tokens that are here; over one that counts for nothing where
@@ -168,8 +160,7 @@ class ContextParallelBackend(AttentionBackend):
         blocks, offsets = np.divmod(slots, self._stripe.block_size)
         rows = np.arange(len(slots))
         kept = (blocks != 0) & (rows >= self._num_decodes)
-        found = (_upload(each[kept], self.pool.device) for each in (rows, blocks, offsets))
-        self._stored = _Stored(*found)
+        self._stored = [_upload(x[kept], self.pool.device) for x in (rows, blocks, offsets)]
 
     def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
         """The sequences after the decodes, in order, as many at once as scratch holds."""
@@ -240,10 +231,10 @@ class ContextParallelBackend(AttentionBackend):
         lse: Tensor | None = None,
     ) -> Tensor:
         assert cos_sin is None and lse is None
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(q.shape)
         if count := self._num_decodes:
             queries = self._gather_heads(q[:count])
-            found = self._new_lse(queries)
+            found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
             part = self._shared.forward(layer, queries, k[:count], v[:count], lse=found)
             out[:count] = self._merge(part, found)
         for prompts in self._filled(layer):
@@ -263,11 +254,11 @@ class ContextParallelBackend(AttentionBackend):
         lse: Tensor | None = None,
     ) -> Tensor:
         assert lse is None
-        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        out = q_latent.new_empty(q_latent.shape)
         if count := self._num_decodes:
             rank = q_latent.shape[-1]
             queries = self._gather_heads(torch.cat([q_latent[:count], q_rope[:count]], -1))
-            found = self._new_lse(queries)
+            found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
             part = self._shared.forward_latent(
                 layer, queries[..., :rank], queries[..., rank:], latent[:count], lse=found
             )
@@ -277,9 +268,6 @@ class ContextParallelBackend(AttentionBackend):
             out[rows] = self._alone.forward_latent(0, q_latent[rows], q_rope[rows], latent[rows])
         self._store(layer, (latent[:, None],))
         return out
-
-    def _new_lse(self, queries: Tensor) -> Tensor:
-        return torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
 
     def _gather_heads(self, q: Tensor) -> Tensor:
         """[n, heads, D] of this rank -> [n, size * heads, D] of the group."""
@@ -330,11 +318,11 @@ class ContextParallelBackend(AttentionBackend):
 
     def _store(self, layer: int, components: tuple[Tensor, ...]) -> None:
         """Keeps the prompt rows' [T, H, D] that belong here."""
-        to = self._stored
-        if self._prompts and len(to.rows):
+        rows, blocks, offsets = self._stored
+        if self._prompts and len(rows):
             for component, new in enumerate(components):
                 target = self._own.component(layer, component)
-                target[to.blocks, :, to.offsets] = new[to.rows].to(target.dtype)
+                target[blocks, :, offsets] = new[rows].to(target.dtype)
 
 
 def _part(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:

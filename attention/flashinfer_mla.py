@@ -20,15 +20,13 @@ from kvcache.pool import KVPool
 
 
 class FlashInferMLABackend(FlashInferBase):
-    """See AttentionBackend. `kernel` is "auto" (fa3 where the chip has it), "fa2" or "fa3"; the
-    other options are FlashInferBase's."""
+    """See AttentionBackend. The options are FlashInferBase's."""
 
-    def __init__(self, pool: KVPool, *, kernel: str = "auto", **options: Any) -> None:
+    def __init__(self, pool: KVPool, **options: Any) -> None:
         super().__init__(pool, **options)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
-        best = "fa3" if is_sm90a_supported(self.device) else "fa2"
-        self._backend = best if kernel == "auto" else kernel
+        self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
         )

@@ -200,18 +200,12 @@ def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor
 @functools.cache
 def sparse_decode_works() -> bool:
     """Whether this torch build has the sparse kernels (it may lack them without MKL)."""
+    offsets, rows = torch.tensor([0, 1]), torch.ones(2, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state", once
         try:
-            _probe()
+            one = torch.sparse_csr_tensor(offsets, offsets[1:], torch.zeros(1), size=(1, 2))
+            torch.sparse.sampled_addmm(one, rows[:1], rows.t(), beta=0.0, out=one)
         except RuntimeError:
             return False
     return True
-
-
-def _probe() -> None:
-    pattern = torch.sparse_csr_tensor(
-        torch.tensor([0, 1]), torch.tensor([1]), torch.zeros(1), size=(1, 2)
-    )
-    rows = torch.ones(2, 4)
-    torch.sparse.sampled_addmm(pattern, rows[:1], rows.t(), beta=0.0, out=pattern)

@@ -66,13 +66,6 @@ def test_captured_steps_add_to_those_of_prompts_only_where_they_need_more() -> N
     assert workspace_of(32, 8, 128, limits, _H200) == workspace_of(32, 8, 128, eager, _H200)
 
 
-def test_more_sequences_never_take_less() -> None:
-    sizes = [
-        workspace_of(32, 4, 128, StepLimits(seqs, 8192), _H200).floats for seqs in range(1, 600)
-    ]
-    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-
-
 def test_indices_take_more_than_a_wrapper_has_only_of_very_many_tiles() -> None:
     usual = StepLimits(max_seqs=1500, max_tokens=16384)
     assert workspace_of(32, 8, 128, usual, _H200).ints == LEAST_INT_BYTES

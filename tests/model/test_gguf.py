@@ -12,7 +12,7 @@ from model.errors import ModelLoadError, ModelNotAvailable, UnsupportedModel
 from model.gguf import convert_gguf
 from model.hub import resolve_model
 from tests.model.random_models import SIZES, load, make
-from tests.model.test_llama import LLAMA3, check_equal
+from tests.model.test_against_transformers import LLAMA3, check_equal
 
 BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]

@@ -38,30 +38,23 @@ def test_what_is_no_folder_or_has_no_revision_is_refused_as_such(tmp_path):
             resolve_model(name, "v2")
 
 
-def test_a_hub_id_is_fetched_with_revision_and_token(monkeypatch, tmp_path):
+def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(monkeypatch, tmp_path):
     asked = {}
 
     def snapshot_download(name, **options):
         asked.update(options, name=name)
+        if name == "owner/none":
+            raise OSError("offline")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert resolve_model("owner/name", "v2") == tmp_path
-    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "secret")
-    assert "*.safetensors" in asked["allow_patterns"]
-
-
-def test_a_hub_that_has_no_such_model_is_reported_without_the_token(monkeypatch):
-    def snapshot_download(name, **options):
-        raise OSError("offline")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setenv("HF_TOKEN", "very-secret")
-    with pytest.raises(
-        ModelNotAvailable, match=r"owner/name' at revision 'v2'.*HF_TOKEN"
-    ) as failed:
-        resolve_model("owner/name", "v2")
+    assert resolve_model("owner/name", "v2") == tmp_path
+    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "very-secret")
+    assert "*.safetensors" in asked["allow_patterns"]
+    told = r"owner/none' at revision 'v2'.*HF_TOKEN"
+    with pytest.raises(ModelNotAvailable, match=told) as failed:
+        resolve_model("owner/none", "v2")
     assert "very-secret" not in str(failed.value)
 
 

@@ -40,7 +40,8 @@ def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
     assert not Linear(weight, pack=True).is_packed
 
 
-def test_a_packed_model_reads_no_page_that_was_given_back() -> None:
-    plain, fast = (load(ensure_model("gqa"), pack=pack) for pack in (False, True))
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_packed_model_reads_no_page_that_was_given_back(kind: str) -> None:
+    plain, fast = (load(ensure_model(kind), pack=pack) for pack in (False, True))
     prompt = list(range(3, 40))
     assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)

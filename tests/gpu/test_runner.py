@@ -177,6 +177,51 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
         assert continue_ahead(runner, 12, sampled) == continue_ahead(runner, 12, sampled)
 
 
+def masks_of(vocab_size: int, index: int) -> np.ndarray:
+    """Random ones for every other of PROMPTS, the same on every rank; the rest are free."""
+    words = -(-vocab_size // 32)
+    random = np.random.default_rng(index)
+    masks = random.integers(-(2**31), 2**31, (len(PROMPTS), words)).astype(np.int32)
+    masks[1::2] = -1
+    return masks
+
+
+def continue_masked(
+    runner: ModelRunner, num_steps: int, sampling: SamplingParams
+) -> list[list[int]]:
+    """Tokens [step][sequence], each step launched before the masks of the last one's were used for
+    the next; only rank 0 learns the masks."""
+    tokens, under_way = [], []
+    for index in range(num_steps):
+        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, sampling, is_masked=True)))
+        if len(under_way) > 1:
+            tokens.append(under_way.pop(0).result().token_ids)
+        if runner.model.parallel.rank == 0:
+            under_way[-1].draw(masks_of(runner.model_config.vocab_size, index))
+    return tokens + [step.result().token_ids for step in under_way]
+
+
+def assert_allowed(tokens: list[list[int]], vocab_size: int) -> None:
+    for index, drawn in enumerate(tokens):
+        masks = masks_of(vocab_size, index)
+        for row, token in enumerate(drawn):
+            assert masks[row, token // 32] >> (token % 32) & 1, (index, row, token)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("name", SERVED)
+def test_masked_rows_draw_what_is_allowed_and_free_rows_as_ever(
+    name: str, enforce_eager: bool
+) -> None:
+    with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
+        free, _ = decode(runner, 12)
+        tokens = continue_masked(runner, 12, GREEDY)
+        drawn = continue_masked(runner, 12, RESTRICTED)
+        for each in (tokens, drawn):
+            assert_allowed(each, runner.model_config.vocab_size)
+    assert [step[1::2] for step in tokens] == [step[1::2] for step in free]
+
+
 _SETUP = SamplingRow(0, [1, 2, 3], [3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6])
 _ROWS = [0, *[NO_ROW] * (len(PROMPTS) - 1)]
 _BANS = [True, *[False] * (len(PROMPTS) - 1)]

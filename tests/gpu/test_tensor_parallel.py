@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,16 +17,15 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (
-    DRAWN_BEFORE,
     MODELS,
-    PROMPTS,
     RESTRICTED,
     SERVED,
+    assert_allowed,
     assert_same_but_for_ties,
     config_for,
+    continue_masked,
     decode,
     runner_for,
-    step_at,
 )
 
 pytestmark = [
@@ -52,7 +50,7 @@ def _run_rank(rank: int, ports: dict[int, int], folders: list[Path], results: An
         runner.capture_graphs()
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
-        masked = continue_masked(runner, NUM_STEPS)
+        masked = continue_masked(runner, NUM_STEPS, RESTRICTED)
         runners.append(runner)  # leaving a group that graphs refer to blocks
         found = (tokens, logits.cpu().numpy()) if rank == 0 else ()
         results.put((folder.name, dcp, rank, found, masked))
@@ -60,26 +58,6 @@ def _run_rank(rank: int, ports: dict[int, int], folders: list[Path], results: An
     results.join_thread()
     torch.cuda.synchronize()
     os._exit(0)  # as a rank process of an engine ends
-
-
-def masks_of(vocab_size: int, index: int) -> np.ndarray:
-    """Random ones for each of PROMPTS, the same on every rank."""
-    words = -(-vocab_size // 32)
-    random = np.random.default_rng(index)
-    return random.integers(-(2**31), 2**31, (len(PROMPTS), words)).astype(np.int32)
-
-
-def continue_masked(runner: ModelRunner, num_steps: int) -> list[list[int]]:
-    """Tokens [step][sequence], each step launched before the masks of the last one's were used for
-    the next; only rank 0 learns the masks."""
-    tokens, under_way = [], []
-    for index in range(num_steps):
-        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, RESTRICTED, is_masked=True)))
-        if len(under_way) > 1:
-            tokens.append(under_way.pop(0).result().token_ids)
-        if runner.model.parallel.rank == 0:
-            under_way[-1].draw(masks_of(runner.model_config.vocab_size, index))
-    return tokens + [step.result().token_ids for step in under_way]
 
 
 def _free_port() -> int:
@@ -130,8 +108,4 @@ def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
 ) -> None:
     drawn, theirs = (continued[name, dcp, rank][1] for rank in range(2))
     assert drawn == theirs
-    vocab_size = load_config(MODELS[name]).vocab_size
-    for index, tokens in enumerate(drawn):
-        masks = masks_of(vocab_size, index)
-        for row, token in enumerate(tokens):
-            assert masks[row, token // 32] >> (token % 32) & 1, (index, row, token)
+    assert_allowed(drawn, load_config(MODELS[name]).vocab_size)

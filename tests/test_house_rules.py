@@ -16,18 +16,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2366,
+    "attention": 2346,
     "benchmarks": 2311,
     "decode_server": 612,
     "deploy": 826,
     "engine": 8391,
     "kvcache": 6984,
     "kvcache/transfer": 5692,
-    "model": 2910,
+    "model": 2896,
     "prefill_server": 337,
     "protocol": 5209,
     "proxy": 2477,
-    "tests": 35354,
+    "tests": 35220,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

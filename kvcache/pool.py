@@ -81,19 +81,6 @@ class KVPool:
         """A step or a pull uses blocks up to this one."""
         self.highest_block = max(self.highest_block, block)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, each pair being (source, target); no target may occur twice. On a
-        GPU nothing is waited for."""
-        ids = torch.tensor(pairs)
-        if self.device.type == "cuda":
-            ids = ids.pin_memory()
-        sources, targets = ids.to(self.device, non_blocking=True).unbind(1)
-        # Bytes do as well, and not every device indexes FP8.
-        blocks = self.canonical
-        if blocks.element_size() == 1:
-            blocks = blocks.view(torch.uint8)
-        blocks[targets] = blocks[sources]
-
     def view(self, layer: int) -> torch.Tensor:
         """[B, C, H, N, D] of one layer, strided, no copy."""
         return self.canonical[:, :, layer].transpose(1, 2)

@@ -4,7 +4,6 @@ The scheduler's plan becomes flat host arrays; a rank derives positions and slot
 same arrays go through memory on rank 0 and as msgpack bytes to the other ranks.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,7 +41,6 @@ class StepInput:
     sampling: list[SamplingParams]  # [R], without what travels in `shapes`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
     is_masked: bool = False  # some row has a grammar: nothing is drawn before PendingStep.draw
-    copies: list[tuple[int, int]] = field(default_factory=list)  # source, target blocks; made first
     scores: list[ScoredRows] = field(default_factory=list)
 
     @property
@@ -113,11 +111,7 @@ class Executor(Protocol):
         """Begins a step. Raises StepFailed: it did not begin, and others still can."""
 
 
-def build_step(
-    scheduled: Sequenceable[Scheduled],
-    book: ShapeBook,
-    copies: Iterable[tuple[int, int]] = (),
-) -> StepInput:
+def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
     """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
     sequences = [item.sequence for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -142,7 +136,6 @@ def build_step(
         sampling=[sequence.sampling for sequence in draws],
         shapes=book.plan(draws, context_lens[drawing].tolist()),
         is_masked=any(sequence.grammar is not None for sequence in draws),
-        copies=list(copies),
         scores=_scores(scheduled),
     )
 

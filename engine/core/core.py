@@ -129,7 +129,7 @@ class EngineCore(CoreServices):
 
     def _step(self, scheduled: list[Scheduled]) -> None:
         try:
-            step = build_step(scheduled, self._shape_book, self.scheduler.copies.values())
+            step = build_step(scheduled, self._shape_book)
         except Exception as error:
             raise StepFailed(f"its arrays could not be made: {error!r}") from error
         self._flush()  # first tokens do not wait for the step

@@ -97,9 +97,6 @@ class Scheduler:
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
-        # By choice that forked off: its parent's last block, which the prompt fills in part, and
-        # its own, for the next step to copy before anything else. Until then both are in use.
-        self.copies: dict[Sequence, tuple[int, int]] = {}
 
     @classmethod
     def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
@@ -314,19 +311,12 @@ class Scheduler:
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """What the prompt holds of its last block the child computes by itself."""
         child.fork_from(parent)
-        num_full, rest = divmod(parent.num_prompt_tokens, self.limits.block_size)
-        if rest and not self.allocator.can_allocate(1):
-            self.requeue(child)  # it is computed by itself, mostly from cached blocks
-            return
+        num_full = parent.num_prompt_tokens // self.limits.block_size
         child.block_ids = parent.block_ids[:num_full]
         self.allocator.share(child.block_ids)
-        if rest:
-            source, (target,) = parent.block_ids[num_full], self.allocator.allocate(1)
-            self.allocator.share([source, target])
-            self.copies[child] = source, target
-            child.block_ids = [*child.block_ids, target]
-        child.num_computed = parent.num_prompt_tokens
+        child.num_computed = num_full * self.limits.block_size
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
         self._run(child)
 
@@ -344,8 +334,6 @@ class Scheduler:
                 sequence.num_awaited += 1
                 sequence.awaited_row = row
                 row += len(item.draws)
-        self._deferred += [(self._num_launched_steps, [*pair]) for pair in self.copies.values()]
-        self.copies = {}
 
     def step_finished(self) -> None:
         """The oldest launched step reads and writes no block any more, on any rank."""
@@ -402,7 +390,6 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         """The blocks' uses end now, or with the last launched step that refers to them."""
-        self.allocator.release(self.copies.pop(sequence, ()))  # its step never came
         if sequence.last_step > self._num_finished_steps:
             self._deferred.append((sequence.last_step, sequence.block_ids))
         else:

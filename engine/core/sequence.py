@@ -9,7 +9,7 @@ finished, the tokens it computes are launched, and the token it draws is awaited
 and can be computed by the next step, but only the device knows it.
 
 A request of several choices is one sequence while its prompt is computed or pulled: choice 0 is
-the parent of the others, its children, which fork off it, sharing its blocks, as soon as the
+the parent of the others, its children, which fork off it, sharing its full blocks, as soon as the
 prompt's KV is there. Until then these have no copy of the prompt: many may wait, and few ever run.
 """
 

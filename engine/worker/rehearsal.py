@@ -153,8 +153,6 @@ def steps(stage: Stage) -> Iterator[StepInput]:
     for count in sorted({min(n, stage.max_seqs) for n in _DRAWS}):
         yield from _draws(stage.step([1] * count, stored=7))
     yield from _scores(stage.step([_SCORED]))
-    copied = stage.step([1, 1], stored=7)
-    yield replace(copied, copies=[(1, min(2, stage.num_blocks - 1))])
 
 
 def _undrawn(step: StepInput) -> StepInput:

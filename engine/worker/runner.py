@@ -141,8 +141,6 @@ class ModelRunner:
     def _begin(self, step: StepInput) -> LaunchedStep:
         if self.device.type == "cpu":
             self.memory.pool.use(int(step.block_tables.max()))
-        if step.copies:
-            self.memory.pool.copy_blocks(step.copies)
         if len(step.sample_rows) == 0:
             rows = None if step.scores else np.zeros(1, np.int64)  # all that is wanted is its KV
             scores = score(self.model, self.forward(self.memory, step, rows), step.scores)

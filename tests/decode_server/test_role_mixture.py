@@ -339,8 +339,6 @@ class _Mixture:
             assert sequence.phase is Phase.WAITING and not sequence.block_ids
         for _, block_ids in scheduler._deferred:
             wanted.update(block_ids)
-        for pair in scheduler.copies.values():
-            wanted.update(pair)
         allocator = scheduler.allocator
         uses = {block: allocator.num_uses(block) for block in range(1, allocator.num_blocks)}
         assert {block: n for block, n in uses.items() if n} == dict(wanted)

@@ -147,13 +147,16 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth: int, length: in
         assert out.tokens("a", choice) == expected_output(prompt, 5, choice=choice)
     assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
     assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
-    assert executor.num_tokens == length + 3 * 4
+    assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), (
+        "of the last block each its own"
+    )
     assert_all_blocks_home(core)
 
 
-def test_full_blocks_are_shared_and_only_the_last_is_copied() -> None:
+def test_full_blocks_are_shared_and_only_the_last_is_a_choices_own() -> None:
     core, _, _ = make_core(num_blocks=32, block_size=4)
     core.round([add("a", PROMPT, 20, num_choices=4)])
+    core.round([])
     assert core.scheduler.allocator.counts()[BlockState.USED] == 2 + 4
     tables = [sequence.block_ids for sequence in core.scheduler.running]
     assert all(table[:2] == tables[0][:2] for table in tables)

@@ -3,7 +3,7 @@ rank that has a request alone. All but the first get each step as bytes.
 
 Chunks, preemptions, prefix hits, choices and aborts come as they will. Between two steps all memory
 that holds nothing anybody may read is NaN on every rank, so whoever reads it says so. Whatever one
-rank would miss (a copied block, a prompt to score, a penalty's counts) either changes what rank 0
+rank would miss (a block, a prompt to score, a penalty's counts) either changes what rank 0
 answers, because both share every sum, or leaves a collective without its partner.
 """
 

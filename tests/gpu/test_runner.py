@@ -228,26 +228,23 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shaped", "masked", "copies"),
+    ("sampling", "shaped", "masked"),
     [
-        pytest.param(GREEDY, False, False, [], id="greedy"),
-        pytest.param(RESTRICTED, False, False, [], id="restricted"),
-        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, [], id="logprobs"),
-        pytest.param(RESTRICTED, True, False, [], id="penalties, bias and bans"),
-        pytest.param(GREEDY, True, True, [], id="masks"),
-        pytest.param(GREEDY, False, False, [(1, 126), (2, 127)], id="copied blocks"),
+        pytest.param(GREEDY, False, False, id="greedy"),
+        pytest.param(RESTRICTED, False, False, id="restricted"),
+        pytest.param(replace(RESTRICTED, num_logprobs=3), False, False, id="logprobs"),
+        pytest.param(RESTRICTED, True, False, id="penalties, bias and bans"),
+        pytest.param(GREEDY, True, True, id="masks"),
     ],
 )
 def test_launching_a_decode_step_waits_for_nothing(
-    sampling: SamplingParams, shaped: bool, masked: bool, copies: list[tuple[int, int]]
+    sampling: SamplingParams, shaped: bool, masked: bool
 ) -> None:
     def step(index: int) -> StepInput:
         parts = DRAWN_BEFORE if index else [[token] for token in range(len(PROMPTS))]
         shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP]) if shaped else None
         context_lens = [40 + index] * len(PROMPTS)
-        return step_of(
-            parts, context_lens, sampling, shapes=shapes, is_masked=masked, copies=copies
-        )
+        return step_of(parts, context_lens, sampling, shapes=shapes, is_masked=masked)
 
     with runner_for(MODELS[SERVED[0]]) as runner:
         words = -(-runner.model_config.vocab_size // 32)

@@ -9,8 +9,6 @@ import torch
 from engine.core.logits_processing import NO_ROW, LogitShaper, SamplingRow, StepShapes
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
-from kvcache.layout import KVLayout
-from kvcache.pool import KVPool
 from protocol.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -49,15 +47,3 @@ def test_the_same_tokens_are_drawn_as_on_the_cpu(masked: bool) -> None:
     if masked:
         masks = np.random.default_rng(3).integers(-(2**31), 2**31, (ROWS, 32)).astype(np.int32)
     assert _draws("cuda", masks) == _draws("cpu", masks)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_blocks_are_copied_whole(dtype: str) -> None:
-    pool = KVPool(KVLayout("BHLCND", 8, 2, 3, 2, 16, 64, dtype), device="cuda")
-    octets = pool.canonical.view(torch.uint8)
-    octets.copy_(torch.randint(0, 256, octets.shape, dtype=torch.uint8))
-    before = octets.clone()
-    pool.copy_blocks([(1, 5), (1, 6), (2, 7)])
-    expected = before.clone()
-    expected[5], expected[6], expected[7] = before[1], before[1], before[2]
-    assert torch.equal(octets, expected)

@@ -113,16 +113,3 @@ def test_a_gpu_pool_has_the_same_views() -> None:
     fill(reference)
     assert torch.equal(pool.flat_bytes.cpu(), reference.flat_bytes)
     assert pool.device.index is not None and pool.base_address % 256 == 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("order", ["BHLCND", "LCBNHD", "LBCNHD"])
-def test_blocks_are_copied_whole_and_no_other_changes(order: str, dtype: str) -> None:
-    pool = KVPool(KVLayout(order, 8, 2, 3, 2, 5, 4, dtype))
-    octets = pool.tensor.view(torch.uint8)
-    octets.copy_(torch.randint(0, 256, octets.shape, dtype=torch.uint8))
-    before = pool.canonical.clone().view(torch.uint8)
-    pool.copy_blocks([(1, 5), (1, 6), (2, 7)])
-    expected = before.clone()
-    expected[5], expected[6], expected[7] = before[1], before[1], before[2]
-    assert torch.equal(pool.canonical.clone().view(torch.uint8), expected)

@@ -79,8 +79,6 @@ class PoolExecutor(ShadowExecutor):
     def run(self, step: StepInput) -> Any:
         slots = step.attention_batch(self.block_size).slot_mapping
         for pool, stripe in self._ranks:
-            if step.copies:
-                pool.copy_blocks(step.copies)
             local = stripe.local_slots(slots).tolist()
             for slot, token in zip(local, step.token_ids.tolist(), strict=True):
                 block, offset = divmod(slot, stripe.block_size)

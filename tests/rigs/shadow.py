@@ -25,7 +25,7 @@ from engine.core.core import EngineCore
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
-from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
+from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.messages import (
     AddRequest,
@@ -102,8 +102,7 @@ class _ShadowStep:
         """What the step reads and writes."""
         lens = -(-self.step.context_lens // self._executor.block_size)
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
-        copied = {block for pair in self.step.copies for block in pair}
-        return copied | {int(block) for row, length in rows for block in row[:length]}
+        return {int(block) for row, length in rows for block in row[:length]}
 
     def has_ended(self) -> bool:
         return self._executor.has_ended()
@@ -162,9 +161,6 @@ class ShadowExecutor:
         assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), (
             "slot written twice"
         )
-        for source, target in step.copies:
-            assert NULL_BLOCK not in (source, target), "copied the null block"
-            self.pool[target] = self.pool[source]
         self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
         for setup in step.shapes.setups if step.shapes else []:
             self._setups[setup.row] = setup

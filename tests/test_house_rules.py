@@ -20,14 +20,14 @@ MAX_LINES = {
     "benchmarks": 2311,
     "decode_server": 612,
     "deploy": 826,
-    "engine": 8391,
-    "kvcache": 6984,
+    "engine": 8367,
+    "kvcache": 6971,
     "kvcache/transfer": 5692,
     "model": 2896,
     "prefill_server": 337,
     "protocol": 5209,
     "proxy": 2477,
-    "tests": 35220,
+    "tests": 35083,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -1,9 +1,8 @@
 """The command `baton`: one subcommand per program."""
 
-import importlib
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from pkgutil import resolve_name
 
 from protocol.process.logging import open_standard_streams
 
@@ -21,20 +20,15 @@ baton <command> --help explains every option; each may also be given as BATON_* 
 the file named by --config. baton --version prints the version."""
 
 
-def _run(module: str, argv: Sequence[str], function: str = "main") -> int:
-    """A program: its main(argv) returns the exit status. What takes time to import is imported
-    here: a Ctrl-C until then is answered by `main`."""
-    return getattr(importlib.import_module(module), function)(argv) or 0
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "up": partial(_run, "deploy.local"),
-    "warm": partial(_run, "deploy.local", function="warm"),
-    "prefill": partial(_run, "prefill_server.__main__"),
-    "decode": partial(_run, "decode_server.__main__"),
-    "proxy": partial(_run, "proxy.__main__"),
-    "plan": partial(_run, "deploy.plan"),
-    "doctor": partial(_run, "deploy.doctor"),
+# What takes time to import is imported when it is called: a Ctrl-C until then is answered here.
+COMMANDS = {
+    "up": "deploy.local:main",
+    "warm": "deploy.local:warm",
+    "prefill": "prefill_server.__main__:main",
+    "decode": "decode_server.__main__:main",
+    "proxy": "proxy.__main__:main",
+    "plan": "deploy.plan:main",
+    "doctor": "deploy.doctor:main",
 }
 
 
@@ -53,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case [name, *rest] if name in COMMANDS:
             try:
-                return COMMANDS[name](rest)
+                return resolve_name(COMMANDS[name])(rest) or 0
             except KeyboardInterrupt:  # before the program listens to signals itself
                 return 130
     from protocol.near_names import suggestion

@@ -26,10 +26,10 @@ def test_an_unknown_command_suggests_a_known_one(capsys: pytest.CaptureFixture[s
 
 
 def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setitem(cli.COMMANDS, "proxy", lambda argv: seen.append(list(argv)) or 7)
+    seen: list[str] = []
+    monkeypatch.setattr("proxy.__main__.main", lambda argv: seen.extend(argv) or 7)
     assert cli.main(["proxy", "--port", "0"]) == 7
-    assert seen == [["--port", "0"]]
+    assert seen == ["--port", "0"]
 
 
 def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered() -> None:

@@ -20,7 +20,7 @@ MAX_LINES = {
     "attention": 2346,
     "benchmarks": 2311,
     "decode_server": 612,
-    "deploy": 826,
+    "deploy": 820,
     "engine": 8367,
     "kvcache": 6971,
     "kvcache/transfer": 5692,
@@ -28,7 +28,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5209,
     "proxy": 2477,
-    "tests": 35083,
+    "tests": 34984,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

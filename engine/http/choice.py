@@ -10,8 +10,7 @@ from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from protocol.openai.chat import ChatRequest
-from protocol.openai.logprobs import TokenReport, TokenText
-from protocol.openai.responses import ChoicePiece
+from protocol.openai.responses import ChoicePiece, TokenReport, TokenText
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 

@@ -18,7 +18,7 @@ import tokenizers
 
 from engine.text.chat_template import find_chat_template
 from protocol.errors import InvalidRequest
-from protocol.openai.logprobs import TokenText
+from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
 _MANY_IDS = 2048  # take a millisecond to decode

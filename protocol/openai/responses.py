@@ -1,6 +1,6 @@
 """The JSON that clients read, streamed and whole.
 
-What stays the same over a stream is encoded once. No pydantic on this path.
+No pydantic on this path.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,26 @@ import msgspec
 
 from protocol.http import sse
 from protocol.messages import KVUsage
-from protocol.openai.logprobs import TokenReport, chat_logprobs, completion_logprobs
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import ToolCallPiece, whole_calls
 
 _encode = msgspec.json.Encoder().encode
+
+
+class TokenText(msgspec.Struct, frozen=True):
+    """How a token is shown. `text` names one token alone, so that answers can be keyed by it."""
+
+    text: str
+    raw: bytes  # one token may be a part of a character
+
+
+class TokenReport(msgspec.Struct, frozen=True):
+    """One token of an answer, or of an echoed prompt, with its log-probabilities."""
+
+    token: TokenText
+    logprob: float | None  # None: the prompt's first token, which nothing predicts
+    top: Sequence[tuple[TokenText, float]] = ()  # the likeliest tokens, most likely first
+    offset: int = 0  # characters of the answer before it
 
 
 class ChoicePiece(msgspec.Struct):
@@ -99,9 +114,6 @@ class ResponseWriter:
             "model": asked.model,
             "system_fingerprint": fingerprint,
         }
-        head = _encode({**self._head, "object": self.chunk_object})[:-1]
-        self._before = b"data: " + head + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         """One entry of `choices` in a whole response."""
@@ -113,19 +125,18 @@ class ResponseWriter:
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The event for one piece of one choice; `usage` so far where a client wants it."""
-        choice = self._with_extras(self.delta(piece), piece)
-        if usage is not None:
-            return self._whole_event([choice], {"usage": usage.to_openai()})
-        return self._before + _encode(choice) + self._after
+        tail = {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
+        return self._choices_event([self._with_extras(self.delta(piece), piece)], tail)
 
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._asked.include_usage:
-            return self._whole_event([self._with_extras(self.delta(piece), piece)], tail)
-        tail = {"usage": usage.to_openai(), **tail}
+            return self._choices_event([self._with_extras(self.delta(piece), piece)], tail)
         so_far = usage if self._asked.continuous_usage else None
-        return self.chunk(piece, so_far) + self._whole_event([], tail)
+        return self.chunk(piece, so_far) + self._choices_event(
+            [], {"usage": usage.to_openai(), **tail}
+        )
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         """The whole response body."""
@@ -137,7 +148,7 @@ class ResponseWriter:
         """Members of the whole body that one endpoint alone has."""
         return {}
 
-    def _whole_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
+    def _choices_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
         return sse.event(_encode(body))
 
@@ -198,6 +209,39 @@ class ChatWriter(ResponseWriter):
     def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
         return {"prompt_logprobs": found[0]} if found else {}
+
+
+def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice: parallel lists, one entry per token."""
+    return {
+        "tokens": [report.token.text for report in reports],
+        "token_logprobs": [report.logprob for report in reports],
+        "top_logprobs": [_by_text(report) for report in reports],
+        "text_offset": [report.offset for report in reports],
+    }
+
+
+def _by_text(report: TokenReport) -> dict[str, float] | None:
+    """The token itself is always there, as in OpenAI's API."""
+    if report.logprob is None:
+        return None
+    found = {report.token.text: report.logprob}
+    for token, logprob in report.top:
+        found.setdefault(token.text, logprob)
+    return found
+
+
+def chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice: one object per token."""
+    content = []
+    for report in reports:
+        tops = [_of_token(token, logprob) for token, logprob in report.top]
+        content.append({**_of_token(report.token, report.logprob), "top_logprobs": tops})
+    return {"content": content, "refusal": None}
+
+
+def _of_token(token: TokenText, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.text, "logprob": logprob, "bytes": list(token.raw)}
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int | None) -> dict[str, Any]:

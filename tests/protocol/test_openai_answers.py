@@ -8,9 +8,16 @@ import msgspec
 from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.logprobs import TokenReport, TokenText
 from protocol.openai.requests import validate
-from protocol.openai.responses import ChatWriter, ChoicePiece, CompletionWriter, Usage, add_kv
+from protocol.openai.responses import (
+    ChatWriter,
+    ChoicePiece,
+    CompletionWriter,
+    TokenReport,
+    TokenText,
+    Usage,
+    add_kv,
+)
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 

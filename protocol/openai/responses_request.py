@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from protocol.openai.chat import ChatRequest, joined
-from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, validate
+from protocol.openai.requests import Read, Strict, fault, neutral, validate
 from protocol.openai.sampling import (
     MAX_INT31,
+    CommonFields,
     GenerationConfig,
-    Seed,
-    Switch,
     Temperature,
     Text,
     TopP,
@@ -23,7 +22,7 @@ from protocol.openai.sampling import (
 from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers
 
 _SAMPLING = {"temperature", "top_p"}
-_AS_CHATS = {*_SAMPLING, "model", "stream", "seed", "ignore_eos", "kv_transfer_params"}
+_AS_CHATS = {*_SAMPLING, *CommonFields.model_fields}
 
 
 class InputPart(Strict):
@@ -89,13 +88,12 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
-class ResponsesRequest(Strict):
-    """What a client sends. A field's description ends its error message: "must be ..."."""
+class ResponsesRequest(CommonFields):
+    """What a client sends."""
 
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 
-    model: ModelName = ""
     input: Annotated[list[dict[str, Any]], Read(str | _Items, _as_messages)] = Field(
         description="a string, or a list of messages with `role` and `content`, not empty"
     )
@@ -104,19 +102,11 @@ class ResponsesRequest(Strict):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     text: TextOptions | None = Field(None, description="an object with `format`")
-    stream: Switch = False
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
-    user: Text = None
     safety_identifier: Text = None
     prompt_cache_key: Text = None
-    # Not OpenAI's:
-    seed: Seed = None
-    ignore_eos: Switch = False
-    kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
-        None, description="an object, or a list of one"
-    )
 
     background: Any = neutral(False)
     include: Any = neutral([])

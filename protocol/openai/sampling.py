@@ -36,7 +36,6 @@ _ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalPrope
 Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
 TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
-Seed = Annotated[int | None, Field(ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")]
 Text = Annotated[str | None, Field(description="a string")]
 Variables = Annotated[
     dict[str, Any], Field(description="an object of variables for the chat template")
@@ -97,18 +96,29 @@ class GenerationConfig(SamplingFields):
     max_new_tokens: int | None = integer(None, 1, MAX_INT31)
 
 
-class GenerationRequest(SamplingFields, StructuredFields):
-    """What both endpoints share. A field's description ends its error message: "must be ..."."""
+class CommonFields(Strict):
+    """What all endpoints that generate share. A field's description ends its error message: "must
+    be ..."."""
 
     model: ModelName = ""
+    seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
+    stream: Switch = False
+    ignore_eos: Switch = False
+    user: Text = None
+    kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
+        None, description="an object, or a list of objects for several prompts"
+    )
+
+
+class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
+    """What completions and chats share."""
+
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Biases = Field(default_factory=dict)
-    seed: Seed = None
     stop: Stops = ()
-    stream: Switch = False
     stream_options: StreamOptions | None = Field(
         None, description="an object with `include_usage`: true or false"
     )
@@ -119,12 +129,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     skip_special_tokens: Switch = True
     return_tokens_as_token_ids: Switch = False
-    ignore_eos: Switch = False
     return_token_ids: Switch = False
-    user: Text = None
-    kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
-        None, description="an object, or a list of objects for several prompts"
-    )
 
     length_penalty: Any = neutral(1.0)
     typical_p: Any = neutral(1.0)

@@ -26,8 +26,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from protocol.http.sse import SSEParser
-
 _T = TypeVar("_T")
 LEVELS = (50, 90, 99)  # percentiles
 FIRST_TOKEN_ID = 32  # below: special tokens, in many vocabularies
@@ -197,14 +195,14 @@ class Timeline:
         is_soon = self.succeeded and self.ttft_s * 1e3 <= ttft_ms
         return is_soon and self.mean_itl_s * 1e3 <= itl_ms
 
-    def observe(self, event: str, data: str, now: float) -> None:
-        """Takes in one event of the stream."""
-        if data == "[DONE]":
+    def observe(self, data: bytes, now: float) -> None:
+        """Takes in the data of one event of the stream."""
+        if data == b"[DONE]":
             self.done = True
             return
         chunk = msgspec.json.decode(data)
-        if event == "error" or "error" in chunk:
-            error = chunk.get("error", chunk)
+        if "error" in chunk:
+            error = chunk["error"]
             self.error = str(error.get("code") or error.get("type") or "error event")
             return
         if any(_carries_tokens(choice) for choice in chunk.get("choices", ())):
@@ -260,18 +258,17 @@ async def stream(
     session: aiohttp.ClientSession, path: str, body: Mapping[str, Any], due_at: float
 ) -> Timeline:
     """Sends one request and reads its stream to the end; failures are in the result."""
-    timeline, parser = Timeline(due_at), SSEParser()
+    timeline = Timeline(due_at)
     try:
         async with session.post(path, data=msgspec.json.encode(body)) as response:
             if response.status != 200:
                 timeline.error = f"status {response.status}"
-            async for chunk in response.content.iter_any():
-                now = time.perf_counter()
-                for event, data in parser.feed(chunk):
-                    timeline.observe(event, data, now)
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    timeline.observe(line.removeprefix(b"data:").strip(), time.perf_counter())
     except (aiohttp.ClientError, TimeoutError) as error:
         timeline.error = type(error).__name__
-    except msgspec.DecodeError:
+    except (ValueError, msgspec.DecodeError):
         timeline.error = "malformed event"
     timeline.ended_at = time.perf_counter()
     if timeline.error is None and not timeline.done:

@@ -114,7 +114,7 @@ def test_events_without_tokens_are_no_tokens() -> None:
             "[DONE]",
         ]
     ):
-        seen.observe("message", data, float(now))
+        seen.observe(data.encode(), float(now))
     assert seen.token_at == [1.0, 2.0, 3.0]
     assert (seen.prompt_tokens, seen.output_tokens, seen.kv) == (4, 3, {"transferred": 4})
     assert seen.done
@@ -122,8 +122,8 @@ def test_events_without_tokens_are_no_tokens() -> None:
 
 def test_an_error_event_is_a_failure() -> None:
     seen = Timeline(0.0)
-    seen.observe("message", '{"choices": [{"text": "b"}]}', 1.0)
-    seen.observe("error", '{"error": {"code": "engine_died"}}', 2.0)
+    seen.observe(b'{"choices": [{"text": "b"}]}', 1.0)
+    seen.observe(b'{"error": {"code": "engine_died"}}', 2.0)
     assert seen.error == "engine_died"
     assert not seen.succeeded
 

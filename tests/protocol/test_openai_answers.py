@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from protocol.http.sse import SSEParser
 from protocol.messages import KVUsage
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
@@ -20,6 +19,7 @@ from protocol.openai.responses import (
 )
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
+from tests.rigs.client import sse_events
 
 USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5))
 BATON_KV = {"transferred": 4, "recomputed": 1, "skipped": 2}
@@ -30,7 +30,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(text) for _, text in SSEParser().feed(data)]
+    return [json.loads(text) for _, text in sse_events(data.decode())]
 
 
 def test_a_whole_completion_has_usage_and_extras() -> None:
@@ -81,7 +81,8 @@ def test_events_of_a_response_in_several_pieces_and_in_one() -> None:
     assert (final["id"], final["status"], final["created_at"]) == ("resp_1", "completed", 5)
     assert final["output"][0]["content"][0]["text"] == "Hello"
     piece = ChoicePiece(0, "x", first=True, finish_reason="length")
-    names = [name for name, _ in SSEParser().feed(responses_writer().last_chunk(piece, USAGE, {}))]
+    data = responses_writer().last_chunk(piece, USAGE, {})
+    names = [name for name, _ in sse_events(data.decode())]
     assert (names[0], names[-1]) == ("response.created", "response.incomplete")
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import json
 import random
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,12 @@ def complete_all(
     """All at once, one connection each."""
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda p: complete(url, p, max_tokens, **members), prompts))
+
+
+def sse_events(text: str) -> list[tuple[str, str]]:
+    """Name and data of the whole events of a stream of ours."""
+    found = re.findall(r"(?:event: (.+)\n)?data: (.+)\n\n", text)
+    return [(name or "message", data) for name, data in found]
 
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[str]:

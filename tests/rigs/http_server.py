@@ -14,11 +14,11 @@ from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
 from engine.text.tokenizer import Tokenizer
 from protocol.http.connections import bounded_protocol
-from protocol.http.sse import SSEParser
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.settings import ListenOptions
+from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 
 WAIT_S = 120.0
@@ -126,7 +126,7 @@ USAGE = KVUsage(transferred=1, recomputed=1, skipped=0, cached_tokens=1)
 
 def events(response: httpx.Response) -> list[tuple[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = SSEParser().feed(response.content)
+    found = sse_events(response.text)
     return [(name, text if text == "[DONE]" else json.loads(text)) for name, text in found]
 
 

@@ -18,17 +18,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2346,
-    "benchmarks": 2311,
+    "benchmarks": 2308,
     "decode_server": 612,
     "deploy": 820,
-    "engine": 8367,
+    "engine": 8366,
     "kvcache": 6971,
     "kvcache/transfer": 5692,
     "model": 2896,
     "prefill_server": 337,
-    "protocol": 5209,
+    "protocol": 5169,
     "proxy": 2477,
-    "tests": 34984,
+    "tests": 34966,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -92,17 +92,7 @@ def _first_largest(logits, values, indices, width, stride, COLUMNS: tl.constexpr
     tl.store(indices + at, part * COLUMNS + first)
 
 
-def _first_largest_part(values, indices, out, num_parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    at = row * num_parts + part
-    value = tl.load(values + at, mask=part < num_parts, other=float("-inf"))
-    best = tl.argmax(value, axis=0, tie_break_left=True)
-    tl.store(out + row, tl.load(indices + row * num_parts + best).to(tl.int64))
-
-
 _first_largest_kernel: Any = triton.jit(_first_largest)
-_first_largest_part_kernel: Any = triton.jit(_first_largest_part)
 
 
 def first_largest(logits: Tensor) -> Tensor:
@@ -111,14 +101,12 @@ def first_largest(logits: Tensor) -> Tensor:
     rows, width = logits.shape
     parts = triton.cdiv(width, _SEARCHED_COLUMNS)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    indices = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     _first_largest_kernel[(rows, parts)](
         logits, values, indices, width, logits.stride(0), COLUMNS=_SEARCHED_COLUMNS, num_warps=8
     )
-    PARTS = triton.next_power_of_2(parts)
-    _first_largest_part_kernel[(rows,)](values, indices, out, parts, PARTS=PARTS, num_warps=1)
-    return out
+    best = values.argmax(1, keepdim=True)
+    return indices.gather(1, best).squeeze(1)
 
 
 # -- products of one row: a decode step of batch 1 consists of them. Such a product is bound by

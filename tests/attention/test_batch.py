@@ -37,10 +37,3 @@ def test_head_and_tail_are_the_pages_of_their_sequences(
             assert got.tolist() == want.tolist()
     full = (np.diff(whole.indptr) - 1) * block_size + whole.last_page_lens
     assert full.tolist() == lens
-
-
-def test_decodes_that_lead_a_step() -> None:
-    tables = np.zeros((4, 2), np.int32)
-    for query_lens, count in (([1, 1, 5, 1], 2), ([1, 1], 2), ([3], 0)):
-        batch = batch_of(tables[: len(query_lens)], [9] * len(query_lens), query_lens)
-        assert batch.num_leading_decodes == count

@@ -22,8 +22,7 @@ ROOT = HERE.parents[1]
 LOGS = ROOT / "build" / "gpu-tests"
 TIMEOUT_S = float(os.environ.get("BATON_TEST_GPU_TIMEOUT_S", "300"))
 SHARDS = {
-    "test_mapped": 4,
-    "test_nixl_gpu": 3,
+    "test_pulls": 7,
     "test_runner": 4,
     "test_flashinfer": 6,
     "test_nothing_late": 9,

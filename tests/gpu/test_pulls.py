@@ -1,4 +1,5 @@
-"""The mapped path on GPUs: the kernel against its arithmetic, and pulls out of other processes."""
+"""Pulls on GPUs: the place kernel against its arithmetic, and pulls out of other processes, mapped
+and over NIXL."""
 
 import dataclasses
 import importlib.util
@@ -240,6 +241,29 @@ def test_a_pool_of_this_process_needs_no_handle(made: list[Any], source: str, ta
     prefill = Prefill(lambda: nixl("P", source), device=source)
     made.append(prefill)
     assert_pulls(decode_on(target, made), prefill)
+
+
+@pytest.mark.parametrize(("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")])
+@pytest.mark.parametrize(
+    ("p", "paths"),
+    [
+        ({}, ("direct", "mixed")),
+        ({"tp": 2}, ("direct", "mixed")),
+        ({"order": "LBCNHD", "block_size": 16}, ("staged",)),
+    ],
+)
+def test_a_pull_over_nixl(
+    made: list[Any], source: str, target: str, p: dict[str, Any], paths: tuple[str, ...]
+) -> None:
+    prefill = prefill_on(source, made, **p)
+    decode = Decode(lambda: nixl("D", target), device=target, staging_bytes=1 << 20)
+    made.append(decode)
+    for number in range(3):
+        remote = prefill.lease([5, 2, 9], 23)
+        decode.coordinator.pull(f"pull-{number}", remote, 1, 23, [3, 1, 7])
+        done = decode.wait(*ENDINGS)
+        assert isinstance(done, PullDone) and done.path in paths, done
+        assert np.array_equal(decode.tokens([3, 1, 7], 1, 23), expected(remote, 1, 23))
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

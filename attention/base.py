@@ -32,15 +32,6 @@ class Pages(NamedTuple):
     indices: Int32s  # [indptr[S]] block ids
     last_page_lens: Int32s  # [S] tokens in a sequence's last block, 1..block_size
 
-    def head(self, num_seqs: int) -> "Pages":
-        indptr = self.indptr[: num_seqs + 1]
-        return Pages(indptr, self.indices[: indptr[-1]], self.last_page_lens[:num_seqs])
-
-    def tail(self, first_seq: int) -> "Pages":
-        start = self.indptr[first_seq]
-        indptr = self.indptr[first_seq:] - start
-        return Pages(indptr, self.indices[start:], self.last_page_lens[first_seq:])
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
@@ -83,6 +74,16 @@ class AttentionBatch:
             indptr,
             self.block_tables[used].astype(np.int32, copy=False),
             (self.context_lens - (counts - 1) * block_size).astype(np.int32, copy=False),
+        )
+
+    def part(self, first: int, last: int) -> "AttentionBatch":
+        """Sequences [first, last) of the step."""
+        start, stop = int(self.query_lens[:first].sum()), int(self.query_lens[:last].sum())
+        return AttentionBatch(
+            query_lens=self.query_lens[first:last],
+            context_lens=self.context_lens[first:last],
+            block_tables=self.block_tables[first:last],
+            slot_mapping=self.slot_mapping[start:stop],
         )
 
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":

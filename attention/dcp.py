@@ -120,7 +120,7 @@ class ContextParallelBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         self._num_decodes = count = batch.num_leading_decodes
         if count:
-            decodes = self._local(_part(batch, 0, count))
+            decodes = self._local(batch.part(0, count))
             self._shared.plan(decodes)
             absent = self._absent(batch.context_lens[:count])
             self._absent_rows = absent.to(self.pool.device, non_blocking=True)
@@ -186,7 +186,7 @@ class ContextParallelBackend(AttentionBackend):
         begins = 1 + np.cumsum(room) - room
         tables = begins[:, None] + np.arange(int(room.max()))
         tables[np.arange(tables.shape[1]) >= room[:, None]] = 0
-        part = _part(batch, first, last)
+        part = batch.part(first, last)
         counts = cached_blocks[first:last]
         return _Prompts(
             start=int(batch.query_lens[:first].sum()),
@@ -323,17 +323,6 @@ class ContextParallelBackend(AttentionBackend):
             for component, new in enumerate(components):
                 target = self._own.component(layer, component)
                 target[blocks, :, offsets] = new[rows].to(target.dtype)
-
-
-def _part(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
-    """Sequences [first, last) of a batch."""
-    start, stop = int(batch.query_lens[:first].sum()), int(batch.query_lens[:last].sum())
-    return AttentionBatch(
-        query_lens=batch.query_lens[first:last],
-        context_lens=batch.context_lens[first:last],
-        block_tables=batch.block_tables[first:last],
-        slot_mapping=batch.slot_mapping[start:stop],
-    )
 
 
 def _host(array: npt.NDArray[Any], device: torch.device) -> Tensor:

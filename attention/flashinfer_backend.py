@@ -108,20 +108,20 @@ class FlashInferBackend(FlashInferBase):
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
-        pages = batch.pages(self.block_size)
         num_decodes = batch.num_leading_decodes
         first_fresh = batch.num_seqs
         if self._takes_fresh:
             first_fresh -= _num_fresh(batch.query_lens, batch.context_lens)
+        decodes, rest = batch.part(0, num_decodes), batch.part(num_decodes, first_fresh)
+        of_decodes, of_rest = (part.pages(self.block_size) for part in (decodes, rest))
         self._parts = []
         with self.planning():
             if num_decodes:
-                self._plan_decode(self._decode.plan, pages.head(num_decodes))
+                self._plan_decode(self._decode.plan, of_decodes)
                 self._parts.append(_Part(0, num_decodes, self._decode))
             if num_decodes < first_fresh:
-                lens = batch.query_lens[num_decodes:first_fresh]
-                self._plan_prefill(lens, pages.head(first_fresh).tail(num_decodes))
-                stop = num_decodes + int(lens.sum())
+                self._plan_prefill(rest.query_lens, of_rest)
+                stop = num_decodes + rest.num_tokens
                 self._parts.append(_Part(num_decodes, stop, self._prefill))
             self._plan_fresh(batch.query_lens[first_fresh:].tolist())
 

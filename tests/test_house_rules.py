@@ -17,18 +17,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2346,
+    "attention": 2336,
     "benchmarks": 2308,
     "decode_server": 612,
     "deploy": 820,
     "engine": 8366,
     "kvcache": 6971,
     "kvcache/transfer": 5692,
-    "model": 2896,
+    "model": 2884,
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34966,
+    "tests": 34862,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

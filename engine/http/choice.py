@@ -4,7 +4,7 @@ calls out. Pure, no I/O."""
 from collections.abc import Sequence
 from typing import Any
 
-from engine.text.detokenizer import Detokenizer, StopFinder, create_detokenizer
+from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
@@ -42,18 +42,11 @@ class PromptGeneration:
         self._given = given
         self._tokenizer = tokenizer
         self._found: list[TokenLogprobs | None] = []
-        skips = request.skip_special_tokens
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
-        self.choices = [
-            ChoiceStream(
-                index,
-                self,
-                add,
-                create_detokenizer(tokenizer, self.ids, skip_special_tokens=skips),
-                create_tool_parser(tools, tool_call_parser, tokenizer.chat_template),
-            )
-            for index in range(first, first + add.num_choices)
-        ]
+        self.choices = []
+        for index in range(first, first + add.num_choices):
+            parser = create_tool_parser(tools, tool_call_parser, tokenizer.chat_template)
+            self.choices.append(ChoiceStream(index, self, add, tokenizer, parser))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
         """The next of the prompt's tokens, in order."""
@@ -158,7 +151,7 @@ class ChoiceStream:
         index: int,
         prompt: PromptGeneration,
         add: AddRequest,
-        detokenizer: Detokenizer,
+        tokenizer: Tokenizer,
         tool_parser: ToolParser | None,
     ) -> None:
         request = prompt.request
@@ -174,7 +167,8 @@ class ChoiceStream:
         # The text of what ended the sequence, where it is wanted, is what the tokenizer says.
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
-        self._detokenizer = detokenizer
+        skips = request.skip_special_tokens
+        self._detokenizer = create_detokenizer(tokenizer, add.token_ids, skip_special_tokens=skips)
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
@@ -213,16 +207,16 @@ class ChoiceStream:
         return piece
 
     def _new_piece(self) -> ChoicePiece:
+        request = self._request
         piece = ChoicePiece(self.index, token_ids=[])
-        if self._request.wants_logprobs:
-            piece.logprobs = []
+        piece.logprobs = [] if request.wants_logprobs else None
         if self._first:
             self._first = False
             piece.first = True
             piece.prompt_logprobs = self._prompt.logprobs()
-            if self._request.return_token_ids:
+            if request.return_token_ids:
                 piece.prompt_token_ids = list(self._prompt.ids)
-            if self._request.wants_echo:
+            if request.wants_echo:
                 piece.text, piece.logprobs = self._prompt.echo()
                 self._offset = len(piece.text)
         return piece

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,9 +37,6 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         header = (b"x-request-id", given or secrets.token_hex(16).encode())
         begun = False
@@ -127,15 +124,14 @@ class _HttpError(RequestError, code="http_error"): ...  # any other that the fra
 # fmt: on
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
     """An error as an HTTP response in OpenAI's shape."""
-    return JSONResponse(error.to_openai(), status_code=error.status)
+    return JSONResponse(error.to_openai(), error.status, headers)
 
 
 def refusal_of(raised: BatonError | RecursionError) -> BatonError:
     """The error for a request that was refused. A body that could be read may yet be nested too
-    deeply for whoever looks into it later (an error's message, a chat template): there is less of
-    the stack by then."""
+    deeply for an error's message or a chat template: there is less of the stack by then."""
     if isinstance(raised, BatonError):
         return raised
     return InvalidRequest("The body is nested too deeply; send a flatter one.")
@@ -148,13 +144,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return error_response(error)
         case ClientDisconnected():
             return Response(status_code=CLIENT_GONE)
-        case HTTPException(status_code=status):
-            told: RequestError = _HttpError(str(error.detail))
-            if status == 404:
-                told = _UnknownPath(f"There is no {path} here.")
-            elif status == 405:
-                told = _WrongMethod(f"{path} does not take {request.method}.")
-            return JSONResponse(told.to_openai(), status, error.headers)
+        case HTTPException(status_code=404):
+            return error_response(_UnknownPath(f"There is no {path} here."))
+        case HTTPException(status_code=405):
+            told = _WrongMethod(f"{path} does not take {request.method}.")
+            return error_response(told, error.headers)
+        case HTTPException():
+            return JSONResponse(_HttpError(str(error.detail)).to_openai(), error.status_code)
     log.exception("unexpected error", exc_info=error)
     return error_response(InternalError("The server failed on this request."))
 

@@ -8,7 +8,6 @@ were cut into pieces.
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from engine.text.tokenizer import Tokenizer
 
@@ -16,18 +15,11 @@ _CONTEXT_TOKENS = 8  # of the prompt; more than the bytes of any character
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; special tokens have none."""
-
-    def flush(self) -> str:
-        """The text that was held back, with U+FFFD for an incomplete character."""
-
-
 def create_detokenizer(
     tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-) -> Detokenizer:
-    """A fresh detokenizer for one sequence.
+) -> "ByteDetokenizer | WindowDetokenizer":
+    """A fresh detokenizer for one sequence: `push` gives the text that a token completes, special
+    tokens have none; `flush` what was held back, with U+FFFD for an incomplete character.
 
     The prompt's text and the generated text join to the text of all ids: where a vocabulary marks
     words by a leading space, the first generated word keeps it unless the text begins with it.

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from engine.text.detokenizer import (
     ByteDetokenizer,
-    Detokenizer,
     StopFinder,
     WindowDetokenizer,
     create_detokenizer,
@@ -39,7 +38,7 @@ TOKENIZER = PieceTokenizer(PIECES)
 TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [b"", "🙂".encode(), b"ab\xe2", b"\x82\xac"]
 
 
-def run(detokenizer: Detokenizer, ids: list[int]) -> str:
+def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
     return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
 
 

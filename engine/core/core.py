@@ -111,11 +111,8 @@ class EngineCore(CoreServices):
             self.finish_steps(0)
         for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
-        for sequence, error in self.grammars.returning():
-            if error is not None:
-                self.fail(sequence, error)
-            elif reason := self._finish_reason(sequence):
-                self._end_choices([(sequence, reason)])
+        for sequence, error in self.grammars.overdue():
+            self.fail(sequence, error)
         plan = self.scheduler.schedule()
         self._begin(plan)
         if plan.scheduled:
@@ -347,8 +344,6 @@ class EngineCore(CoreServices):
         sequence.token_ids.append(token_id)
         if sequence.num_outputs == 1:
             sequence.first_logprobs = logprobs
-        if self.grammars.is_slow(sequence, self.scheduler.limits.max_model_len):
-            return Draw(sequence, token_id, logprobs)
         reason = self._finish_reason(sequence)
         sequence.has_ended = reason is not None
         return Draw(sequence, token_id, logprobs, reason)

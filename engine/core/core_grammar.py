@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Phase, Sequence
-from engine.text.grammar import GrammarCompiler, GrammarState, Int32s, step_masks
+from engine.text.grammar import GrammarCompiler, Int32s, step_masks
 from protocol.errors import GrammarFailed
 
 _BUDGET_S = 0.05  # that a step waits for its masks
@@ -59,16 +59,16 @@ class CoreGrammars:
             return False
         self.compiling.pop(sequence, None)
         for choice in sequence.choices if sequence.grammar is None else ():
-            state = choice.grammar = self.compiler.state(sequence.request, work)
-            if state.is_slow and choice.num_outputs:  # they came with it; the last is done last
-                self.compiling[sequence] = self._advance(choice, fill=False)
-        return sequence not in self.compiling
+            choice.grammar = self.compiler.state(sequence.request, work)
+        return True
 
     def begin_masks(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Begins to fill the masks of a step."""
-        for state in _states(scheduled):
+        for choice in (choice for item in scheduled for choice in item.draws):
+            state = choice.grammar
             if state is not None and not state.is_busy:
-                state.work = self._quick.submit(state.fill)
+                threads = self._slow if state.is_slow else self._quick
+                state.begin(choice.token_ids, choice.first_output, threads)
 
     def masks(
         self, scheduled: Sequenceable[Scheduled], *, however_late: bool = False
@@ -76,44 +76,21 @@ class CoreGrammars:
         """The masks of a step, see `step_masks`, and its sequences that draw nothing, as one of
         theirs is late. These sit out until another thread is done with it."""
         assert self.compiler is not None, "prepare lets no sequence with a grammar through"
-        states = _states(scheduled)
-        works = [state.work for state in states if state is not None and state.work is not None]
-        wait_for(works, None if however_late else _BUDGET_S)
+        states = [choice.grammar for item in scheduled for choice in item.draws]
+        owners = [item.sequence for item in scheduled for _ in item.draws]
+        begun = [
+            (owner, state, state.work)
+            for owner, state in zip(owners, states, strict=True)
+            if state is not None and state.work is not None
+        ]
+        awaited = [work for _, state, work in begun if however_late or not state.is_slow]
+        wait_for(awaited, None if however_late else _BUDGET_S)
         late = set()
-        for item in scheduled:
-            for choice in item.draws:
-                work = choice.grammar and choice.grammar.work
-                if work and not work.done():
-                    late.add(item.sequence)  # its children go on with it
-                    self._sit_out(item.sequence, work)
+        for owner, _, work in begun:
+            if not work.done():
+                late.add(owner)  # its children go on with it
+                self._sit_out(owner, work)
         return step_masks(states, self.compiler.vocab_size), late
-
-    def is_slow(self, sequence: Sequence, max_model_len: int) -> bool:
-        """Whether a sequence sits out, as it takes long to find out whether its last token ended
-        it, and what may follow."""
-        state = sequence.grammar
-        if state is None or not state.is_slow:
-            return False
-        if sequence.token_ids[-1] in sequence.request.stop_token_ids:
-            return False
-        goes_on = (
-            sequence.num_outputs < sequence.request.max_tokens
-            and len(sequence.token_ids) < max_model_len
-        )
-        self._sit_out(sequence, self._advance(sequence, fill=goes_on))
-        return True
-
-    def _advance(self, sequence: Sequence, *, fill: bool) -> Future[None]:
-        """Has a slow state follow a sequence's outputs, and its next mask filled."""
-        state, token_ids = sequence.grammar, list(sequence.token_ids)
-        assert state is not None
-
-        def work() -> None:
-            if state.follow(token_ids, sequence.num_prompt_tokens) is None and fill:
-                state.fill()
-
-        state.work = self._slow.submit(work)
-        return state.work
 
     def _sit_out(self, sequence: Sequence, work: Future[None]) -> None:
         assert self.compiler is not None
@@ -123,34 +100,24 @@ class CoreGrammars:
             wake = self.compiler.on_compiled
             work.add_done_callback(lambda _: wake())
 
-    def returning(self) -> list[tuple[Sequence, GrammarFailed | None]]:
-        """Those that sat out and are to go on, or to end with an error."""
-        now_s = time.monotonic()
-        found: list[tuple[Sequence, GrammarFailed | None]] = []
+    def overdue(self) -> list[tuple[Sequence, GrammarFailed]]:
+        """Those that sat out for too long, with their errors. Whose masks are there go on."""
+        found = []
         for sequence, (work, until_s) in list(self.sitting.items()):
             has_gone = sequence.phase is Phase.FINISHED
-            if not (has_gone or work.done() or now_s >= until_s):
+            if not (has_gone or work.done() or time.monotonic() >= until_s):
                 continue
             self.forget(sequence)
-            if has_gone or sequence.has_ended:  # or it goes on for its children
-                continue
-            if not work.done():
-                error: GrammarFailed | None = GrammarFailed(
+            if not (has_gone or work.done() or sequence.has_ended):  # or it is for its children
+                error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than {self.timeout_s:g} s "
                     "(--grammar-timeout-s) to find out what may follow by the request's grammar; "
                     "use one that is less ambiguous, or fewer choices"
                 )
-            else:
-                ending = sequence.grammar and sequence.grammar.ending
-                error = ending.error if ending else None
-            found.append((sequence, error))
+                found.append((sequence, error))
         return found
 
     def forget(self, sequence: Sequence) -> None:
         self.compiling.pop(sequence, None)
         if self.sitting.pop(sequence, None) is not None:
             sequence.sits_out = False
-
-
-def _states(scheduled: Sequenceable[Scheduled]) -> list[GrammarState | None]:
-    return [choice.grammar for item in scheduled for choice in item.draws]

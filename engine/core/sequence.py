@@ -219,15 +219,14 @@ class Sequence:
         """Why the sequence ends with its last token, or None."""
         if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
-        if self.grammar is not None:
+        num_tokens = self.num_prompt_tokens + self.num_outputs
+        is_full = self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len
+        if self.grammar is not None and (is_full or not self.grammar.is_slow):
             if self.grammar.follow(self.token_ids, self.first_output) is COMPLETE:
                 return "stop"
         if self.request.max_tokens == 0:
             return "length" if self.num_computed >= self.num_prompt_tokens else None
-        num_tokens = self.num_prompt_tokens + self.num_outputs
-        if self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len:
-            return "length"
-        return None
+        return "length" if is_full else None
 
     def usage(self) -> KVUsage:
         """Where the prompt's KV came from. Tokens computed on either server are not cached: what

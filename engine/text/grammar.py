@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,7 +110,7 @@ class GrammarState:
 
     @property
     def is_slow(self) -> bool:
-        """Whether to follow an output, too, is work for another thread."""
+        """Whether no step waits for its mask, and to follow an output is other threads' work."""
         return self._grammar.mask_s > _SLOW_S
 
     def follow(self, token_ids: Sequenceable[int], first_output: int) -> Ending | None:
@@ -119,13 +119,26 @@ class GrammarState:
         Returns:
             `ending`: how the sequence ends after them, or None when it may go on.
         """
+        self._consume(self._news(token_ids, first_output))
+        return self.ending
+
+    def begin(
+        self, token_ids: Sequenceable[int], first_output: int, threads: ThreadPoolExecutor
+    ) -> None:
+        """Has another thread follow the outputs and fill `row`, unless that is done."""
+        news = self._news(token_ids, first_output)
+        if news or self._num_filled_at != self._num_consumed:
+            self.work = threads.submit(self._advance, news)
+
+    def _advance(self, news: list[int]) -> None:
+        self._consume(news)
+        self.fill()
+
+    def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
             self._matcher.reset()
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
-        news = list(token_ids[first_output + self._num_consumed :])
-        if news and self.ending is None:
-            self.ending = self._safely(lambda: self._consume(news))
-        return self.ending
+        return list(token_ids[first_output + self._num_consumed :])
 
     def fill(self) -> None:
         """Writes the allowed tokens' bits to `row`. Where nothing can be drawn, that sets `ending`,
@@ -146,10 +159,14 @@ class GrammarState:
             logger.exception("a grammar's matcher failed", exc_info=error)
             return self._failed(f"its matcher failed: {error}")
 
-    def _consume(self, token_ids: list[int]) -> Ending | None:
-        self._matcher.consume_tokens(token_ids)
-        self._num_consumed += len(token_ids)
-        return self._look()
+    def _consume(self, token_ids: list[int]) -> None:
+        def consume() -> Ending | None:
+            self._matcher.consume_tokens(token_ids)
+            self._num_consumed += len(token_ids)
+            return self._look()
+
+        if token_ids and self.ending is None:
+            self.ending = self._safely(consume)
 
     def _allow(self) -> Ending | None:
         self._compute()

@@ -21,14 +21,14 @@ MAX_LINES = {
     "benchmarks": 2308,
     "decode_server": 612,
     "deploy": 820,
-    "engine": 8366,
+    "engine": 8326,
     "kvcache": 6971,
     "kvcache/transfer": 5692,
     "model": 2884,
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34862,
+    "tests": 34861,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -232,7 +233,8 @@ class Prefill:
         self, block_ids: list[int], num_tokens: int, lease_s: float = 60.0, request_id: str = "r"
     ) -> RemotePrefill:
         host, port = self.server.address
-        return RemotePrefill(
+        return replace(
+            REMOTE,
             host=host,
             port=port,
             engine_id=self.metadata.engine_id,
@@ -243,9 +245,7 @@ class Prefill:
             block_ids=block_ids,
             block_size=self.layouts[0].block_size,
             num_tokens=num_tokens,
-            cached_tokens=0,
             tp_size=self.tp,
-            first_tokens=[FirstToken(1)],
         )
 
     def outcomes(self, count: int = 1) -> list[str]:

@@ -2,12 +2,12 @@
 bytes."""
 
 import queue
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from engine.core.batch import (
-    Int32s,
     PendingStep,
     StepInput,
     StepOutput,
@@ -26,19 +26,13 @@ WAIT_S = 60.0
 class _Step:
     """A launched one, of all ranks."""
 
-    def __init__(self, ranks: "Ranks", pending: PendingStep) -> None:
-        self._ranks, self._pending = ranks, pending
-
-    def draw(self, masks: Int32s) -> None:
-        self._pending.draw(masks)
-
-    def has_ended(self) -> bool:
-        return self._pending.has_ended()
+    def __init__(self, ranks: "Ranks", own: PendingStep, others: list[Future[StepOutput]]) -> None:
+        self._ranks, self._own, self._others = ranks, own, others
+        self.draw, self.has_ended = own.draw, own.has_ended
 
     def result(self) -> StepOutput:
-        own = self._pending.result()
-        others = [answers.get(timeout=WAIT_S) for answers in self._ranks.answers]
-        self._ranks.outputs.append([own, *others])
+        own = self._own.result()
+        self._ranks.outputs.append([own, *(other.result(WAIT_S) for other in self._others)])
         return own
 
 
@@ -49,29 +43,21 @@ class Ranks:
         outputs: of each step, by rank.
     """
 
-    def __init__(self, runners: list[ModelRunner]) -> None:
-        self.runners = runners
+    def __init__(self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]) -> None:
+        self.runners, self._threads = runners, threads
         self.depth = runners[0].depth
         self.outputs: list[list[StepOutput]] = []
-        self._steps: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in runners[1:]]
-        self.answers: list[queue.Queue[StepOutput]] = [queue.Queue() for _ in runners[1:]]
-        self._threads = [
-            threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, len(runners))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _follow(self, rank: int) -> None:
-        while (data := self._steps[rank - 1].get()) is not None:
-            self.answers[rank - 1].put(self.runners[rank].execute(step_from_bytes(data)))
 
     def blocks_under_way(self) -> set[int]:
         return set()
 
     def launch(self, step: StepInput) -> PendingStep:
-        for steps in self._steps:
-            steps.put(step_to_bytes(step))
-        return _Step(self, self.runners[0].launch(step))
+        data, others = step_to_bytes(step), zip(self._threads[1:], self.runners[1:], strict=True)
+        begun = [
+            thread.submit(lambda runner=runner: runner.execute(step_from_bytes(data)))
+            for thread, runner in others
+        ]
+        return _Step(self, self.runners[0].launch(step), begun)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """New pools, of blocks of so many tokens on each rank."""
@@ -79,15 +65,9 @@ class Ranks:
             runner.config = runner.config.model_copy(update={"block_size": block_size})
             runner.allocate(num_blocks)
 
-    def close(self) -> None:
-        for steps in self._steps:
-            steps.put(None)
-        for thread in self._threads:
-            thread.join(WAIT_S)
-
 
 def _runner(
-    rank: int, size: int, dcp: int, port: int, listening: "queue.Queue[int]", **options: int
+    rank: int, *, size: int, dcp: int, port: int, listening: "queue.Queue[int]", **options: Any
 ) -> ModelRunner:
     model = ensure_model("gqa")
     config = make_config(model_dir=str(model), tp=size, dcp=dcp, **options)
@@ -100,31 +80,21 @@ def _runner(
 
 
 @contextmanager
-def ranks(size: int, dcp: int = 1, **options: int) -> Iterator[Ranks]:
+def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
     """`size` ranks, of which `dcp` share tokens; `allocate` comes next.
 
     Args:
         options: further ones of EngineConfig.
     """
     listening: queue.Queue[int] = queue.Queue()
-    runners: dict[int, ModelRunner] = {}
-
-    def start(rank: int, port: int) -> None:
-        runners[rank] = _runner(rank, size, dcp, port, listening, **options)
-
-    threads = [threading.Thread(target=start, args=(0, 0))]
-    threads[0].start()
-    if size > 1:
-        port = listening.get(timeout=WAIT_S)
-        threads += [threading.Thread(target=start, args=(rank, port)) for rank in range(1, size)]
-        for thread in threads[1:]:
-            thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    executor = Ranks([runners[rank] for rank in range(size)])
-    try:
-        yield executor
-    finally:
-        executor.close()
-        for runner in runners.values():
-            runner.model.parallel.close()
+    runners: list[ModelRunner] = []
+    with ExitStack() as stack:
+        # Once no thread runs any more.
+        stack.callback(lambda: [each.model.parallel.close() for each in runners])
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
+        options = {"size": size, "dcp": dcp, "listening": listening, **options}
+        making = [threads[0].submit(_runner, 0, port=0, **options)]
+        port = listening.get(timeout=WAIT_S) if size > 1 else 0
+        making += [threads[r].submit(_runner, r, port=port, **options) for r in range(1, size)]
+        runners += [each.result(WAIT_S) for each in making]
+        yield Ranks(runners, threads)

@@ -26,7 +26,6 @@ from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
 from kvcache.blocks import BlockAllocator, BlockState
-from kvcache.prefix import PrefixIndex
 from protocol.messages import (
     AddRequest,
     EngineInput,
@@ -246,20 +245,17 @@ def make_core(
     depth: int = 0,
     executor: ShadowExecutor | None = None,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
-    allocator = BlockAllocator(num_blocks)
-    prefix = PrefixIndex(allocator, block_size) if prefix_caching else None
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
     )
+    scheduler = Scheduler.of_blocks(limits, num_blocks, cached=prefix_caching)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)
-    _watch(allocator, executor)
+    _watch(scheduler.allocator, executor)
     transport = MemoryTransport()
-    core = EngineCore(
-        Scheduler(limits, allocator, prefix), executor, role or KVConnector(), transport
-    )
+    core = EngineCore(scheduler, executor, role or KVConnector(), transport)
     return core, executor, transport
 
 

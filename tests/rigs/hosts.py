@@ -73,8 +73,9 @@ class Hosts:
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """The calling thread, and those that it starts, are in a host's network meanwhile."""
-        with open("/proc/self/ns/net") as outside:
-            self._enter(name)
+        network = f"/proc/{self._holders[name].pid}/ns/net"
+        with open("/proc/self/ns/net") as outside, open(network) as inside:
+            _set_network(inside.fileno())
             try:
                 yield
             finally:
@@ -117,16 +118,8 @@ class Hosts:
         return holder
 
     def _ip(self, name: str, *argv: str) -> None:
-        with open("/proc/self/ns/net") as outside:
-            self._enter(name)
-            try:
-                subprocess.run(["ip", *argv], check=True, capture_output=True)
-            finally:
-                _set_network(outside.fileno())
-
-    def _enter(self, name: str) -> None:
-        with open(f"/proc/{self._holders[name].pid}/ns/net") as network:
-            _set_network(network.fileno())
+        with self.inside(name):
+            subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
 def _set_network(fd: int) -> None:

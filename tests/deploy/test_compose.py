@@ -3,14 +3,9 @@ processes of this machine; and the one for GPU hosts, which says what the progra
 
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +15,6 @@ import pytest
 import yaml
 
 from deploy.cli import COMMANDS
-from protocol.process import lifecycle
 from protocol.settings.settings import (
     BatonSettings,
     DecodeSettings,
@@ -31,6 +25,9 @@ from protocol.settings.settings import (
 from protocol.settings.sources import field_paths, variable_name
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
+from tests.rigs.client import parse_kv, post
+from tests.rigs.cluster import Server, all_ready, running, start, started, wait_until
+from tests.rigs.plain_http import http
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "docker-compose.yml"
@@ -67,6 +64,9 @@ class Service:
     argv: list[str]
     env: dict[str, str]
 
+    def start(self) -> Server:
+        return start("deploy.cli", *self.argv, name=self.name, **self.env)
+
 
 def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, Service]:
     services = content["services"]
@@ -87,30 +87,10 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
     for name, service in services.items():
         program, command, *options = service["command"]
         assert program == "baton"
-        argv = [sys.executable, "-m", "deploy.cli", command, *map(here, options)]
         env = {key: here(str(value)) for key, value in service["environment"].items()}
         env |= {key: moved[env[key]] for key in PORTS if key in env}
-        found[name] = Service(name, argv, env)
+        found[name] = Service(name, [command, *map(here, options)], env)
     return found
-
-
-def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Mapping[str, str], bytes]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, error.read()
-
-
-def until_ready(url: str) -> None:
-    """All of the proxy's servers; it answers "ready" when one decode server is."""
-    pause, end = threading.Event(), time.monotonic() + DEADLINE_S
-    while not all(json.loads(get(f"{url}/ready")[2])["servers"].values()):
-        assert time.monotonic() < end, "the proxy never found its servers"
-        pause.wait(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -126,47 +106,29 @@ def services() -> Iterator[dict[str, Service]]:
 
 
 @pytest.fixture(scope="module")
-def endpoint(services: dict[str, Service]) -> Iterator[str]:
-    """The cluster, started in the order that depends_on asks for."""
-    children, events = [], queue.SimpleQueue[lifecycle.Event]()
-    try:
-        for service in sorted(services.values(), key=lambda s: s.name == "proxy"):
-            children.append(
-                lifecycle.spawn(
-                    service.argv, name=service.name, env=service.env, on_event=events.put
-                )
-            )
-        waiting = set(children)
-        while waiting:
-            event = events.get(timeout=DEADLINE_S)
-            assert event.kind not in ("failed", "exited"), event.child.reason()
-            if event.kind == "ready":
-                waiting.remove(event.child)
-        url = f"http://127.0.0.1:{services['proxy'].env['BATON_PORT']}"
-        until_ready(url)
-        yield url
-    finally:
-        assert lifecycle.terminate(children, grace_s=DEADLINE_S)
-        assert [child.returncode for child in children] == [0] * len(children)
+def proxy(services: dict[str, Service]) -> Iterator[Server]:
+    """Of the cluster, which is started in the order that depends_on asks for."""
+    *servers, last = sorted(services.values(), key=lambda service: service.name == "proxy")
+    with started(*(service.start for service in servers)) as children:
+        proxy = last.start()
+        with running(proxy):
+            wait_until(lambda: all_ready(proxy), DEADLINE_S)
+            yield proxy
+            assert [child.stop() for child in (proxy, *children)] == [0] * len(services)
 
 
-def test_a_request_goes_through_all_three_services(endpoint: str) -> None:
-    _, _, models = get(f"{endpoint}/v1/models")
-    name = json.loads(models)["data"][0]["id"]
+def test_a_request_goes_through_all_three_services(proxy: Server) -> None:
+    name = http.get(f"{proxy.url}/v1/models").json()["data"][0]["id"]
     prompt = "Anna carried the red ball in the park. " * 20
-    status, headers, body = get(
-        f"{endpoint}/v1/completions",
-        {"model": name, "prompt": prompt, "max_tokens": 4, "temperature": 0},
-    )
-    answer = json.loads(body)
-    assert status == 200, answer
-    moved = re.search(r"transferred=(\d+)", headers["x-baton-kv"])
-    assert moved is not None
-    assert int(moved[1]) == answer["usage"]["prompt_tokens"]
+    answer = post(proxy.url, model=name, prompt=prompt, max_tokens=4, temperature=0)
+    assert answer.status_code == 200, answer.text
+    moved = parse_kv(answer.headers["x-baton-kv"])["transferred"]
+    assert moved == answer.json()["usage"]["prompt_tokens"]
 
 
+@pytest.mark.usefixtures("proxy")
 def test_the_images_health_check_is_content_with_every_service(
-    endpoint: str, services: dict[str, Service]
+    services: dict[str, Service],
 ) -> None:
     found = re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", DOCKERFILE.read_text(), re.DOTALL)
     assert found is not None

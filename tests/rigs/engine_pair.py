@@ -41,11 +41,11 @@ from model.config import load_config
 from model.parallel import Parallel
 from prefill_server.connector import PrefillConnector
 from protocol import kv_params
-from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata
+from protocol.handshake import CompatRecord
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.ports import kept_ports
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import Clock, pulls_address, take_a_round
+from tests.rigs.memory_pair import Clock, compat, metadata, pulls_address, take_a_round
 from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.shadow import (
     MemoryTransport,
@@ -56,15 +56,7 @@ from tests.rigs.shadow import (
 )
 
 SECRET = b"in-process secret"
-COMPAT = CompatRecord(
-    model_fingerprint="shadow",
-    kv_dtype="float32",
-    num_layers=2,
-    total_kv_heads=2,
-    num_components=2,
-    head_dim=4,
-    rope="{}",
-)
+COMPAT = compat(model_fingerprint="shadow", num_layers=2, total_kv_heads=2, head_dim=4)
 _names = itertools.count()
 
 
@@ -238,21 +230,19 @@ class Pair:
         return Side(core, executor, out, movers)
 
     def _start_prefill(
-        self, block_size: int, order: str, lease_s: float, compat: CompatRecord
+        self, block_size: int, order: str, lease_s: float, own: CompatRecord
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
         config = make_config(lease_s=lease_s, block_size=block_size)
-        metadata = EngineMetadata(
-            protocol_version=PROTOCOL_VERSION,
+        told = metadata(
+            describe(pool, 0, agent.metadata()),
             engine_id=config.engine_id,
             incarnation=config.incarnation,
-            compat=compat,
-            tp_size=1,
-            ranks=[describe(pool, 0, agent.metadata())],
+            compat=own,
         )
         address = "127.0.0.1", self._port
-        self.leases = LeaseServer(*address, metadata, SECRET, clock=lambda: self.now_s)
+        self.leases = LeaseServer(*address, told, SECRET, clock=lambda: self.now_s)
         self.leases.start()
         role, movers = PrefillConnector(config, self.leases), Movers([agent], [], self._rng)
         self.p = self._side([pool], [Stripe(0, 1, block_size)], role, movers)
@@ -416,9 +406,7 @@ class RealPair(Pair):
     def __init__(self, model: Path, *, p_block_size: int, d_block_size: int) -> None:
         self._model = model
         config = self._config = load_config(model)
-        self.compat = CompatRecord(
-            model_fingerprint="the same",
-            kv_dtype="float32",
+        self.compat = compat(
             num_layers=config.num_layers,
             total_kv_heads=config.kv_heads_total,
             num_components=config.kv_components,

@@ -94,6 +94,19 @@ def compat(**changes: Any) -> CompatRecord:
     return CompatRecord(**{**values, **changes})
 
 
+def metadata(*ranks: RankMetadata, **changes: Any) -> EngineMetadata:
+    """Of an engine with these ranks."""
+    values: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "engine_id": "P",
+        "incarnation": uuid.uuid4().hex,
+        "compat": compat(),
+        "tp_size": len(ranks),
+        "ranks": list(ranks),
+    }
+    return EngineMetadata(**{**values, **changes})
+
+
 def value(head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any) -> Any:
     """What P keeps there; block is P's."""
     number = (
@@ -204,14 +217,11 @@ class Prefill:
         self.layouts = [layout(tp, rank, heads=heads, **changes) for rank in range(tp)]
         self.pools = [KVPool(each, device) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
-        ranks = [self._rank(rank) for rank in range(tp)]
-        self.metadata = EngineMetadata(
-            protocol_version=PROTOCOL_VERSION,
+        self.metadata = metadata(
+            *map(self._rank, range(tp)),
             engine_id=engine_id,
             incarnation=incarnation or uuid.uuid4().hex,
             compat=compat_of(self.layouts[0], heads),
-            tp_size=tp,
-            ranks=ranks,
         )
         self.ended = threading.Event()
         self.server = LeaseServer(

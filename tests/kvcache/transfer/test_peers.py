@@ -8,10 +8,10 @@ from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.pulls.peers import PeerTable
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
-    PROTOCOL_VERSION,
     EngineMetadata,
     RankMetadata,
 )
+from tests.rigs import memory_pair
 from tests.rigs.memory_pair import REMOTE, compat, layout
 
 SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
@@ -30,15 +30,7 @@ def metadata(**changes: Any) -> EngineMetadata:
         device_kind="cpu",
         layout=record,
     )
-    values: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "engine_id": "P",
-        "incarnation": "i",
-        "compat": COMPAT,
-        "tp_size": 1,
-        "ranks": [rank],
-    }
-    return EngineMetadata(**{**values, **changes})
+    return memory_pair.metadata(rank, **{"incarnation": "i", "compat": COMPAT, **changes})
 
 
 HALF = layout(2, block_size=16).to_record()

@@ -28,7 +28,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34861,
+    "tests": 34772,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

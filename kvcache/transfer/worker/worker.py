@@ -195,7 +195,8 @@ class TransferWorker:
                 self._end(job)
                 happened = True
         for peer in self._peers.values():
-            error = peer.settle()
+            link, error = peer.link, peer.settle()
+            happened |= peer.link is not link  # it has ended: whoever waits may have a new one
             if error is not None:
                 self._refuse(peer, error)
                 happened = True

@@ -137,8 +137,12 @@ def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
 
 def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
+    decode.agents[0].stall()
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
+    while not decode.workers[0]._jobs:
+        decode.woken.wait(0.001)
+    decode.agents[0].resume()
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerUnreachable)
     assert "UCX_NET_DEVICES" in failed.error.message

@@ -5,10 +5,8 @@ that need staging queue up: the memory is bounded, whatever the number of pulls 
 reused only after the copies out of it have finished).
 """
 
-import mmap
 import sys
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.plan import Step
 
-_HUGE_PAGE_BYTES = 2 << 20
 _MOST_SLOTS = 4
 _PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
 
@@ -43,11 +40,18 @@ class StagingBuffer:
 
     Args:
         placer: of its own; None: torch's.
+
+    Raises:
+        ValueError: there is not so much memory.
     """
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer | None = None) -> None:
         self.nbytes = nbytes
-        self._memory = _allocate(nbytes, pool.device)
+        try:  # on a CPU not resident before it is used
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
+        except RuntimeError:
+            told = f"staging_bytes is {nbytes}, more than there is; use a lower --staging-bytes"
+            raise ValueError(told) from None
         self._placer = placer or Placer(pool)
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
         self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # out of each slot
@@ -93,24 +97,3 @@ class StagingBuffer:
         for copy in step.copies:  # some may run though another cannot begin
             token = self._placer.launch(copy, memory, step.transfer.factors)
             self._placing[slot].append(token)
-
-
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """u8[nbytes], on huge pages where the system has them; not resident before it is used.
-
-    Raises:
-        ValueError: the system does not grant so much.
-    """
-    if device.type != "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    try:
-        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ValueError(
-            f"staging_bytes is {nbytes} ({error.strerror}); use a lower --staging-bytes"
-        ) from None
-    with suppress(AttributeError, OSError):  # a system without them
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
-    return memory[start : start + nbytes]

@@ -131,14 +131,7 @@ def check_endpoints(
 
 
 def _check_peer(remote: Sequence[Endpoint]) -> None:
-    if not remote:
-        raise PlanError("peer has 0 ranks; give every rank of it")
     for rank, end in enumerate(remote):
-        if (end.rank, end.tp) != (rank, len(remote)):
-            raise PlanError(
-                f"peer's endpoint {rank} is rank {end.rank} of tp {end.tp}; "
-                f"give every rank of one engine, in order"
-            )
         if end.dcp != 1:
             raise PlanError(f"dcp is {end.dcp} on the peer; KV is read from peers of dcp 1 only")
         for name in ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype"):

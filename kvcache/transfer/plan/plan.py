@@ -405,7 +405,7 @@ class Planner:
             self._total_kv_heads,
             self._groups,
             wanted,
-            check_blocks("local_block_ids", local_block_ids, *pool, wanted, distinct=True),
+            check_blocks("local_block_ids", local_block_ids, *pool, wanted),
             check_blocks("remote_block_ids", remote_block_ids, *pools, wanted),
             local.rank + lease_hash,
             self._factors,

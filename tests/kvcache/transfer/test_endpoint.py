@@ -81,9 +81,6 @@ PEER = endpoints(2, 4)
         (dataclasses.replace(HERE, tp=3, dcp=2), PEER, "dcp is 2 of tp 3; use a divisor"),
         (dataclasses.replace(HERE, tp=2, dcp=4), PEER, "dcp is 4 of tp 2; use a divisor"),
         (dataclasses.replace(HERE, dcp=0), PEER, "dcp is 0 of tp 1; use a divisor"),
-        (HERE, PEER[:1], "peer's endpoint 0 is rank 0 of tp 2"),
-        (HERE, PEER[::-1], "peer's endpoint 0 is rank 1 of tp 2"),
-        (HERE, [], "peer has 0 ranks"),
         (HERE, endpoints(2, 6), "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2"),
         (
             HERE,

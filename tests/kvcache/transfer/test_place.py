@@ -134,37 +134,7 @@ def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
     ],
 )
 def test_evenly_spaced_pieces_take_one_view(
-    p: Endpoint,
-    d: Endpoint,
-    tokens: int,
-    blocks: list[int],
-    views: int,
-    monkeypatch: pytest.MonkeyPatch,
+    p: Endpoint, d: Endpoint, tokens: int, blocks: list[int], views: int
 ) -> None:
-    made: list[int] = []
-    stretches = placing._stretches
-
-    def noted(*args: Any) -> Any:
-        found = list(stretches(*args))
-        made.append(len(found))
-        return found
-
-    monkeypatch.setattr(placing, "_stretches", noted)
-    placed(one_step(p, d, tokens, blocks), p, d)
-    assert sum(made) == views
-
-
-def test_a_source_too_small_is_refused_before_anything_moves() -> None:
-    p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    (copy,) = one_step(p, d, 16, [2, 0]).copies
-    pool = torch.zeros(d.layout.shape)
-    with pytest.raises(PlanError, match=f"source has {copy.nbytes - 1} bytes"):
-        place(copy, torch.ones(copy.nbytes - 1, dtype=torch.uint8), pool)
-    assert not pool.any()
-
-
-def test_a_pool_of_another_size_is_refused() -> None:
-    p, d = endpoint("LBCNHD", 4, 4), endpoint("BHLCND", 8, 3)
-    (copy,) = one_step(p, d, 16, [2, 0]).copies
-    with pytest.raises(PlanError, match="planned for"):
-        place(copy, torch.ones(copy.nbytes, dtype=torch.uint8), torch.zeros(7))
+    copies = one_step(p, d, tokens, blocks).copies
+    assert sum(len(list(placing._stretches(copy))) for copy in copies) == views

@@ -243,12 +243,6 @@ def test_block_tables_that_do_not_fit_are_refused(which, changes, message) -> No
         dataclasses.replace(case, **{which: changed}).plan(0)
 
 
-def test_writing_one_block_twice_is_refused() -> None:
-    case = simple(side(1), dataclasses.replace(side(1), blocks=(1, 2, 3, 4, 5, 6, 7, 3)))
-    with pytest.raises(PlanError, match="local_block_ids names block 3 twice"):
-        case.plan(0)
-
-
 @pytest.mark.parametrize(
     "p, d, message",
     [

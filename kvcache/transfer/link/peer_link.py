@@ -91,7 +91,6 @@ class PeerLink:
     Args:
         ranks: of the server, that this rank reads from.
         probes: the first of them, by READs that bring nobody's KV.
-        reformat_bytes_per_s: of placing here.
 
     Attributes:
         costs: as measured; None where it was not.
@@ -106,7 +105,6 @@ class PeerLink:
         ranks: Sequence[Endpoint],
         *,
         probes: bool,
-        reformat_bytes_per_s: float,
     ) -> None:
         self.is_connecting = True  # as a system may for minutes after it has failed
         self.is_ready = self.is_closed = False
@@ -116,7 +114,7 @@ class PeerLink:
         self.agent: TransferAgent = here.prototype  # until there is one
         self._error: BatonError | None = None
         self._here, self._metadata, self._ranks = here, metadata, ranks
-        self._probes, self._reformat_bytes_per_s = probes, reformat_bytes_per_s
+        self._probes = probes
         on_gpu = metadata.ranks[0].device_kind == "cuda"
         self._kinds: tuple[MemoryKind, MemoryKind] = here.kind, "VRAM" if on_gpu else "DRAM"
         self.between_gpus = self._kinds == ("VRAM", "VRAM")
@@ -201,7 +199,7 @@ class PeerLink:
         most, name = _MOST_PROBED[self._here.kind], self._metadata.engine_id
         samples = measure_link(self._ranks[0], SCRATCH_BYTES, most, self._probe)
         try:
-            costs = fit_costs(*samples, reformat_bytes_per_s=self._reformat_bytes_per_s)
+            costs = fit_costs(*samples, on_gpu=self._here.kind == "VRAM")
         except ValueError as error:  # a null block too small to tell runs apart
             logger.info("prefill server %s: %s; the usual costs", name, error)
             return

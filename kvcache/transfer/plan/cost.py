@@ -124,8 +124,8 @@ def probe(
     return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))
 
 
-def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> CostModel:
-    """The two constants that explain both samples.
+def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel:
+    """The two constants that explain both samples, and the usual speed of placing here.
 
     A run of a probe costs p + bytes / w: two equations in p and 1 / w. Where noise makes one of
     them negative, it is taken as far too small to matter, not as a gain. Where READs are copies by
@@ -138,10 +138,6 @@ def fit_costs(long: Sample, short: Sample, *, reformat_bytes_per_s: float) -> Co
     per_byte = (long.descriptors * short.seconds - short.descriptors * long.seconds) / determinant
     bytes_per_s = 1 / max(per_byte, 1e-13)
     copies = long.at_once and short.at_once
-    return CostModel(
-        per_descriptor_s=max(per_descriptor, 1e-8),
-        bytes_per_s=bytes_per_s,
-        # What was measured of placing was in the cache.
-        reformat_bytes_per_s=min(reformat_bytes_per_s, bytes_per_s if copies else float("inf")),
-        overlaps=not copies,
-    )
+    place = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s
+    place = min(place, bytes_per_s) if copies else place
+    return CostModel(max(per_descriptor, 1e-8), bytes_per_s, place, overlaps=not copies)

@@ -9,7 +9,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.link.peer_link import LocalEnd, PeerLink
 from kvcache.transfer.link.reads import Throttle
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
-from kvcache.transfer.move.place import Placer, measure
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
@@ -58,7 +58,6 @@ class LocalRank:
     mapped: MappedPath | None
     convert: bool
     costs: CostModel | None
-    reformat_bytes_per_s: float = DEFAULT_COSTS["cuda"].reformat_bytes_per_s
 
     @property
     def measures(self) -> bool:
@@ -67,10 +66,8 @@ class LocalRank:
         return self.costs is None and room >= _LEAST_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Called once by the thread that pulls. Takes some ms on a CPU, to measure copies."""
+        """Called once by the thread that pulls."""
         self.end.prototype.bind_thread()
-        if self.measures and self.pool.device.type == "cpu":
-            self.reformat_bytes_per_s = measure()
         if self.staging is not None:
             self.staging.bind_thread()
         if self.mapped is not None:
@@ -192,7 +189,6 @@ class Peer:
                 self.metadata,
                 [self._ends[owner] for owner in self._owners],
                 probes=self.rank.measures or self._has_failed,
-                reformat_bytes_per_s=self.rank.reformat_bytes_per_s,
             )
             return None
         if link.error is not None and link.is_connecting:

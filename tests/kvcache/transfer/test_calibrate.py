@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
 from kvcache.transfer.plan.cost import (
+    DEFAULT_COSTS,
     CostModel,
     Sample,
     fit_costs,
@@ -38,24 +39,26 @@ def test_probes_stay_in_the_null_block_and_in_their_room(order, room) -> None:
 
 
 @settings(deadline=None)
-@given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12))
-def test_the_fit_finds_the_constants_that_made_the_samples(per_descriptor, bytes_per_s) -> None:
+@given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12), st.sampled_from(["cpu", "cuda"]))
+def test_the_fit_finds_the_constants_that_made_the_samples(
+    per_descriptor, bytes_per_s, kind
+) -> None:
     truth = CostModel(per_descriptor, bytes_per_s, 1e9)
     samples = [Sample(n, b, truth.read_s(n, b)) for n, b in ((2, 16 << 20), (512, 512 * 256))]
-    found = fit_costs(*samples, reformat_bytes_per_s=5e9)
+    found = fit_costs(*samples, on_gpu=kind == "cuda")
     assert found.per_descriptor_s == pytest.approx(per_descriptor, rel=0.01)
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
-    assert found.reformat_bytes_per_s == 5e9
+    assert found.reformat_bytes_per_s == DEFAULT_COSTS[kind].reformat_bytes_per_s
 
 
 def test_noise_never_makes_a_constant_negative() -> None:
-    found = fit_costs(Sample(1, 1 << 20, 1.0), Sample(512, 1 << 17, 1e-9), reformat_bytes_per_s=1e9)
+    found = fit_costs(Sample(1, 1 << 20, 1.0), Sample(512, 1 << 17, 1e-9))
     assert found.per_descriptor_s > 0 and found.bytes_per_s > 0
 
 
 def test_probes_that_are_alike_are_refused() -> None:
     with pytest.raises(ValueError, match="alike"):
-        fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0), reformat_bytes_per_s=1e9)
+        fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_a_slow_link_is_measured_in_little_time_and_a_fast_one_with_long_reads(
         return truth[-1]
 
     measured = measure_link(Endpoint(layout, 0, 1), 4 << 20, most_bytes, read)
-    costs = fit_costs(*measured, reformat_bytes_per_s=1e9)
+    costs = fit_costs(*measured)
     assert costs.bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
     assert sum(sample.seconds for sample in truth) < most_s
     assert measured[1] == truth[0] and (truth[0].descriptors, truth[0].nbytes) == (512, 512 * 256)

@@ -22,13 +22,13 @@ MAX_LINES = {
     "decode_server": 612,
     "deploy": 820,
     "engine": 8326,
-    "kvcache": 6971,
-    "kvcache/transfer": 5692,
+    "kvcache": 6901,
+    "kvcache/transfer": 5622,
     "model": 2884,
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34772,
+    "tests": 34725,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

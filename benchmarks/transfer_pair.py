@@ -28,6 +28,7 @@ from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
 from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
@@ -213,7 +214,7 @@ class Prefill:
 class DecodeRank:
     """One rank of D: its pool and its worker."""
 
-    def __init__(self, rank: int, side: Side, setup: Setup, address: str) -> None:
+    def __init__(self, rank: int, side: Side, setup: Setup, link: PullCoordinator | str) -> None:
         device = setup.device(rank)
         use_device(device)
         memory = _RankMemory(side, setup.size, rank, device)
@@ -225,7 +226,7 @@ class DecodeRank:
             setup.size.heads,
             new_agent("bench-d", device),
             pool,
-            address,
+            WorkerLink(link) if isinstance(link, str) else link,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
             mapped=MappedPath(placer, required=True) if setup.mapped else None,
         )
@@ -252,10 +253,10 @@ class Decode:
         self._woken, self._count = threading.Event(), 0
         address = f"ipc://\0baton-bench-{uuid.uuid4().hex}"  # of no file
         compat, wake = setup.size.compat, self._woken.set
-        self._coordinator = PullCoordinator(address, side.tp, compat, _SECRET, on_event=wake)
-        self._coordinator.start()
+        self._coordinator = PullCoordinator(address, side.tp, compat, _SECRET)
+        self._coordinator.on_event = wake
         self._others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
-        self._first = DecodeRank(0, side, setup, address)
+        self._first = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 
     def of_ranks(self, method: str) -> list[Any]:
@@ -299,7 +300,6 @@ class Decode:
         raise RuntimeError(f"no event within {_WAIT_S} s")
 
     def close(self) -> None:
-        self._coordinator.close()
         self._first.close()
         for other in self._others:
             other.close()

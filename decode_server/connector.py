@@ -4,7 +4,7 @@
                        |                                |        |
                        `------------ failure policy: recompute here, or fail
 
-The pull coordinator's threads do all waiting; this role moves sequences and blocks, each round,
+Rank 0's transfer thread does all waiting; this role moves sequences and blocks, each round,
 according to the events they left. A sequence's id is the id of its pull.
 """
 
@@ -33,6 +33,7 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
@@ -296,9 +297,6 @@ class DecodeConnector(KVConnector):
         counts = {stat_key("baton_handshakes", outcome=name): float(n) for name, n in handshakes}
         return {**self._totals, **counts, **self._transfer_seconds.values()}
 
-    def close(self) -> None:
-        self._coordinator.close()
-
 
 def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
     """The mapped path, unless `--transfer nixl` pins the other one."""
@@ -320,13 +318,16 @@ class DecodeConnectorFactory(ConnectorFactory):
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
+        link: PullCoordinator | WorkerLink = WorkerLink(config.transfer_address)
+        if context.rank == 0:
+            link = self._coordinator = _coordinator(context)
         return TransferWorker(
             context.rank,
             config.tp,
             context.compat.total_kv_heads,
             context.agent,
             context.pool,
-            config.transfer_address,
+            link,
             dcp=config.dcp,
             staging_bytes=_staging_bytes(config),
             convert=config.kv_convert,
@@ -340,25 +341,27 @@ class DecodeConnectorFactory(ConnectorFactory):
         self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
     ) -> KVConnector:
         config = context.config
-        settings = PullSettings(
+        self._coordinator.on_event = wake
+        policy = config.kv_load_failure_policy
+        return DecodeConnector(self._coordinator, policy, config.quarantine_timeout_s)
+
+
+def _coordinator(context: RankContext) -> PullCoordinator:
+    config = context.config
+    return PullCoordinator(
+        config.transfer_address,
+        config.tp,
+        context.compat,
+        config.cluster_secret,
+        PullSettings(
             handshake_timeout_s=config.handshake_timeout_s,
             pull_timeout_s=config.pull_timeout_s,
             fence_timeout_s=config.fence_timeout_s,
-        )
-        coordinator = PullCoordinator(
-            config.transfer_address,
-            config.tp,
-            context.compat,
-            config.cluster_secret,
-            settings=settings,
-            on_event=wake,
-            convert=config.kv_convert,
-            dcp=config.dcp,
-            block_size=config.block_size,
-        )
-        coordinator.start()
-        policy = config.kv_load_failure_policy
-        return DecodeConnector(coordinator, policy, config.quarantine_timeout_s)
+        ),
+        convert=config.kv_convert,
+        dcp=config.dcp,
+        block_size=config.block_size,
+    )
 
 
 if __name__ == "__main__":

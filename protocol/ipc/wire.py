@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
@@ -188,6 +189,15 @@ def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
     for file in files:
         poll.register(file, select.POLLIN)
     poll.poll(None if timeout_s in (None, float("inf")) else timeout_s * 1000)
+
+
+def nap_if_short(timeout_s: float) -> float:
+    """Polls round up to milliseconds: sleeps for less; returns what is left to poll for."""
+    if timeout_s >= 0.001:
+        return timeout_s
+    if timeout_s > 0:
+        time.sleep(timeout_s)
+    return 0.0
 
 
 def allow_short_naps() -> None:

@@ -34,6 +34,7 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
@@ -261,7 +262,6 @@ class Pair:
             dcp=dcp,
             block_size=pools[0].layout.block_size,
         )
-        self.coordinator.start()
         agents = [MemoryAgent(f"d{rank}") for rank in range(tp)]
         placers = [_Placer(pool) for pool in pools] if launch_bytes else []
         mapped = [MappedPath(placer, launch_bytes=launch_bytes) for placer in placers]
@@ -272,7 +272,7 @@ class Pair:
                 heads,
                 agents[rank],
                 pool,
-                address,
+                WorkerLink(address) if rank else self.coordinator,
                 dcp=tp,
                 staging_bytes=2**20,
                 mapped=mapped[rank] if mapped else None,
@@ -291,7 +291,6 @@ class Pair:
 
     def close(self) -> None:
         self.d.agent.resume()
-        self.coordinator.close()
         for worker in self.workers:
             worker.close()
         self._end_prefill()

@@ -29,7 +29,7 @@ from kvcache.transfer.pulls.messages import (
     Report,
 )
 from kvcache.transfer.pulls.pull_state import PullState
-from kvcache.transfer.pulls.rank_links import RankLinks
+from kvcache.transfer.pulls.rank_links import RankLinks, WorkerLink
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
@@ -310,7 +310,6 @@ class Decode:
             secret,
             PullSettings(**(settings or {})),
             clock=self.clock,
-            on_event=self.woken.set,
             convert=convert,
             dcp=dcp,
             block_size=self.layouts[0].block_size,
@@ -322,7 +321,7 @@ class Decode:
                 heads,
                 self.agents[rank],
                 self.pools[rank],
-                address,
+                WorkerLink(address) if rank else self.coordinator,
                 dcp=dcp,
                 limits=limits,
                 staging_bytes=staging_bytes,
@@ -333,7 +332,7 @@ class Decode:
             )
             for rank in range(tp)
         ]
-        self.coordinator.start()
+        self.coordinator.on_event = self.woken.set
         for worker in self.workers:
             worker.start()
 
@@ -404,7 +403,6 @@ class Decode:
         return all(before)
 
     def close(self) -> None:
-        self.coordinator.close()
         for worker in self.workers:
             worker.close()
 

@@ -18,6 +18,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import TransferAgent
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests import stopping
@@ -80,13 +81,17 @@ def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, 
     """One rank of D; answers with a digest of what lies in its blocks."""
     rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
-    worker = TransferWorker(rank, tp, HEADS, agent_kind("D"), pool, options["address"], dcp=dcp)
+    link = WorkerLink(options["address"])
+    worker = TransferWorker(rank, tp, HEADS, agent_kind("D"), pool, link, dcp=dcp)
     worker.start()
     say({"rank": rank})
     for line in sys.stdin:
-        blocks = json.loads(line)["block_ids"]
-        rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
-        say(digest(rows.flatten(0, 1).numpy()))
+        say(digest_of(pool, json.loads(line)["block_ids"]))
+
+
+def digest_of(pool: KVPool, blocks: list[int]) -> str:
+    rows = pool.canonical[torch.tensor(blocks)].permute(0, 4, 1, 2, 3, 5)
+    return digest(rows.flatten(0, 1).numpy())
 
 
 def digest(tokens: Any) -> str:

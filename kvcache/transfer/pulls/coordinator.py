@@ -1,12 +1,12 @@
-"""The thread of a decode engine's rank 0 that runs all pulls of the engine.
+"""What rank 0 of a decode engine does beside reading: it runs all pulls of the engine.
 
 All it decides is in pull_state.py (one pull) and peers.py (handshakes); here are the sockets, the
-clock and the bookkeeping of who is waiting for which answer.
+clock and the bookkeeping of who is waiting for which answer. It has no thread of its own: rank 0's
+TransferWorker receives its commands from it, and so drives it.
 """
 
 import heapq
 import selectors
-import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -44,9 +44,8 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
 from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
 from protocol.handshake import CompatRecord, GetMetadata, LeaseRequest, Metadata, Refused, Reply
-from protocol.ipc.wire import Waker
+from protocol.ipc.wire import Waker, nap_if_short
 from protocol.messages import RemotePrefill
-from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -57,17 +56,21 @@ _NEVER = float("inf")
 
 
 class PullCoordinator:
-    """Handshakes, renewals, fan-out, the fence. All public methods may be called by any thread;
-    what they ask for is done by the coordinator's own.
+    """Handshakes, renewals, fan-out, the fence.
+
+    `receive`, `report` and `close` are for the thread of rank 0's worker, which does what the other
+    methods ask for; those may be called by any thread.
 
     Args:
-        worker_address: to listen on for the ranks' workers: `ipc://PATH`, in a directory of this
-            user's own.
+        worker_address: to listen on for the other ranks' workers: `ipc://PATH`, in a directory of
+            this user's own.
         compat: of this engine.
-        on_event: called from the thread when `drain` has something; must not block.
         convert: accept peers with another KV dtype.
         dcp, block_size: of this engine's ranks: where they share tokens, peers must have blocks
             to cut their stripes from.
+
+    Attributes:
+        on_event: called by the worker's thread when `drain` has something; must not block.
 
     Raises:
         OSError: the worker address cannot be bound.
@@ -82,7 +85,6 @@ class PullCoordinator:
         settings: PullSettings | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_event: Callable[[], None] | None = None,
         convert: bool = False,
         dcp: int = 1,
         block_size: int = 1,
@@ -90,27 +92,24 @@ class PullCoordinator:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
         self._clock = clock
-        self._on_event = on_event or (lambda: None)
+        self.on_event: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
-        self._untold = False  # an event has come since `on_event` was called
         self._counters: Counter[str] = Counter()
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
+        self.wake = self._waker.wake
         self._selector = selectors.DefaultSelector()  # its data are calls
         self._selector.register(self._waker, selectors.EVENT_READ, self._obey)
-        on_report, on_reply = (partial(self._try, f) for f in (self._take_report, self._take_reply))
-        self._ranks = RankLinks(worker_address, num_ranks, self._selector, on_report)
+        on_reply = partial(self._try, self._take_reply)
+        self._ranks = RankLinks(worker_address, num_ranks - 1, self._selector, self.report)
+        self._commands: list[Command] = []  # for rank 0
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
-        self._stopping = threading.Event()
-        self._thread = VitalThread(self._run, "pull-coordinator")
+        self._due = 0.0  # when `_tick` has something to do
         self._peers = PeerTable(compat, self._settings, convert, Stripe(0, dcp, block_size))
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
         self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
         self._ended: OrderedDict[str, bool] = OrderedDict()  # the latest: PullDrained was told
-
-    def start(self) -> None:
-        self._thread.start()
 
     def knows(self, remote: RemotePrefill) -> bool:
         """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
@@ -148,7 +147,10 @@ class PullCoordinator:
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
-        return [self._events.popleft() for _ in range(len(self._events))]
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def counters(self) -> Counter[str]:
         more = self._leases.counters
@@ -158,61 +160,49 @@ class PullCoordinator:
         """Ended handshakes by outcome: "ok", or the code of the error."""
         return dict(self._peers.outcomes)
 
+    # -- what rank 0's worker calls
+
+    def receive(self, timeout_s: float) -> list[Command]:
+        """Does all there is to do, waiting for it no longer than so; what rank 0 has to do."""
+        if self._clock() >= self._due:
+            self._try(self._tick)
+        timeout_s = min(timeout_s, self._due - self._clock())
+        if self._commands or timeout_s < 0:
+            timeout_s = 0.0
+        for key, _ in self._selector.select(nap_if_short(timeout_s)):
+            self._try(key.data)
+            self._due = 0.0
+        commands, self._commands = self._commands, []
+        return commands
+
+    def report(self, report: Report) -> None:
+        self._due = 0.0
+        self._try(self._take_report, report)
+
     def close(self) -> None:
-        """Ends the thread; open pulls' leases, unless untouched, are aborted without an answer."""
-        if self._stopping.is_set():
-            return
-        self._stopping.set()
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        """Open pulls' leases, unless untouched, are aborted without an answer."""
         self._ranks.close()
         for state in self._pulls.values():
             if not state.is_untouched:
                 self._leases.post(state.address, state.abort())
         until = time.monotonic() + _CLOSE_LINGER_S
         while self._leases.has_unsent and time.monotonic() < until:
-            self._select(until - time.monotonic())
+            for key, _ in self._selector.select(until - time.monotonic()):
+                self._try(key.data)
             self._leases.tick()
         self._leases.close()
         self._selector.close()
         self._waker.close()
 
-    # -- the thread
-
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        self._waker.wake()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._round()
-
-    def _round(self) -> None:
-        """Waits until there is something to do, and does all of it."""
-        lost_s = self._settings.connection_timeout_s
-        lost = [since + lost_s for since in self._leases.unconnected().values()]
-        planned = [at for at, _ in self._planned[:1]]
-        due = min(self._peers.deadline(), self._leases.deadline(), *planned, *lost)
-        self._select(None if due == _NEVER else max(0.0, due - self._clock()))
-        self._tell()
-        self._try(self._tick)
-        self._tell()
-
-    def _select(self, timeout_s: float | None) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            self._try(key.data)
+        self.wake()
 
     def _obey(self) -> None:
         """What was asked for by other threads."""
         self._waker.clear()
         for _ in range(len(self._calls)):
             self._try(self._calls.popleft())
-
-    def _tell(self) -> None:
-        if self._untold:
-            self._untold = False
-            self._on_event()
 
     def _try(self, part: Callable[..., Any], *what: Any) -> None:
         """A part of a round. If it fails the others are done: nobody says again what has come."""
@@ -250,11 +240,20 @@ class PullCoordinator:
             if state is not None and state.planned == at:
                 state.planned = _NEVER
                 self._perform(state, state.tick(now))
+        lost_s = self._settings.connection_timeout_s
+        lost = [since + lost_s for since in self._leases.unconnected().values()]
+        planned = [at for at, _ in self._planned[:1]]
+        self._due = min(self._peers.deadline(), self._leases.deadline(), *planned, *lost)
 
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        self._untold = True
+        if len(self._events) == 1:  # else it was called for one that nobody has taken yet
+            self.on_event()
+
+    def _broadcast(self, command: Command) -> None:
+        self._commands.append(command)
+        self._ranks.broadcast(command)
 
     # -- connections
 
@@ -285,7 +284,7 @@ class PullCoordinator:
         peer.metadata = None
         if peer.is_announced:
             peer.is_announced = False
-            self._ranks.broadcast(DropPeer(*peer.key))
+            self._broadcast(DropPeer(*peer.key))
 
     # -- what the engine asks for
 
@@ -309,7 +308,7 @@ class PullCoordinator:
 
     def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
         if state := self._begin(pull_id, remote):
-            self._perform(state, state.tick(self._clock()))
+            self._perform(state, [])
 
     def _do_pull(self, remote: RemotePrefill, order: Pull) -> None:
         state, now = self._begin(order.pull_id, remote), self._clock()
@@ -318,7 +317,7 @@ class PullCoordinator:
         if state.phase is Phase.HELD:
             state.pull(order, now)
             self._offer(state, self._peers.connect(remote, now))
-        self._perform(state, state.tick(now))
+        self._perform(state, [])  # the first renewal comes after the READs
 
     def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)
@@ -373,7 +372,7 @@ class PullCoordinator:
             return
         if metadata is not None and not peer.is_announced:
             peer.is_announced = True
-            self._ranks.broadcast(AddPeer(metadata))
+            self._broadcast(AddPeer(metadata))
         self._perform(state, state.peer_ready(now))
 
     def _reading_from(self, key: PeerKey) -> list[PullState]:
@@ -423,7 +422,7 @@ class PullCoordinator:
         if isinstance(action, LeaseRequest):
             self._leases.post(state.address, action)
         elif isinstance(action, Command):
-            self._ranks.broadcast(action)
+            self._broadcast(action)
         elif not isinstance(action, SuspectPeer):
             self._emit(action)
 

@@ -1,7 +1,6 @@
-"""The sockets between the coordinator and the transfer workers of all ranks."""
+"""The sockets between the coordinator and the transfer workers of ranks 1 and up."""
 
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,37 +13,42 @@ from kvcache.transfer.pulls.messages import (
     encode,
     report_decoder,
 )
-from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, wait_readable
+from protocol.ipc.wire import (
+    Waker,
+    Wire,
+    WireClosed,
+    await_room,
+    exchange,
+    nap_if_short,
+    wait_readable,
+)
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05
 
 
 class WorkerLink:
-    """A worker's end. `waker` is woken by any thread; all else is the worker's.
+    """A worker's end, of all ranks but 0. `wake` may be called by any thread; all else is the
+    worker's.
 
     Args:
         address: as of RankLinks.
     """
 
     def __init__(self, address: str) -> None:
-        self.waker = Waker()
+        self._waker = Waker()
+        self.wake = self._waker.wake
         self._address = address
         self._wire: Wire | None = None
 
-    def open(self, stopping: threading.Event) -> None:
-        """Connects; returns when that is done, or nobody wants it any more."""
-        while self._wire is None and not stopping.is_set():
-            sock = socket.socket(socket.AF_UNIX)
-            try:
-                sock.connect(_path(self._address))
-                self._wire = Wire(sock, _MAX_BYTES)
-            except OSError:  # rank 0 is not that far yet
-                sock.close()
-                stopping.wait(_RETRY_S)
-
-    def receive(self) -> list[Command]:
-        """All waiting commands."""
+    def receive(self, timeout_s: float) -> list[Command]:
+        """All commands, when there are some or somebody woke it, or after `timeout_s`."""
+        self._wire = self._wire or self._connect()
+        wires = [self._wire] if self._wire else []
+        if not wires or wires[0].has_unsent:  # rank 0 is not that far, or has no room for more
+            timeout_s = min(timeout_s, _RETRY_S)
+        wait_readable(self._waker, *wires, timeout_s=nap_if_short(timeout_s))
+        self._waker.clear()
         if self._wire is None:
             return []
         try:
@@ -61,18 +65,19 @@ class WorkerLink:
             with suppress(WireClosed):  # as above; `receive` notices
                 self._wire.send(encode(report))
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Until there may be a command or somebody woke the waker; no longer than `_RETRY_S` where
-        reports are unsent: rank 0 had no room for them."""
-        wires = [] if self._wire is None else [self._wire]
-        unsent = any(wire.has_unsent for wire in wires)
-        wait_readable(self.waker, *wires, timeout_s=_RETRY_S if unsent else timeout_s)
-        self.waker.clear()
-
     def close(self) -> None:
-        self.waker.close()
+        self._waker.close()
         if self._wire is not None:
             self._wire.close()
+
+    def _connect(self) -> Wire | None:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(_path(self._address))
+            return Wire(sock, _MAX_BYTES)
+        except OSError:
+            sock.close()
+            return None
 
 
 class RankLinks:

@@ -20,6 +20,7 @@ from kvcache.transfer.link.reads import GPU_WINDOW, ReadWindow, Throttle
 from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import Endpoint
+from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     AddPeer,
     Command,
@@ -63,7 +64,7 @@ class TransferWorker:
         tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
         agent: reads nothing; another of it is made for each peer that is read from. Owned from
             `start` on, its `close` included.
-        connect_address: the coordinator's `worker_address`.
+        link: brings commands and takes reports; on rank 0 the coordinator. Closed with the worker.
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
@@ -79,7 +80,7 @@ class TransferWorker:
         total_kv_heads: int,
         agent: TransferAgent,
         pool: KVPool,
-        connect_address: str,
+        link: PullCoordinator | WorkerLink,
         *,
         dcp: int = 1,
         staging_bytes: int | None = None,
@@ -91,7 +92,7 @@ class TransferWorker:
         connect_timeout_s: float = 5.0,
     ) -> None:
         self._number = rank
-        self._link = WorkerLink(connect_address)
+        self._link = link
         on_gpu = pool.device.type == "cuda"
         staging = None
         if staging_bytes:
@@ -104,7 +105,7 @@ class TransferWorker:
             pool,
             staging,
             Throttle(window, busy) if on_gpu else Throttle(window),
-            LocalEnd(agent, pool, staging, connect_timeout_s, self._link.waker.wake),
+            LocalEnd(agent, pool, staging, connect_timeout_s, link.wake),
             mapped,
             convert,
             costs,
@@ -137,25 +138,25 @@ class TransferWorker:
     def close(self) -> None:
         """Ends the threads, and every READ."""
         self._stopping.set()
-        self._link.waker.wake()
+        self._link.wake()
         for thread in (self._thread, self._watch):
             if thread.is_alive():
                 thread.join()
-        self._rank.end.close()
         self._link.close()
+        self._rank.end.close()
 
     def _run(self) -> None:
         allow_short_naps()
         use_one_core()
         self._rank.bind_thread()
-        self._link.open(self._stopping)
         self._watch.start()
+        patience_s = 0.0
         while not self._stopping.is_set():
             self._num_rounds += 1
             num_failures = len(self._failures)
             try:
-                if not self._round():
-                    self._rest()
+                self._commands += self._link.receive(patience_s)
+                patience_s = 0.0 if self._round() else self._patience_s()
             except Exception as error:
                 self._survive(error, *self._jobs.values())
             if len(self._failures) == num_failures:
@@ -181,7 +182,6 @@ class TransferWorker:
 
     def _round(self) -> bool:
         """Obeys, posts at most one piece, polls, ends what has ended; whether anything happened."""
-        self._commands += self._link.receive()
         while self._commands:
             self._obey(self._commands.pop(0))
         happened = self._post_one()
@@ -229,22 +229,20 @@ class TransferWorker:
             job.stop(job.fault(error))
         time.sleep(_STUCK_NAP_S)
 
-    def _rest(self) -> None:
-        """Until there is, or may be, something to do."""
+    def _patience_s(self) -> float:
+        """How long there is nothing to do but to wait for commands."""
         jobs = self._jobs.values()
         if all(job.waits for job in jobs):
             links = [peer.link for peer in self._peers.values()]
             soon = [
                 link.deadline for link in links if link and not (link.is_ready or link.is_closing)
             ]
-            patience_s = min([_LOOK_S, *(each - time.monotonic() for each in soon)])
-            self._link.wait(max(patience_s, 0.0))
-        elif all(job.is_stopping or job.waits for job in jobs):
-            time.sleep(_STUCK_NAP_S)
-        elif self._busy is None:
-            time.sleep(_NAP_S)
-        else:
-            time.sleep(_GPU_BUSY_NAP_S if self._busy() else _GPU_NAP_S)
+            return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
+        if all(job.is_stopping or job.waits for job in jobs):
+            return _STUCK_NAP_S
+        if self._busy is None:
+            return _NAP_S
+        return _GPU_BUSY_NAP_S if self._busy() else _GPU_NAP_S
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -1,7 +1,6 @@
 """The coordinator by itself, round by round; the test plays the rank."""
 
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,19 +8,18 @@ import pytest
 
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
+    Command,
     PullDone,
     PullDrained,
     PullFailed,
     RankEnded,
     RankFailing,
-    Report,
     StopPull,
 )
 from kvcache.transfer.pulls.pull_state import PullState
-from kvcache.transfer.pulls.rank_links import WorkerLink
 from protocol.errors import InternalError, PullWithheld
 from protocol.messages import ErrorInfo
-from tests.rigs.memory_pair import SECRET, Clock, Prefill, compat, pulls_address
+from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat, pulls_address
 
 
 class Driven(PullCoordinator):
@@ -29,16 +27,17 @@ class Driven(PullCoordinator):
 
     def __init__(self) -> None:
         self.clock, self.told = Clock(), list[int]()
-        address = pulls_address()
-        told = self.told.append
-        super().__init__(address, 1, compat(), SECRET, clock=self.clock, on_event=lambda: told(1))
-        self.rank = WorkerLink(address)
-        self.rank.open(threading.Event())
+        super().__init__(pulls_address(), 1, compat(), SECRET, clock=self.clock)
+        self.on_event = lambda: self.told.append(1)
+        self.commands: list[Command] = []
 
     def next_events(self) -> list[Any]:
         while not (events := self.drain()):
-            self._round()
+            self.go_on()
         return events
+
+    def go_on(self) -> None:
+        self.commands += self.receive(DEADLINE_S)
 
     def read(self, prefill: Prefill, *pull_ids: str) -> None:
         """Orders pulls, of which no report comes."""
@@ -47,17 +46,8 @@ class Driven(PullCoordinator):
         while not all(
             pull_id in self._pulls and self._pulls[pull_id].reads for pull_id in pull_ids
         ):
-            self._round()
-        self.rank.receive()
-
-    def report(self, *reports: Report) -> None:
-        for report in reports:
-            self.rank.report(report)
-        self._round()
-
-    def close(self) -> None:
-        super().close()
-        self.rank.close()
+            self.go_on()
+        self.commands.clear()
 
 
 @pytest.fixture
@@ -84,11 +74,12 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
 
     monkeypatch.setattr(PullState, "reported", broken)
     coordinator.read(rig(Prefill), "broken", "fine")
-    coordinator.report(ended("broken"), ended("fine"))
+    coordinator.report(ended("broken"))
+    coordinator.report(ended("fine"))
     (failed,) = coordinator.drain()
     assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
     assert isinstance(failed.error, InternalError)
-    assert StopPull("broken") in coordinator.rank.receive()  # a rank answers this in any case
+    assert StopPull("broken") in coordinator.receive(0.0)  # a rank answers this in any case
     coordinator.report(ended("broken", complete=False))
     (failed,) = coordinator.drain()
     assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
@@ -133,7 +124,6 @@ def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(
 def test_a_coordinator_leaves_no_descriptor_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     coordinator = PullCoordinator(pulls_address(), 1, compat(), SECRET)
-    coordinator.start()
     coordinator.close()
     coordinator.cancel("a")  # is nobody's any more
     assert len(os.listdir("/proc/self/fd")) == before

@@ -67,11 +67,8 @@ def test_closing_with_pulls_in_flight_aborts_their_leases(rig: Any) -> None:
     decode.coordinator.hold("b", prefill.lease([6], 8))
     while decode.agents[0].active == 0:
         decode.woken.wait(0.01)
-    decode.coordinator.close()
+    decode.close()
     assert prefill.outcomes(2) == ["aborted", "aborted"]
-    for worker in decode.workers:
-        worker.close()
-    decode.coordinator = decode.workers = None
     decode.close = lambda: None
 
 
@@ -86,7 +83,8 @@ def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(r
     ending.coordinator.hold("queued", queued)
     ending.coordinator.hold("its own", remotes[2])
     ending.settle()
-    ending.coordinator.close()
+    ending.close()
+    ending.close = lambda: None
     assert prefill.outcomes(2) == ["aborted", "aborted"]
     assert prefill.server.counters()["held"] == 1
     other.coordinator.pull("queued", queued, 0, 8, [4])

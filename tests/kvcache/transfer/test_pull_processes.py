@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.pool import KVPool
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move.place import Placer
@@ -21,6 +22,7 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     DEADLINE_S,
@@ -31,9 +33,10 @@ from tests.rigs.memory_pair import (
     Decode,
     compat,
     expected,
+    layout,
     pulls_address,
 )
-from tests.rigs.process_pair import Child, digest
+from tests.rigs.process_pair import Child, digest, digest_of
 
 BLOCKS = 2048  # 48 MiB of this geometry
 TOKENS = (BLOCKS - 1) * 8
@@ -83,9 +86,12 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
 def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
     """Of 24 tokens that ranks share two blocks are the first one's, one is the second one's."""
     woken, address = threading.Event(), pulls_address()
-    coordinator = PullCoordinator(address, 2, compat(), SECRET, on_event=woken.set)
-    coordinator.start()
-    workers = [Child("worker", rank=rank, tp=2, dcp=dcp, address=address) for rank in (0, 1)]
+    coordinator = PullCoordinator(address, 2, compat(), SECRET)
+    coordinator.on_event = woken.set
+    pool = KVPool(layout(2, 0, dcp=dcp))
+    first = TransferWorker(0, 2, HEADS, agent(), pool, coordinator, dcp=dcp)
+    second = Child("worker", rank=1, tp=2, dcp=dcp, address=address)
+    first.start()
     remote, blocks = prefill.lease([5, 2, 9], 24), [3, 1, 7][: 4 - dcp]
     coordinator.pull("a", remote, 0, 24, blocks)
     assert woken.wait(DEADLINE_S)
@@ -98,10 +104,10 @@ def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
     if dcp == 2:
         nothing = np.zeros_like(tokens[:8])
         kept = [np.concatenate([tokens[:8], tokens[16:]]), np.concatenate([tokens[8:16], nothing])]
-    for worker, part in zip(workers, kept, strict=True):
-        assert worker.ask(block_ids=blocks) == digest(part)
-        worker.close()
-    coordinator.close()
+    found = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
+    assert found == [digest(part) for part in kept]
+    second.close()
+    first.close()
 
 
 STOPPED = """

@@ -19,6 +19,7 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
     pull_command,
 )
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.peer import Peer
 from kvcache.transfer.worker.worker import TransferWorker
@@ -35,7 +36,7 @@ class Rank:
         self.report = self.link.report
         self.pool = KVPool(layout())
         self.worker = TransferWorker(
-            0, 1, HEADS, agent or MemoryAgent(), self.pool, self.link.address, **options
+            0, 1, HEADS, agent or MemoryAgent(), self.pool, WorkerLink(self.link.address), **options
         )
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ class Links:
         self.ranks = [WorkerLink(address) for _ in range(2)]
 
     def connect(self, rank: int) -> WorkerLink:
-        self.ranks[rank].open(threading.Event())
+        self.ranks[rank].receive(0.0)
         self.go_on()
         return self.ranks[rank]
 
@@ -37,8 +37,7 @@ class Links:
         found: list[Command] = []
         while len(found) < count:
             self.go_on(0.0)  # sends what there was no room for
-            self.ranks[rank].wait(DEADLINE_S)
-            found += self.ranks[rank].receive()
+            found += self.ranks[rank].receive(DEADLINE_S)
         return [command.pull_id for command in found if isinstance(command, StopPull)]
 
     def close(self) -> None:
@@ -82,8 +81,7 @@ def test_a_rank_that_ends_is_no_error(links: Links) -> None:
     links.links.broadcast(StopPull("a"))
     assert links.commands(1, 1) == ["a"] and not links.found
     links.links.close()
-    stays.wait(DEADLINE_S)
-    assert stays.receive() == []  # nor is the end of rank 0
+    assert stays.receive(DEADLINE_S) == []  # nor is the end of rank 0
     stays.report(ended(1))
     links.links = stays
 
@@ -99,8 +97,7 @@ def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(
 
     def idle() -> None:  # as a worker without a pull
         while not stopping.is_set():
-            link.wait(None)
-            link.receive()
+            link.receive(DEADLINE_S)
 
     thread = threading.Thread(target=idle)
     thread.start()
@@ -108,5 +105,5 @@ def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(
         assert len(links.reports(num_reports)) == num_reports
     finally:
         stopping.set()
-        link.waker.wake()
+        link.wake()
         thread.join()

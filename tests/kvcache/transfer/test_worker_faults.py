@@ -15,6 +15,7 @@ from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
+from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.job import ReadJob
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
@@ -90,7 +91,7 @@ class Rank:
             HEADS,
             self.agent,
             self.pool,
-            self.link.address,
+            WorkerLink(self.link.address),
             limits=ReadWindow(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,

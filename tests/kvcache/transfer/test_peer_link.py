@@ -97,7 +97,7 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     pulled(decode, other, "b", [2, 4, 6])
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits)
     peer.link.deadline = 0.0  # it has taken too long
-    worker._link.waker.wake()
+    worker._link.wake()
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, PeerUnreachable)
@@ -124,7 +124,7 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> 
     until(lambda: bool(worker._jobs), decode)
     (peer,) = worker._peers.values()
     drop = DropPeer(remote.engine_id, remote.incarnation)
-    decode.coordinator._call(lambda: decode.coordinator._ranks.broadcast(drop))
+    decode.coordinator._call(lambda: decode.coordinator._broadcast(drop))
     until(lambda: peer.is_dropped, decode)
     rounds = worker._num_rounds
     until(lambda: worker._num_rounds > rounds + 1, decode)
@@ -191,7 +191,7 @@ peers = decode.workers[0]._peers.values()
 (peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")
 assert not peer.link.is_ready, "it is not unreachable at all"
 peer.link.deadline = 0.0
-decode.workers[0]._link.waker.wake()
+decode.workers[0]._link.wake()
 failed = decode.wait(*ENDINGS, pull_id="a")
 assert isinstance(failed, PullFailed) and failed.drained, failed
 assert isinstance(failed.error, PeerUnreachable), failed

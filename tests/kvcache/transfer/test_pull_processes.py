@@ -135,13 +135,13 @@ first = prefill.lease([3, 4], 16)
 decode.coordinator.pull("a", first, 0, 16, [8, 7])
 assert isinstance(decode.wait(*ENDINGS), PullDone)
 
+other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
 remote = whole(prefill)
 spare = prefill.lease([5], 8)
 prefill.signal(signal.SIGSTOP)
 failed = pull_that_hangs("b", TOKENS - 3)
 assert isinstance(failed, PullFailed) and not failed.drained, failed
 assert decode.settle() == []  # no PullDrained while a READ may still deliver
-other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
 elsewhere = other.lease([5, 9, 6], 21)
 decode.coordinator.pull("e", elsewhere, 0, 21, [0, 2, 1])
 ending = decode.wait(*ENDINGS)  # neither READs nor staging memory that hang hold it up

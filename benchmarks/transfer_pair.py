@@ -27,8 +27,8 @@ from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
-from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.pulls.rank_links import WorkerLink
+from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata

@@ -27,9 +27,8 @@ from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
-from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.ipc.wire import allow_short_naps
@@ -220,16 +219,16 @@ class DecodeRank:
         memory = _RankMemory(side, setup.size, rank, device)
         pool = memory.pool
         placer = Placer(pool) if device == "cpu" else CudaPlacer(pool)
-        self._worker = TransferWorker(
+        local = LocalRank(
             rank,
             side.tp,
             setup.size.heads,
             new_agent("bench-d", device),
             pool,
-            WorkerLink(link) if isinstance(link, str) else link,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
             mapped=MappedPath(placer, required=True) if setup.mapped else None,
         )
+        self._worker = TransferWorker(local, link)
         self._worker.start()
         self.is_filled, self.close = memory.is_filled, self._worker.close
 

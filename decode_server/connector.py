@@ -33,8 +33,7 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
-from kvcache.transfer.pulls.rank_links import WorkerLink
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
 from protocol.handshake import EngineMetadata
@@ -314,20 +313,16 @@ def _staging_bytes(config: EngineConfig) -> int | None:
 
 class DecodeConnectorFactory(ConnectorFactory):
     def reserved_bytes(self, config: EngineConfig) -> int:
-        return TransferWorker.reserved_bytes(_staging_bytes(config))
+        return LocalRank.reserved_bytes(_staging_bytes(config))
 
     def make_service(self, context: RankContext) -> RankService:
         config = context.config
-        link: PullCoordinator | WorkerLink = WorkerLink(config.transfer_address)
-        if context.rank == 0:
-            link = self._coordinator = _coordinator(context)
-        return TransferWorker(
+        rank = LocalRank(
             context.rank,
             config.tp,
             context.compat.total_kv_heads,
             context.agent,
             context.pool,
-            link,
             dcp=config.dcp,
             staging_bytes=_staging_bytes(config),
             convert=config.kv_convert,
@@ -336,6 +331,10 @@ class DecodeConnectorFactory(ConnectorFactory):
             busy=lambda: context.stepping.busy,
             connect_timeout_s=config.connect_timeout_s,
         )
+        if context.rank:
+            return TransferWorker(rank, config.transfer_address)
+        self._coordinator = _coordinator(context)
+        return TransferWorker(rank, self._coordinator)
 
     def make_connector(
         self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]

@@ -34,9 +34,8 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from model.config import load_config
 from model.parallel import Parallel
@@ -265,20 +264,21 @@ class Pair:
         agents = [MemoryAgent(f"d{rank}") for rank in range(tp)]
         placers = [_Placer(pool) for pool in pools] if launch_bytes else []
         mapped = [MappedPath(placer, launch_bytes=launch_bytes) for placer in placers]
-        self.workers = [
-            TransferWorker(
+        ranks = [
+            LocalRank(
                 rank,
                 tp,
                 heads,
                 agents[rank],
                 pool,
-                WorkerLink(address) if rank else self.coordinator,
                 dcp=tp,
                 staging_bytes=2**20,
                 mapped=mapped[rank] if mapped else None,
             )
             for rank, pool in enumerate(pools)
         ]
+        links = [self.coordinator, *[address] * (tp - 1)]
+        self.workers = list(map(TransferWorker, ranks, links))
         for worker in self.workers:
             worker.start()
         self._movers = Movers(agents, placers, self._rng)

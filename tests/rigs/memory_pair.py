@@ -29,9 +29,9 @@ from kvcache.transfer.pulls.messages import (
     Report,
 )
 from kvcache.transfer.pulls.pull_state import PullState
-from kvcache.transfer.pulls.rank_links import RankLinks, WorkerLink
+from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.handshake import (
     PROTOCOL_VERSION,
@@ -314,14 +314,13 @@ class Decode:
             dcp=dcp,
             block_size=self.layouts[0].block_size,
         )
-        self.workers = [
-            TransferWorker(
+        ranks = [
+            LocalRank(
                 rank,
                 tp,
                 heads,
                 self.agents[rank],
                 self.pools[rank],
-                WorkerLink(address) if rank else self.coordinator,
                 dcp=dcp,
                 limits=limits,
                 staging_bytes=staging_bytes,
@@ -332,6 +331,8 @@ class Decode:
             )
             for rank in range(tp)
         ]
+        links = [self.coordinator, *[address] * (tp - 1)]
+        self.workers = list(map(TransferWorker, ranks, links))
         self.coordinator.on_event = self.woken.set
         for worker in self.workers:
             worker.start()

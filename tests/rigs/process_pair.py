@@ -18,7 +18,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import TransferAgent
-from kvcache.transfer.pulls.rank_links import WorkerLink
+from kvcache.transfer.worker.peer import LocalRank
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests import stopping
@@ -81,8 +81,8 @@ def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, 
     """One rank of D; answers with a digest of what lies in its blocks."""
     rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
-    link = WorkerLink(options["address"])
-    worker = TransferWorker(rank, tp, HEADS, agent_kind("D"), pool, link, dcp=dcp)
+    local = LocalRank(rank, tp, HEADS, agent_kind("D"), pool, dcp=dcp)
+    worker = TransferWorker(local, options["address"])
     worker.start()
     say({"rank": rank})
     for line in sys.stdin:

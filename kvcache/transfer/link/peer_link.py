@@ -44,6 +44,8 @@ class LocalEnd:
     Args:
         prototype: the rank's agent, which that of each link is another of.
         connect_timeout_s: longest wait for a connection.
+
+    Attributes:
         wake: called by links' threads when there is news of them.
     """
 
@@ -53,9 +55,9 @@ class LocalEnd:
         pool: KVPool,
         staging: StagingBuffer | None,
         connect_timeout_s: float,
-        wake: Callable[[], None],
     ) -> None:
-        self.prototype, self.connect_timeout_s, self.wake = prototype, connect_timeout_s, wake
+        self.prototype, self.connect_timeout_s = prototype, connect_timeout_s
+        self.wake: Callable[[], None] = lambda: None
         self.kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self.device_id, self._device = pool.device_id, pool.device
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=pool.device)

@@ -1,16 +1,17 @@
 """One prefill engine, as a rank's transfer thread knows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.link.peer_link import LocalEnd, PeerLink
-from kvcache.transfer.link.reads import Throttle
+from kvcache.transfer.link.agent import TransferAgent
+from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
+from kvcache.transfer.link.reads import GPU_WINDOW, ReadWindow, Throttle
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
@@ -39,25 +40,60 @@ class MappedPath:
     launch_bytes: int | None = None
 
 
-@dataclass(eq=False)
 class LocalRank:
-    """What the pulls of one rank share.
+    """One rank of D: what its pulls share.
 
-    Attributes:
+    Args:
+        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
+        agent: reads nothing; another of it is made for each peer that is read from. Owned by the
+            worker from its `start` on, its `close` included.
+        staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
-        mapped: takes the pulls from peers that it can map.
+        mapped: takes the pulls from peers that it can map; the agent moves the others.
+        busy: whether this rank's engine computes: READs between GPUs then leave it room.
+        connect_timeout_s: longest wait of a pull for the connection to its peer.
     """
 
-    endpoint: Endpoint
-    total_kv_heads: int
-    pool: KVPool
-    staging: StagingBuffer | None
-    throttle: Throttle
-    end: LocalEnd
-    mapped: MappedPath | None
-    convert: bool
-    costs: CostModel | None
+    def __init__(
+        self,
+        number: int,
+        tp_size: int,
+        total_kv_heads: int,
+        agent: TransferAgent,
+        pool: KVPool,
+        *,
+        dcp: int = 1,
+        staging_bytes: int | None = None,
+        convert: bool = False,
+        costs: CostModel | None = None,
+        limits: ReadWindow | None = None,
+        mapped: MappedPath | None = None,
+        busy: Callable[[], bool] = lambda: False,
+        connect_timeout_s: float = 5.0,
+    ) -> None:
+        on_gpu = pool.device.type == "cuda"
+        self.number, self.total_kv_heads, self.pool, self.mapped = (
+            number,
+            total_kv_heads,
+            pool,
+            mapped,
+        )
+        self.convert, self.costs, self.busy = convert, costs, busy if on_gpu else None
+        self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp)
+        self.staging = None
+        if staging_bytes:
+            self.staging = StagingBuffer(staging_bytes, pool, staging_placer(pool, convert=convert))
+        window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
+        self.throttle = Throttle(window, busy) if on_gpu else Throttle(window)
+        self.end = LocalEnd(agent, pool, self.staging, connect_timeout_s)
+        if costs is not None:
+            logger.info("every link, as configured: %s", costs)
+
+    @staticmethod
+    def reserved_bytes(staging_bytes: int | None) -> int:
+        """What it takes of its device's memory."""
+        return (staging_bytes or 0) + SCRATCH_BYTES
 
     @property
     def measures(self) -> bool:

@@ -13,13 +13,6 @@ from typing import Any
 
 import torch
 
-from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import TransferAgent
-from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd
-from kvcache.transfer.link.reads import GPU_WINDOW, ReadWindow, Throttle
-from kvcache.transfer.move.staging import StagingBuffer, staging_placer
-from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.plan.endpoint import Endpoint
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     AddPeer,
@@ -34,7 +27,7 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.job import MappedJob, ReadJob, TransferJob
-from kvcache.transfer.worker.peer import LocalRank, MappedPath, Peer
+from kvcache.transfer.worker.peer import LocalRank, Peer
 from protocol.errors import BatonError, PullWithheld, TransferFailed
 from protocol.ipc.wire import allow_short_naps
 from protocol.process.lifecycle import VitalThread
@@ -61,57 +54,14 @@ class TransferWorker:
     """One rank's end of every pull.
 
     Args:
-        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
-        agent: reads nothing; another of it is made for each peer that is read from. Owned from
-            `start` on, its `close` included.
-        link: brings commands and takes reports; on rank 0 the coordinator. Closed with the worker.
-        staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
-        convert: accept a peer with another KV dtype.
-        costs: of every link; None measures each peer at first contact.
-        mapped: takes the pulls from peers that it can map; the agent moves the others.
-        busy: whether this rank's engine computes: READs between GPUs then leave it room.
-        connect_timeout_s: longest wait of a pull for the connection to its peer.
+        link: brings commands and takes reports: on rank 0 the coordinator, which is closed with the
+            worker; elsewhere its `worker_address`.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        tp_size: int,
-        total_kv_heads: int,
-        agent: TransferAgent,
-        pool: KVPool,
-        link: PullCoordinator | WorkerLink,
-        *,
-        dcp: int = 1,
-        staging_bytes: int | None = None,
-        convert: bool = False,
-        costs: CostModel | None = None,
-        limits: ReadWindow | None = None,
-        mapped: MappedPath | None = None,
-        busy: Callable[[], bool] = lambda: False,
-        connect_timeout_s: float = 5.0,
-    ) -> None:
-        self._number = rank
-        self._link = link
-        on_gpu = pool.device.type == "cuda"
-        staging = None
-        if staging_bytes:
-            staging = StagingBuffer(staging_bytes, pool, staging_placer(pool, convert=convert))
-        self._busy = busy if on_gpu else None
-        window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
-        self._rank = LocalRank(
-            Endpoint(pool.layout, rank, tp_size, pool.scales, dcp),
-            total_kv_heads,
-            pool,
-            staging,
-            Throttle(window, busy) if on_gpu else Throttle(window),
-            LocalEnd(agent, pool, staging, connect_timeout_s, link.wake),
-            mapped,
-            convert,
-            costs,
-        )
-        if costs is not None:
-            logger.info("every link, as configured: %s", costs)
+    def __init__(self, rank: LocalRank, link: PullCoordinator | str) -> None:
+        self._rank, self._number = rank, rank.number
+        self._link = WorkerLink(link) if isinstance(link, str) else link
+        rank.end.wake = self._link.wake
         self._commands: list[Command] = []  # not yet obeyed
         self._peers: dict[PeerKey, Peer] = {}
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
@@ -119,13 +69,8 @@ class TransferWorker:
         self._num_rounds = 0
         self._failures: list[Exception] = []  # since a round went well
         self._stopping = threading.Event()
-        self._thread = VitalThread(self._run, f"pull-{rank}")
-        self._watch = VitalThread(self._watch_rounds, f"pull-{rank}-watch")
-
-    @staticmethod
-    def reserved_bytes(staging_bytes: int | None) -> int:
-        """What a worker takes of its device's memory."""
-        return (staging_bytes or 0) + SCRATCH_BYTES
+        self._thread = VitalThread(self._run, f"pull-{rank.number}")
+        self._watch = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
 
     def start(self) -> None:
         self._thread.start()
@@ -240,9 +185,10 @@ class TransferWorker:
             return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
         if all(job.is_stopping or job.waits for job in jobs):
             return _STUCK_NAP_S
-        if self._busy is None:
+        busy = self._rank.busy
+        if busy is None:
             return _NAP_S
-        return _GPU_BUSY_NAP_S if self._busy() else _GPU_NAP_S
+        return _GPU_BUSY_NAP_S if busy() else _GPU_NAP_S
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -21,7 +21,7 @@ from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone, PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
@@ -89,7 +89,7 @@ def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
     coordinator = PullCoordinator(address, 2, compat(), SECRET)
     coordinator.on_event = woken.set
     pool = KVPool(layout(2, 0, dcp=dcp))
-    first = TransferWorker(0, 2, HEADS, agent(), pool, coordinator, dcp=dcp)
+    first = TransferWorker(LocalRank(0, 2, HEADS, agent(), pool, dcp=dcp), coordinator)
     second = Child("worker", rank=1, tp=2, dcp=dcp, address=address)
     first.start()
     remote, blocks = prefill.lease([5, 2, 9], 24), [3, 1, 7][: 4 - dcp]

@@ -19,9 +19,8 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
     pull_command,
 )
-from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.peer import Peer
+from kvcache.transfer.worker.peer import LocalRank, Peer
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
@@ -35,9 +34,8 @@ class Rank:
         self.link = Orders()
         self.report = self.link.report
         self.pool = KVPool(layout())
-        self.worker = TransferWorker(
-            0, 1, HEADS, agent or MemoryAgent(), self.pool, WorkerLink(self.link.address), **options
-        )
+        local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool, **options)
+        self.worker = TransferWorker(local, self.link.address)
 
     def start(self) -> None:
         self.link.start(self.worker)

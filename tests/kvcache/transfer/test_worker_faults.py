@@ -15,8 +15,8 @@ from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
-from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.job import ReadJob
+from kvcache.transfer.worker.peer import LocalRank
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.memory_agent import MemoryAgent
@@ -85,17 +85,17 @@ class Rank:
         self.link = Orders()
         self.pool = KVPool(layout())
         self.agent = FaultyAgent(faults)
-        self.worker = TransferWorker(
+        local = LocalRank(
             0,
             1,
             HEADS,
             self.agent,
             self.pool,
-            WorkerLink(self.link.address),
             limits=ReadWindow(1 << 16 if seed % 4 == 1 else 2048, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )
+        self.worker = TransferWorker(local, self.link.address)
         self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
         self._reading: dict[str, tuple[Any, list[int]]] = {}
         self.num_complete = 0

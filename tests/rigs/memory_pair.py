@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import TransferAgent
-from kvcache.transfer.link.reads import ReadWindow
+from kvcache.transfer.link.agent import ReadWindow, TransferAgent
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import TransferAgent
+from kvcache.transfer.link.agent import GPU_WINDOW, ReadWindow, Throttle, TransferAgent
 from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
-from kvcache.transfer.link.reads import GPU_WINDOW, ReadWindow, Throttle
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer, staging_placer

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.link.reads import ReadWindow
+from kvcache.transfer.link.agent import ReadWindow
 from kvcache.transfer.pulls.messages import (
     PeerFailed,
     PeerReady,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
+from kvcache.transfer.link.agent import ReadWindow
 from kvcache.transfer.link.nixl_agent import NixlAgent
-from kvcache.transfer.link.reads import ReadWindow
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.link.reads import ReadWindow
+from kvcache.transfer.link.agent import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
 from kvcache.transfer.worker import job as pull_job

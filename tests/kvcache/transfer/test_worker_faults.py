@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import ReadHandle, ReadState
-from kvcache.transfer.link.reads import ReadWindow
+from kvcache.transfer.link.agent import ReadHandle, ReadState, ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command

@@ -18,17 +18,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
     "attention": 2336,
-    "benchmarks": 2308,
+    "benchmarks": 2307,
     "decode_server": 612,
     "deploy": 820,
     "engine": 8326,
-    "kvcache": 6901,
-    "kvcache/transfer": 5622,
+    "kvcache": 6876,
+    "kvcache/transfer": 5597,
     "model": 2884,
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34725,
+    "tests": 34717,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

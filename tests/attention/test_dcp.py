@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.base import AttentionBatch
-from attention.dcp import ContextParallelBackend, MakeBackend
-from attention.torch_backend import TorchBackend
-from kvcache.layout import KVLayout
+from attention.base import AttentionBackend, AttentionBatch
+from attention.dcp import ContextParallelBackend
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.plan.endpoint import heads_of
 from model.config import parse_config
 from model.errors import InvalidParallelism
 from model.sizes import check_parallelism
+from tests.attention.reference import NUM_LAYERS, Shape, forward, make, make_pool
 from tests.model.test_config import LLAMA
 
-LAYERS, SCALE, NUM_BLOCKS = 2, 0.3, 24
+NUM_BLOCKS = 24
 
 
 class Ranks:
@@ -80,58 +79,43 @@ class Member:
         return self.ranks.exchange(self.rank, tensor, lambda part: part[self.rank])
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where and in what the ranks compute."""
-
-    make: MakeBackend
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    head_dim: int = 16
-    latent_dim: int = 12  # the part of head_dim that is not rope, of MLA
-    block_size: int = 4
-    tolerance: float = 1e-5
-
-
-def make_torch(pool: KVPool, num_q_heads: int) -> TorchBackend:
-    head_dim = pool.layout.head_dim
-    return TorchBackend(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=SCALE)
-
-
 class Bench:
     """Torch attention over whole sequences, and `size` ranks that share them.
 
     Args:
-        size: ranks of the group, which has `kv_heads` and `q_heads`.
-        components: 1 makes it MLA.
+        size: ranks of the group, which has the heads of `shape`.
         scratch: tokens of prompts' contexts at once.
+        name: the backend that the ranks attend with.
     """
 
     def __init__(
         self,
         size: int,
-        kv_heads: int,
-        q_heads: int,
-        components: int,
+        shape: Shape,
         *,
         scratch: int,
-        setting: Setting = Setting(make_torch),
+        name: str = "torch",
+        tolerance: float = 1e-5,
     ) -> None:
-        self.size, self.kv_heads, self.q_heads = size, kv_heads, q_heads
-        self.setting, self.is_mla = setting, components == 1
-        self.tokens_per_block = size * setting.block_size
-        self.whole = make_torch(self._make_pool(self.tokens_per_block, components), q_heads)
+        self.size, self.tolerance = size, tolerance
+        self.shape = shape = replace(shape, order="BHLCND", num_blocks=NUM_BLOCKS)
+        self.tokens_per_block = size * shape.block_size
+        self.whole = make(replace(shape, block_size=self.tokens_per_block))
         self.ranks = Ranks(size)
-        self.pools = [self._make_pool(setting.block_size, components) for _ in range(size)]
+        self.pools = [make_pool(shape) for _ in range(size)]
+
+        def make_part(pool: KVPool, num_q_heads: int) -> AttentionBackend:
+            return make(replace(shape, num_q_heads=num_q_heads), name, pool)
+
         self.parts = [
             ContextParallelBackend(
-                Stripe(rank, size, setting.block_size),
+                Stripe(rank, size, shape.block_size),
                 self.ranks.member(rank),
                 pool,
-                setting.make,
-                num_q_heads=q_heads // size,
-                head_dim=setting.head_dim,
-                scale=SCALE,
+                make_part,
+                num_q_heads=shape.num_q_heads // size,
+                head_dim=shape.head_dim,
+                scale=shape.scale,
                 scratch_tokens=scratch,
             )
             for rank, pool in enumerate(self.pools)
@@ -139,13 +123,6 @@ class Bench:
         for part in self.parts:
             part.scratch.tensor.fill_(float("nan"))
         self.generator = torch.Generator().manual_seed(5)
-
-    def _make_pool(self, block_size: int, components: int) -> KVPool:
-        sizes = (NUM_BLOCKS, self.kv_heads, LAYERS, components, block_size, self.setting.head_dim)
-        dtype = str(self.setting.dtype).removeprefix("torch.")
-        pool = KVPool(KVLayout("BHLCND", *sizes, dtype), self.setting.device)
-        pool.tensor.fill_(float("nan"))  # what nobody wrote must not be seen
-        return pool
 
     def step(self, query_lens: list[int], context_lens: list[int], tables: np.ndarray) -> None:
         batch = make_batch(query_lens, context_lens, tables, self.tokens_per_block)
@@ -163,29 +140,23 @@ class Bench:
         self._compare(batch.num_tokens, num_rows - batch.num_tokens)
 
     def _compare(self, num_tokens: int, num_padding: int = 0) -> None:
-        setting = self.setting
-        for layer in range(LAYERS):
+        shape = self.shape
+        for layer in range(NUM_LAYERS):
             q, k, v = (
-                torch.randn(num_tokens, heads, setting.head_dim, generator=self.generator).to(
-                    setting.device, setting.dtype
+                torch.randn(num_tokens, heads, shape.head_dim, generator=self.generator).to(
+                    shape.device, getattr(torch, shape.dtype)
                 )
-                for heads in (self.q_heads, self.kv_heads, self.kv_heads)
+                for heads in (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
             )
-            expected = self._forward(self.whole, layer, q, k, v)
+            expected = forward(self.whole, shape, layer, (q, k, v))
             padded = [F.pad(x, (0, 0, 0, 0, 0, num_padding)) for x in (q, k, v)]
             found = torch.cat(self.ranks.run(partial(self._forward_part, layer, *padded)), 1)
-            tolerance = setting.tolerance
-            torch.testing.assert_close(found[:num_tokens], expected, atol=tolerance, rtol=tolerance)
+            close = {"atol": self.tolerance, "rtol": self.tolerance}
+            torch.testing.assert_close(found[:num_tokens], expected, **close)
 
     def _forward_part(self, layer, q, k, v, rank) -> torch.Tensor:
         own = q.chunk(self.size, 1)[rank]
-        return self._forward(self.parts[rank], layer, own, k, v)
-
-    def _forward(self, backend, layer, q, k, v) -> torch.Tensor:
-        if self.is_mla:
-            rank = self.setting.latent_dim
-            return backend.forward_latent(layer, q[..., :rank], q[..., rank:], k[:, 0].clone())
-        return backend.forward(layer, q, k.clone(), v.clone())
+        return forward(self.parts[rank], self.shape, layer, (own, k, v))
 
 
 def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
@@ -203,7 +174,7 @@ def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
 
 def check_growing_sequences(bench: Bench) -> None:
     """Steps of prompts, parts of prompts and single tokens, until sequences fill their blocks."""
-    block_size = bench.setting.block_size
+    block_size = bench.shape.block_size
     longest = 3 * bench.tokens_per_block
     random = np.random.default_rng(3)
     tables = random.permutation(np.arange(1, NUM_BLOCKS))[:20].reshape(5, 4)
@@ -218,20 +189,25 @@ def check_growing_sequences(bench: Bench) -> None:
         bench.step([queries[i] for i in order], [lens[i] for i in order], tables[order])
 
 
-# size of the group, its KV heads, its query heads, components
-GQA = [(2, 1, 4, 2), (2, 2, 4, 2), (2, 4, 4, 2), (4, 2, 8, 2), (4, 1, 4, 2)]
-MLA = [(2, 1, 4, 1), (4, 1, 8, 1)]
+def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
+    return Shape(num_kv_heads=kv_heads, num_q_heads=q_heads, rope_dim=rope_dim)
+
+
+# size of the group, its KV heads, its query heads, rope of latents
+GQA = [(2, 1, 4, 0), (2, 2, 4, 0), (2, 4, 4, 0), (4, 2, 8, 0), (4, 1, 4, 0)]
+MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
 
 @pytest.mark.parametrize("group", GQA + MLA, ids=str)
 @pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
 def test_shared_tokens_attend_like_whole_sequences(group, scratch):
-    check_growing_sequences(Bench(*group, scratch=scratch))
+    size, *heads = group
+    check_growing_sequences(Bench(size, shape_of(*heads), scratch=scratch))
 
 
 def test_a_long_context_is_put_together_in_parts(monkeypatch):
     """Memory for all of it at once is nothing that the size of a KV pool has left free."""
-    bench = Bench(2, 2, 4, 2, scratch=64)
+    bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)
     bench.step([60], [60], tables)
     two_blocks = 2 * bench.size * bench.parts[0].scratch.layout.block_bytes
@@ -241,7 +217,7 @@ def test_a_long_context_is_put_together_in_parts(monkeypatch):
 
 
 def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
-    bench = Bench(2, 1, 4, 2, scratch=64)
+    bench = Bench(2, shape_of(1, 4), scratch=64)
     tables = np.array([[3], [7]])
     bench.step([2, 3], [2, 3], tables)
     bench.step([1, 1], [3, 4], tables)  # rank 1 still has nothing to say
@@ -282,7 +258,7 @@ def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes) -> None:
         for head in range(of_group):
             whole = (group * of_group + head) * kv_heads // q_heads
             assert held[head * len(held) // of_group] == whole
-    bench = Bench(dcp, len(held), of_group, 2, scratch=32)
+    bench = Bench(dcp, shape_of(len(held), of_group), scratch=32)
     tables = np.array([[3, 1, 7, 4], [2, 5, 8, 6]])
     # Queries and contexts: two prompts, one more part of the second, a token for each.
     for queries, contexts in (([5, 9], [5, 9]), ([1, 5], [6, 14]), ([1, 1], [7, 15])):

@@ -2,42 +2,31 @@
 
 import numpy as np
 import pytest
-import torch
 
-from attention.base import AttentionBackend
-from attention.registry import create_backend
-from kvcache.pool import KVPool
-from tests.attention.test_dcp import SCALE, Bench, Setting, check_growing_sequences
+from tests.attention.test_dcp import Bench, check_growing_sequences
+from tests.gpu.test_flashinfer import gpu_shape, latents
 
 pytestmark = pytest.mark.gpu
-
-
-def make(pool: KVPool, num_q_heads: int) -> AttentionBackend:
-    heads = {"num_q_heads": num_q_heads, "head_dim": pool.layout.head_dim}
-    return create_backend("flashinfer", pool, **heads, scale=SCALE)
-
-
-_GPU = {"dtype": torch.bfloat16, "device": "cuda", "block_size": 16, "tolerance": 3e-2}
-_GQA = Setting(make, head_dim=128, **_GPU)
-_MLA = Setting(make, head_dim=576, latent_dim=512, **_GPU)
-_BENCHES = {
-    "a shared KV head": ((2, 1, 8, 2), _GQA),
-    "KV heads for each rank": ((2, 4, 8, 2), _GQA),
-    "four ranks": ((4, 2, 16, 2), _GQA),
-    "latents": ((2, 1, 16, 1), _MLA),
+_GROUPS = {
+    "a shared KV head": (2, gpu_shape(num_kv_heads=1, num_q_heads=8)),
+    "KV heads for each rank": (2, gpu_shape(num_kv_heads=4, num_q_heads=8)),
+    "four ranks": (4, gpu_shape(num_kv_heads=2, num_q_heads=16)),
+    "latents": (2, latents(num_q_heads=16)),
 }
 
 
-@pytest.mark.parametrize("name", _BENCHES)
+def bench_of(name: str) -> Bench:
+    return Bench(*_GROUPS[name], scratch=400, name="flashinfer", tolerance=3e-2)
+
+
+@pytest.mark.parametrize("name", _GROUPS)
 def test_shared_tokens_attend_like_whole_sequences(name: str) -> None:
-    group, setting = _BENCHES[name]
-    check_growing_sequences(Bench(*group, scratch=400, setting=setting))
+    check_growing_sequences(bench_of(name))
 
 
-@pytest.mark.parametrize("name", _BENCHES)
+@pytest.mark.parametrize("name", _GROUPS)
 def test_captured_decode_steps_do_too(name: str) -> None:
-    group, setting = _BENCHES[name]
-    bench = Bench(*group, scratch=400, setting=setting)
+    bench = bench_of(name)
     for part in bench.parts:
         part.reserve_captured(8, 4)
     tables = np.arange(1, 9).reshape(4, 2)

@@ -318,19 +318,6 @@ def test_float32_on_the_gpu_equals_the_cpu(name: str) -> None:
     torch.testing.assert_close(logits.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", SERVED[:1])
-def test_draws_with_a_seed_are_those_of_the_cpu(name: str) -> None:
-    options = {"dtype": "float32", "attention_backend": "torch"}
-    drawn = []
-    for device in ("cuda", "cpu"):
-        with runner_for(MODELS[name], **options, device=device) as runner:
-            params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, num_logprobs=3)
-            step = step_of(PROMPTS[:1], [70], params)
-            drawn.append([runner.execute(step).token_ids for _ in range(2)])
-    assert drawn[0] == drawn[1]
-    assert drawn[0][0] == drawn[0][1]
-
-
 @pytest.mark.alone  # others' memory is not free
 @pytest.mark.parametrize("name", SERVED[:1])
 def test_the_pool_is_sized_from_what_is_free(name: str) -> None:

@@ -62,34 +62,30 @@ def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
     assert fingerprint(config, checkpoint) != plain
 
 
-def test_one_scale_may_serve_keys_and_values(checkpoint: Path) -> None:
-    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(LAYERS)]
-    config = add(checkpoint, {name: torch.tensor(0.5 + i) for i, name in enumerate(names)})
-    assert resolve_scales(None, config, checkpoint) == (0.5, 0.5, 1.5, 1.5)
-
-
-def test_without_any_they_are_1(checkpoint: Path) -> None:
-    assert resolve_scales(None, load_config(checkpoint), checkpoint) == (1.0,) * 4
-    config = load_config(checkpoint)
-    assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
+OWN = {
+    f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer) for layer in range(LAYERS)
+}
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("own", "option", "expected"),
     [
-        (0.5, None),
-        ({"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
-        ({"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
+        ({}, None, (1.0, 1.0, 1.0, 1.0)),
+        (OWN, None, (0.5, 0.5, 1.5, 1.5)),  # of keys and values
+        (OWN, 0.25, (0.25, 0.25, 0.25, 0.25)),
+        (OWN, {"k_scale": 0.5, "v_scale": 2}, (0.5, 2.0, 0.5, 2.0)),
+        (OWN, {"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
     ],
 )
-def test_an_option_goes_first(
-    checkpoint: Path, content: Any, expected: tuple[float, ...] | None
+def test_an_option_goes_first_then_the_checkpoint_then_1(
+    checkpoint: Path, own: dict[str, torch.Tensor], option: Any, expected: tuple[float, ...]
 ) -> None:
-    config = add(checkpoint, named("k_scale", "v_scale", (), torch.float32))
+    config = add(checkpoint, own)
     file = checkpoint / "scales.json"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    option = str(content) if expected is None else str(file)
-    assert resolve_scales(option, config, checkpoint) == (expected or (0.5,) * 4)
+    file.write_text(json.dumps(option), encoding="utf-8")
+    given = str(file) if isinstance(option, dict) else option and str(option)
+    assert resolve_scales(given, config, checkpoint) == expected
+    assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
 
 
 def test_a_latent_has_one_scale(tmp_path: Path) -> None:

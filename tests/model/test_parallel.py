@@ -9,7 +9,7 @@ import torch
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import InvalidParallelism
-from model.parallel import Parallel, heads_of
+from model.parallel import Parallel
 from model.sizes import check_parallelism
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make
@@ -83,15 +83,6 @@ def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases):
         for rank in seen:
             assert torch.equal(rank["logits"], seen[0]["logits"]), "ranks differ in their logits"
         torch.testing.assert_close(seen[0]["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
-
-
-def test_heads_are_split_evenly_or_replicated_evenly():
-    assert [list(heads_of(rank, 2, 4)) for rank in range(2)] == [[0, 1], [2, 3]]
-    assert [list(heads_of(rank, 4, 2)) for rank in range(4)] == [[0], [0], [1], [1]]
-    assert [list(heads_of(rank, 3, 1)) for rank in range(3)] == [[0]] * 3
-    for size, total in [(1, 7), (3, 6), (8, 8), (8, 4)]:
-        owned = [head for rank in range(size) for head in heads_of(rank, size, total)]
-        assert sorted(set(owned)) == list(range(total))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ class TorchBackend(AttentionBackend):
         head_dim: int,
         scale: float,
         dtype: torch.dtype | None = None,
-        decode: str = "auto",
     ) -> None:
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self._dtype = dtype or pool.tensor.dtype
@@ -61,7 +60,7 @@ class TorchBackend(AttentionBackend):
         self._device = str(pool.tensor.device)
         self._rows = RowMap(pool.layout)
         self._caches = [self._cache(layer) for layer in range(pool.layout.num_layers)]
-        self._decode = self._make_decode(decode)
+        self._decode = self._make_decode()
 
     def _cache(self, layer: int) -> _Cache:
         matrix = fp8.addressable(self.pool.tensor).view(-1, self.head_dim)
@@ -74,22 +73,14 @@ class TorchBackend(AttentionBackend):
         keys = part(0)
         return _Cache(*keys, *(keys if self.pool.layout.num_components == 1 else part(1)))
 
-    def _make_decode(self, name: str) -> SparseDecode | GatherDecode:
-        can_be_sparse = (
-            self._device == "cpu"
-            and self._dtype == self.pool.tensor.dtype == torch.float32
-            and sparse_decode_works()
-        )
-        if name == "auto":
-            few_heads = self.num_q_heads <= _MAX_SPARSE_GROUP * self.num_kv_heads
-            name = "sparse" if can_be_sparse and few_heads else "gather"
-        if name == "sparse" and can_be_sparse:
+    def _make_decode(self) -> SparseDecode | GatherDecode:
+        has_few_heads = self.num_q_heads <= _MAX_SPARSE_GROUP * self.num_kv_heads
+        is_plain = self._dtype == self.pool.tensor.dtype == torch.float32
+        if has_few_heads and is_plain and self._device == "cpu" and sparse_decode_works():
             return SparseDecode(
                 num_q_heads=self.num_q_heads, num_shared_rows=self._rows.num_shared_rows
             )
-        if name == "gather":
-            return GatherDecode(head_dim=self.head_dim, dtype=self._dtype, device=self._device)
-        raise ValueError(f"decode={name!r} cannot serve {self._dtype} on {self._device}")
+        return GatherDecode(head_dim=self.head_dim, dtype=self._dtype, device=self._device)
 
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = self._to_device(self._rows.of_slots(batch.slot_mapping))

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.registry import create_backend
-from attention.torch_backend import TorchBackend
 from kvcache.layout import NAMED_ORDERS
 from tests.attention.reference import (
     FP8,
@@ -43,28 +42,19 @@ SHAPES = {
     "float16": Shape(dtype="float16"),
     "bfloat16 over 8 bits": Shape(dtype="bfloat16", kv_dtype=FP8, scales=SCALES),
 }  # fmt: skip
-both_ways = pytest.mark.parametrize("decode", ["sparse", "gather"])
-
-
-def backend_of(shape: Shape, decode: str = "auto") -> TorchBackend:
-    """`decode`: one of both ways where it can serve the problem."""
-    sizes = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim, "scale": shape.scale}
-    is_exact = shape.dtype == "float32" and not shape.kv_dtype
-    way = decode if is_exact else "auto"
-    dtype = getattr(torch, shape.dtype)
-    return TorchBackend(make_pool(shape), **sizes, dtype=dtype, decode=way)
+# Keys are read in place where few query heads share them, else copied.
+both_ways = pytest.mark.parametrize("num_kv_heads", [1, 4], ids=["copied", "in place"])
 
 
 def tolerance_of(shape: Shape) -> float:
     return 5e-6 if shape.dtype == "float32" else 2e-2
 
 
-@both_ways
 @pytest.mark.parametrize("name", SHAPES)
-def test_mixed_steps_equal_the_reference(name: str, decode: str) -> None:
+def test_mixed_steps_equal_the_reference(name: str) -> None:
     shape = SHAPES[name]
     seqs = make_sequences(shape, [11, 3, 17, 1])
-    backend, tolerance = backend_of(shape, decode), tolerance_of(shape)
+    backend, tolerance = make(shape), tolerance_of(shape)
     mixed = [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 2, 3)]
     check_steps(backend, shape, seqs, [(0, 0, 10), (1, 0, 2)], mixed, tolerance=tolerance)
     later = ([(2, 7, 16)], [(2, 16, 17)])
@@ -72,11 +62,11 @@ def test_mixed_steps_equal_the_reference(name: str, decode: str) -> None:
 
 
 @both_ways
-def test_lengths_far_apart_share_a_step(decode: str) -> None:
-    shape = Shape(block_size=8, num_blocks=400)
+def test_lengths_far_apart_share_a_step(num_kv_heads: int) -> None:
+    shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads, block_size=8, num_blocks=400)
     lens = [1500, 2, 40, 41, 300, 1, 290]
     seqs = make_sequences(shape, lens)
-    backend = backend_of(shape, decode)
+    backend = make(shape)
     run_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens) if n > 1])
     check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
 
@@ -87,16 +77,15 @@ def test_lengths_far_apart_share_a_step(decode: str) -> None:
     order=st.sampled_from(NAMED_ORDERS),
     block_size=st.integers(1, 16),
     lens=st.lists(st.integers(1, 15), min_size=1, max_size=4),
-    decode=st.sampled_from(["sparse", "gather"]),
     seed=st.integers(0, 1000),
 )
 def test_any_division_of_sequences_into_steps(
-    name: str, order: str, block_size: int, lens: list[int], decode: str, seed: int
+    name: str, order: str, block_size: int, lens: list[int], seed: int
 ) -> None:
     """Property: a token's output is the reference's, in whatever steps the prompt arrives."""
     shape = replace(SHAPES[name], order=order, block_size=block_size)
     rng, seqs = random.Random(seed), make_sequences(shape, lens, seed)
-    backend = backend_of(shape, decode)
+    backend = make(shape)
     done = [0] * len(lens)
     while done != lens:
         sizes = [min(rng.choice([0, 1, 1, 2, 5]), n - d) for d, n in zip(done, lens, strict=True)]
@@ -111,7 +100,7 @@ def test_a_decode_row_does_not_depend_on_its_neighbours() -> None:
     shape = Shape(num_blocks=100)
     lens = [50, 49, 3, 48, 20]
     seqs = make_sequences(shape, lens)
-    alone, together = backend_of(shape), backend_of(shape)
+    alone, together = make(shape), make(shape)
     prompts = [(i, 0, n - 1) for i, n in enumerate(lens)]
     for backend in (alone, together):
         run_step(backend, shape, seqs, prompts)
@@ -126,7 +115,7 @@ def test_a_sequence_of_nan_harms_no_other_and_no_later_step() -> None:
     shape = Shape()
     seqs = make_sequences(shape, [6, 6])
     seqs.q[0][:, 5] = float("nan")
-    backend = backend_of(shape)
+    backend = make(shape)
     run_step(backend, shape, seqs, [(0, 0, 5), (1, 0, 5)])
     outs = run_step(backend, shape, seqs, [(0, 5, 6), (1, 5, 6)])
     assert outs[0].isnan().all()
@@ -141,7 +130,7 @@ def test_a_sequence_of_nan_harms_no_other_and_no_later_step() -> None:
     ids=["exact", "16 bits rounded once to 8"],  # rounded twice, some would lie on a tie between
 )
 def test_a_step_writes_its_own_slots_only(shape: Shape) -> None:
-    seqs, backend = make_sequences(shape, [7]), backend_of(shape)
+    seqs, backend = make_sequences(shape, [7]), make(shape)
     run_step(backend, shape, seqs, [(0, 0, 7)], num_padding=1)
     written = torch.zeros(shape.num_blocks, shape.block_size, dtype=torch.bool)
     for t in range(7):
@@ -157,10 +146,10 @@ def test_a_step_writes_its_own_slots_only(shape: Shape) -> None:
 
 
 @both_ways
-def test_inputs_may_be_slices_of_one_projection(decode: str) -> None:
-    shape = Shape()
+def test_inputs_may_be_slices_of_one_projection(num_kv_heads: int) -> None:
+    shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads)
     seqs = make_sequences(shape, [6, 4])
-    backend = backend_of(shape, decode)
+    backend = make(shape)
     for spans in ([(0, 0, 5), (1, 0, 3)], [(0, 5, 6), (1, 3, 4)]):
         backend.plan(make_batch(shape, seqs, spans))
         parts = rows_of(shape, seqs, 0, spans)
@@ -172,7 +161,7 @@ def test_inputs_may_be_slices_of_one_projection(decode: str) -> None:
 def test_rounding_to_eight_bits_moves_the_output_a_little() -> None:
     exact, rounded = Shape(), Shape(kv_dtype=FP8, scales=(0.01, 0.01, 0.02, 0.05))
     seqs = make_sequences(exact, [60])
-    out = run_step(backend_of(rounded), rounded, seqs, [(0, 0, 60)])[0]
+    out = run_step(make(rounded), rounded, seqs, [(0, 0, 60)])[0]
     error = (out - reference(exact, seqs, 0, 0, 60)[0]).norm() / out.norm()
     assert 1e-3 < error < 5e-2
 

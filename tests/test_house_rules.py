@@ -17,7 +17,7 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2336,
+    "attention": 2327,
     "benchmarks": 2307,
     "decode_server": 612,
     "deploy": 820,
@@ -28,7 +28,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5169,
     "proxy": 2477,
-    "tests": 34717,
+    "tests": 34645,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

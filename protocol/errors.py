@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+_BY_CODE: dict[str, type["BatonError"]] = {}  # the most general of each code
+
 
 class BatonError(Exception):
     """An error with an HTTP status, whether a retry elsewhere can help, and the phase it arose in.
@@ -21,6 +23,7 @@ class BatonError(Exception):
         super().__init_subclass__()
         for name, value in own.items():
             setattr(cls, name, value)
+        _BY_CODE.setdefault(cls.code, cls)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -85,11 +88,6 @@ class InternalError(
 # fmt: on
 
 
-def _classes(root: type[BatonError]) -> list[type[BatonError]]:
-    return [root, *(found for sub in root.__subclasses__() for found in _classes(sub))]
-
-
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuilds an error that crossed a process boundary; an unknown code is an InternalError."""
-    known = {cls.code: cls for cls in reversed(_classes(BatonError))}
-    return known.get(code, InternalError)(message, param=param)
+    return _BY_CODE.get(code, InternalError)(message, param=param)

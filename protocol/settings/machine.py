@@ -1,10 +1,12 @@
 """Where a machine keeps what it makes once: models that it converted, and the secret of its
 cluster, which signs who may read whose KV."""
 
+import contextlib
 import ipaddress
 import os
 import secrets
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from pydantic import SecretStr
 
@@ -71,16 +73,11 @@ def check_is_local(address: str, told: str) -> None:
 def _make(path: Path) -> None:
     """Writes a new secret, readable by this user alone; whoever comes second keeps the first's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(secrets.token_hex(32))
-        os.link(draft, path)  # atomic, and fails where a secret is already there
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+    with NamedTemporaryFile("w", dir=path.parent) as draft:
+        draft.write(secrets.token_hex(32))
+        draft.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(draft.name, path)  # atomic, and fails where a secret is already there
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -19,6 +19,7 @@ from protocol.messages import (
 )
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
+from tests.rigs.offers import offer
 
 _SECRET = b"the cluster's secret"
 _PROMPT = [5, 6, 7, 8, 9]
@@ -26,26 +27,7 @@ _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size
 
 
 def _params(**changes: Any) -> dict[str, Any]:
-    sampling = SamplingParams(temperature=0.5, seed=7)
-    fields: dict[str, Any] = {
-        "remote_engine_id": "prefill-1",
-        "remote_request_id": "r",
-        "remote_block_ids": [3, 4],
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-        "lease_id": "ab" * 16,
-        "lease_s": 30.0,
-        "incarnation": "cd" * 8,
-        "remote_num_tokens": 5,
-        "remote_block_size": 4,
-        "remote_cached_tokens": 0,
-        "prompt_digest": kv_params.prompt_digest(_PROMPT),
-        "sampling_digest": kv_params.sampling_digest(sampling),
-        "seed": 7,
-        "first_tokens": [FirstToken(42)],
-    }
-    return kv_params.build(_SECRET, **{**fields, **changes}).to_json()
+    return offer(_SECRET, _PROMPT, SamplingParams(temperature=0.5, seed=7), **changes)
 
 
 def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddRequest:

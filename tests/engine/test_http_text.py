@@ -13,14 +13,13 @@ from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from prefill_server.server import PrefillHooks
-from protocol import kv_params
 from protocol.kv_params import REMOTE_DECODE
-from protocol.messages import FirstToken, SamplingParams
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from tests.rigs.http_server import CONTEXT, READY, saying, serving
+from tests.rigs.offers import offer
 
 _SECRET = b"the cluster's secret"
 _TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
@@ -35,27 +34,8 @@ def _parse(body: dict[str, Any]) -> GenerationRequest:
 
 def _params(body: dict[str, Any], tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
     """What a prefill server says that made _TOLD of the text of `body`."""
-    fields: dict[str, Any] = {
-        "remote_engine_id": "prefill-1",
-        "remote_request_id": "r",
-        "remote_block_ids": [3],
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-        "lease_id": "ab" * 16,
-        "lease_s": 30.0,
-        "incarnation": "cd" * 8,
-        "remote_num_tokens": 3,
-        "remote_block_size": 4,
-        "remote_cached_tokens": 0,
-        "prompt_digest": kv_params.prompt_digest(_TOLD),
-        "sampling_digest": kv_params.sampling_digest(SamplingParams()),
-        "seed": 7,
-        "first_tokens": [FirstToken(42)],
-        "text_digest": text_digest(_parse(body), tokenizer),
-        "prompt_token_ids": _TOLD,
-    }
-    return kv_params.build(_SECRET, **{**fields, **changes}).to_json()
+    told = {"text_digest": text_digest(_parse(body), tokenizer), "prompt_token_ids": _TOLD}
+    return offer(_SECRET, _TOLD, **{**told, **changes})
 
 
 async def _ids(

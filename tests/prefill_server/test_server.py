@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from prefill_server.server import PrefillHooks, Transfers
-from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
-from tests.protocol.test_kv_params import values
+from tests.rigs.offers import offer
 
 _ASK = {
     "do_remote_decode": True,
@@ -58,7 +57,7 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
 
 
 def test_kv_that_nobody_will_come_for_is_let_go() -> None:
-    params = kv_params.build(b"secret", **values(remote_request_id="r-1")).to_json()
+    params = offer(b"secret", [1, 2], remote_request_id="r-1")
     hooks = PrefillHooks(b"secret")
     assert hooks.refused([params, {**params, "lease_ms": 9000}, None, 3]) == [AbortRequest("r-1")]
     assert hooks.refused(_ASK) == []

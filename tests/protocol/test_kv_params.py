@@ -9,44 +9,24 @@ from hypothesis import strategies as st
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import (
     KVTransferParams,
-    build,
     is_absent,
     is_prefill_request,
     parse,
     parse_list,
     prompt_digest,
-    sampling_digest,
     to_remote_prefill,
 )
-from protocol.messages import FirstToken, SamplingParams, TokenLogprobs
+from protocol.messages import FirstToken, TokenLogprobs
+from tests.rigs import offers
 
 SECRET = b"cluster secret"
 
 
-def values(**changes: Any) -> dict[str, Any]:
-    return {
-        "remote_engine_id": "prefill-0",
-        "remote_request_id": "request/1 ü",
-        "remote_block_ids": [7, 3, 9],
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 2,
-        "lease_id": "0123456789abcdef" * 2,
-        "lease_s": 30.0,
-        "incarnation": "f00d",
-        "remote_num_tokens": 40,
-        "remote_block_size": 16,
-        "remote_cached_tokens": 16,
-        "prompt_digest": prompt_digest([1, 2, 3]),
-        "sampling_digest": sampling_digest(SamplingParams()),
-        "seed": 2**62 + 1,
-        "first_tokens": [FirstToken(42, TokenLogprobs(-0.125, [42, 7], [-0.125, -3.25]))],
-        **changes,
-    }
+PROMPT = range(1, 11)
 
 
 def offer(**changes: Any) -> dict[str, Any]:
-    return build(SECRET, **values(**changes)).to_json()
+    return offers.offer(SECRET, PROMPT, **changes)
 
 
 def through_floats(value: Any) -> Any:
@@ -64,7 +44,7 @@ def test_signature_survives_relays_that_write_json_differently() -> None:
     parse({**offer(), "added_by_a_proxy": {"x": 1}, "do_remote_decode": None}).verify(SECRET)
     without = {k: v for k, v in offer().items() if k != "do_remote_decode"}
     parse(without).verify(SECRET)
-    assert "." not in text.replace(values()["remote_host"], ""), "no fraction for others to print"
+    assert "." not in text.replace("127.0.0.1", ""), "no fraction for others to print"
 
 
 @given(
@@ -87,18 +67,18 @@ def test_property_any_values_survive_a_json_relay(
 
 
 ALTERED = {
-    "remote_engine_id": "prefill-1",
+    "remote_engine_id": "prefill-2",
     "remote_request_id": "other",
-    "remote_block_ids": [7, 3, 8],
+    "remote_block_ids": [3, 5, 4],
     "remote_host": "169.254.169.254",
     "remote_port": 80,
-    "tp_size": 1,
+    "tp_size": 2,
     "lease_id": "f" * 32,
     "lease_ms": 31_000,
     "incarnation": "beef",
     "remote_num_tokens": 41,
     "remote_block_size": 15,
-    "remote_cached_tokens": 0,
+    "remote_cached_tokens": 4,
     "prompt_digest": "0" * 64,
     "sampling_digest": "0" * 64,
     "seed": "1",
@@ -127,7 +107,7 @@ def test_text_that_cannot_be_encoded_has_no_signature(field: str) -> None:
 
 
 def test_altered_logprobs_break_the_signature_and_so_does_another_secret() -> None:
-    obj = offer()
+    obj = offer(first_tokens=[FirstToken(42, TokenLogprobs(-0.125, [42, 7], [-0.125, -3.25]))])
     obj["first_tokens"][0]["logprobs"][1] = [42, 8]
     with pytest.raises(KVParamsRejected, match=r"signature .* first_tokens changed"):
         parse(obj).verify(SECRET)
@@ -219,19 +199,18 @@ def test_a_contradictory_order_to_prefill_is_rejected(obj: Any) -> None:
 
 
 def test_remote_prefill_has_the_values_and_every_choice() -> None:
-    rows = [None, *[TokenLogprobs(-0.5)] * 39]
+    rows = [None, *[TokenLogprobs(-0.5)] * 9]
     offered = offer(first_tokens=[FirstToken(1), FirstToken(2)], prompt_logprobs=rows)
     params: KVTransferParams = parse(offered)
     remote = to_remote_prefill(params)
-    assert (remote.host, remote.port, remote.block_ids) == ("10.0.0.1", 5600, [7, 3, 9])
+    assert (remote.host, remote.port, remote.block_ids) == ("127.0.0.1", 5600, [3, 4, 5])
     assert remote.first_tokens == [FirstToken(1), FirstToken(2)]
     assert remote.prompt_logprobs == rows
 
 
 def test_prompt_logprobs_are_signed_and_survive_json() -> None:
     rows = [None, TokenLogprobs(-0.25, [3], [-0.125]), TokenLogprobs(-math.inf)]
-    sizes = {"remote_num_tokens": 3, "remote_block_ids": [7], "remote_cached_tokens": 0}
-    obj = json.loads(json.dumps(offer(**sizes, prompt_logprobs=rows)))
+    obj = json.loads(json.dumps(offer(prompt_logprobs=rows)))
     params = parse(through_floats(obj))
     params.verify(SECRET)
     found = to_remote_prefill(params).prompt_logprobs

@@ -56,31 +56,16 @@ P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
         (P, "--kv-layout BHLCD", "--kv-layout: .* lacks axis N"),
         (P, "--kv-layout DBHLCN", "no order of the axes: use each of BHLCND once, D last"),
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
-        (P, "--block-size 257", "less than or equal to 256"),
         (P, "--block-size x", "valid integer"),
         (P, "--kv-cache-dtype fp8", "--kv-cache-dtype: .*float8_e4m3fn"),
         (P, "--kv-scales 0.5", "--kv-scales: .*--kv-cache-dtype float8_e4m3fn"),
-        (P, "--tp 0", "--tp: must be greater than or equal to 1"),
         (P, "--port 65536", "--port: must be less than or equal to 65535"),
         (P, "--lease-s 0", "--lease-s: must be greater than or equal to 0.001"),
-        (P, "--lease-s 86401", "less than or equal to 86400"),
         (P, "--lease-s inf", "finite"),
-        (P, "--lease-s nan", "finite"),
-        (P, "--client-timeout-s 1000001", "less than or equal to 1000000"),
-        (P, "--threads 1025", "--threads: must be less than or equal to 1024"),
-        (P, "--max-num-seqs 65537", "less than or equal to 65536"),
-        (P, "--max-num-batched-tokens 1048577", "less than or equal to 1048576"),
-        (P, "--kv-cache-tokens 0", "greater than or equal to 1"),
-        (P, "--max-model-len 1", "greater than or equal to 2"),
         (P, "--dtype int4", "--dtype: .*float32"),
-        (
-            P,
-            "--kv-cache-tokens 64 --kv-cache-bytes 1000",
-            "--kv-cache-bytes: 1000, and --kv-cache-tokens is 64",
-        ),
+        (P, "--kv-cache-tokens 64 --kv-cache-bytes 9", "-bytes: 9, and --kv-cache-tokens is 64"),
         (P, "--tp 2 --dcp 2", "--dcp"),  # it is of decode servers
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
-        (D, "--dcp 2", "--dcp: 2 does not divide --tp 1"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
         (
             D,
@@ -237,11 +222,8 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
     with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):
         load(P, ["--host", wildcard])
-    settings = load(P, ["--host", wildcard, "--side-channel-host", "host-p"])
-    assert settings.advertised_host == "host-p"
+    assert load(P, ["--host", wildcard, "--side-channel-host", "p"]).advertised_host == "p"
     load(D, ["--host", wildcard])
-    with pytest.raises(ConfigError, match="unrecognized arguments: --side-channel-port 1"):
-        load(D, ["--side-channel-port", "1"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The classes are frozen: facts learned later (number of blocks, bound ports) live
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -430,12 +431,12 @@ def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) 
         ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
     """
     sources.check_environment(cls, PROGRAMS.values())
-    file_values = sources.read_file(cls, sources.find_config(argv))
+    options: dict[str, Any] = {"cli_prog_name": prog, "formatter_class": sources.HelpFormatter}
+    file_values: dict[str, Any] = {}
     try:
-        argv = list(argv)
-        command_line = CliSettingsSource[Any](
-            cls, cli_prog_name=prog, cli_parse_args=argv, formatter_class=sources.HelpFormatter
-        )
+        command_line = CliSettingsSource[Any](cls, cli_parse_args=list(argv), **options)
+        file = command_line().get("config", os.environ.get(f"{sources.ENV_PREFIX}CONFIG") or None)
+        file_values = sources.read_file(cls, file)
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:
         told = sources.explain_validation(error, cls, argv, file_values)

@@ -4,7 +4,6 @@ protocol/settings/settings.py says what can be configured; this file knows no op
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -174,16 +173,6 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def _is_setting(name: str) -> bool:
     is_of_machine = name in MACHINE_VARIABLES or name.startswith(MACHINE_PREFIX)
     return name.upper().startswith(ENV_PREFIX) and not is_of_machine
-
-
-def find_config(argv: Sequence[str]) -> str | None:
-    """The file named by `--config` (the last one wins) or BATON_CONFIG."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", default=os.environ.get(ENV_PREFIX + "CONFIG") or None)
-    with contextlib.suppress(argparse.ArgumentError):  # without a value: `load` says so
-        found: str | None = parser.parse_known_args(argv)[0].config
-        return found
-    return None
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -26,9 +26,9 @@ MAX_LINES = {
     "kvcache/transfer": 5597,
     "model": 2884,
     "prefill_server": 337,
-    "protocol": 5169,
+    "protocol": 5164,
     "proxy": 2477,
-    "tests": 34645,
+    "tests": 34546,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -30,9 +30,8 @@ from typing import Any
 from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
 from engine.core.connector import CoreServices, KVConnector, Transport
 from engine.core.core_grammar import CoreGrammars
-from engine.core.core_stats import SILENT_S, CoreStats
 from engine.core.logits_processing import ShapeBook
-from engine.core.output_processor import Draw, OutputProcessor
+from engine.core.output_processor import SILENT_S, CoreStats, Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockError

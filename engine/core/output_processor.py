@@ -1,11 +1,24 @@
-"""Deltas of a round on their way to the HTTP process, in the order in which things happened."""
+"""What goes to the HTTP process: deltas in the order in which things happened, and totals."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from engine.core.sequence import Sequence
+from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, TokenDelta, TokenLogprobs
+
+SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
+_INTERVAL_S: Final = 0.25
+_NAMES: Final = (
+    "baton_engine_steps",
+    "baton_engine_step_tokens",
+    "baton_engine_step_seconds",
+    "baton_prefix_cache_query_tokens",
+    "baton_prefix_cache_hit_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -69,3 +82,40 @@ class OutputProcessor:
         """The end of the request, whatever its choices."""
         info = ErrorInfo.of(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))
+
+
+class CoreStats:
+    """Totals by series (protocol.metrics)."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(_NAMES, 0.0)
+        self._told: dict[str, float] = {}
+        self._due_s = 0.0
+
+    def step_ended(self, num_tokens: int, seconds: float) -> None:
+        self._totals["baton_engine_steps"] += 1
+        self._totals["baton_engine_step_tokens"] += num_tokens
+        self._totals["baton_engine_step_seconds"] += seconds
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Its blocks are there, and what the prefix cache had of them is known."""
+        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
+        self._totals["baton_prefix_cache_hit_tokens"] += hits
+
+    def totals(self) -> dict[str, float]:
+        return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
+
+    def news(
+        self, collect: Callable[[], dict[str, float]], *, is_idle: bool
+    ) -> dict[str, float] | None:
+        """What is to be told now, if anything: a change, of which an idle engine tells at once,
+        or the same again after a silence."""
+        now_s = time.monotonic()
+        if not is_idle and now_s < self._due_s:
+            return None
+        values = collect()
+        if values == self._told and (is_idle or now_s < self._due_s + SILENT_S):
+            return None
+        self._told, self._due_s = values, now_s + _INTERVAL_S
+        return values

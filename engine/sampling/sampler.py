@@ -1,4 +1,4 @@
-"""Draws the next token of every sequence of a step.
+"""Draws the next token of every sequence of a step, and scores the tokens of prompts.
 
 A row of temperature 0 takes the largest logit (the lowest id among equals). Another row takes
 
@@ -21,18 +21,24 @@ sure of token 0: it is the model that failed, not the batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from engine.core.logits_processing import Shaping
+from engine.core.batch import ScoredRows
+from engine.core.logits_processing import Shaping, to_device
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 from engine.sampling.sampling_batch import SamplingBatch
 from model import fused_ops
+from model.decoder import CausalLM
 from protocol.messages import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30  # what smaller ones become: float32 would round them to 0
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
+# Enough for the matmul to run at full speed, and few enough that the allocator keeps their logits
+# from chunk to chunk: what it gives back costs page faults.
+_SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,3 +204,76 @@ def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     return SampledTokens(token_ids, Logprobs(drawn, top_ids, top - total))
+
+
+class LastSampledTokens:
+    """The tokens of the last step, where the next one finds them: a buffer that stays in place.
+
+    Args:
+        size: most draws of a step that the next one may refer to.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self._num_kept = 0
+
+    def keep(self, drawn: torch.Tensor) -> None:
+        """Takes the draws of the step launched last, int64 [R]."""
+        self._num_kept = min(len(drawn), len(self.token_ids))
+        if drawn.data_ptr() != self.token_ids.data_ptr():  # else they were drawn into it
+            self.token_ids[: self._num_kept] = drawn[: self._num_kept]
+
+    def check(self, smallest: int) -> bool:
+        """Whether a step refers to draws, given the smallest of its token ids."""
+        assert -1 - smallest < max(self._num_kept, 1), f"no draw of row {-1 - smallest} was kept"
+        return smallest < 0
+
+    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] with every -1 - r replaced by what row r drew."""
+        drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
+        return torch.where(token_ids < 0, drawn, token_ids)
+
+
+# -- logprobs of prompt tokens ---------------------------------------------------------------------
+
+
+class PendingScores:
+    """What a launched step finds out about prompt tokens."""
+
+    def __init__(self, wanted: list[ScoredRows], chunks: list[Logprobs]) -> None:
+        self._wanted = wanted
+        self._chunks = chunks
+
+    def result(self) -> list[list[TokenLogprobs]]:
+        """Of each of `wanted`. To be asked for once the device has finished the step."""
+        counts = iter([w.num_top for w in self._wanted for _ in w.targets])
+        rows = (
+            row
+            for chunk in self._chunks
+            for row in chunk.rows(list(islice(counts, len(chunk.chosen))))
+        )
+        return [list(islice(rows, len(w.targets))) for w in self._wanted]
+
+
+def score(model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]) -> PendingScores:
+    """Log-probabilities, of the unmodified distribution, of the tokens that `wanted` names. Every
+    rank of a model takes part. On a GPU nothing is waited for.
+
+    Args:
+        hidden: [T, hidden] of a step.
+    """
+    if not wanted:
+        return PendingScores([], [])
+    rows = torch.cat([torch.arange(w.first_row, w.first_row + len(w.targets)) for w in wanted])
+    targets = torch.tensor([target for w in wanted for target in w.targets])
+    rows, targets = (to_device(ids, hidden.device) for ids in (rows, targets))
+    num_top = max(w.num_top for w in wanted)
+    chunks = []
+    for start in range(0, len(rows), _SCORED_ROWS):
+        chunk = slice(start, start + _SCORED_ROWS)
+        logprobs = model.logits(hidden[rows[chunk]]).log_softmax(-1)  # logsumexp takes longer
+        logprobs = logprobs.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
+        top, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]))
+        chosen = logprobs.gather(1, targets[chunk, None])[:, 0]
+        chunks.append(Logprobs(chosen, top_ids, top).on_host())
+    return PendingScores(wanted, chunks)

@@ -17,9 +17,7 @@ import torch
 
 from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
-from engine.sampling.sampler import greedy
-from engine.sampling.scoring import PendingScores
-from engine.worker.in_flight_step import LastSampledTokens
+from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
 from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")

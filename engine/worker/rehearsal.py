@@ -37,7 +37,7 @@ _SAMPLINGS: Final = (
 _LOGPROBS: Final = (None, 0, 1, 20)
 _PENALTIES: Final = (0.1, 0.1, 1.1)
 _LONG: Final = 2048  # tokens of a prompt
-_SCORED: Final = 129  # tokens: of several chunks, see scoring.py
+_SCORED: Final = 129  # tokens: of several chunks, see sampler.py
 # Graphs keep their logits, in the model's dtype and in float32, and the activations of one step.
 _GRAPH_BYTES_PER_LOGIT: Final = 6
 _GRAPHS_BASE_BYTES: Final = 512 * 2**20

@@ -6,7 +6,7 @@ tokens waits for the step, and a step that draws nothing is waited for.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,11 +16,17 @@ import torch
 from engine.config import EngineConfig
 from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.core.logits_processing import LogitShaper, Shaping, to_device
-from engine.sampling.sampler import SampledTokens, greedy, is_greedy, sample
+from engine.sampling.sampler import (
+    LastSampledTokens,
+    PendingScores,
+    SampledTokens,
+    greedy,
+    is_greedy,
+    sample,
+    score,
+)
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.sampling.scoring import score
 from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput
-from engine.worker.in_flight_step import LastSampledTokens, LaunchedStep
 from engine.worker.load import load, open_device
 from engine.worker.memory import RankMemory, fitting, longest, make_memory
 from kvcache.layout import KVLayout
@@ -28,8 +34,72 @@ from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch
 from model.config import ModelConfig
 from model.parallel import Parallel
+from protocol.messages import SamplingParams
 
 logger = logging.getLogger("baton.engine")
+
+
+class LaunchedStep:
+    """See batch.PendingStep. Copies what was drawn to the host without waiting for it.
+
+    Args:
+        drawn: None where nothing is, or not yet.
+        params: of each draw.
+        draw: draws the tokens of a masked step.
+    """
+
+    def __init__(
+        self,
+        drawn: SampledTokens | None,
+        params: list[SamplingParams],
+        device: torch.device,
+        scores: PendingScores,
+        draw: Callable[[Int32s], SampledTokens] | None = None,
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._scores = scores
+        self._draw = draw
+        self._drawn: SampledTokens | None = None
+        self._finished: torch.cuda.Event | None = None
+        if draw is None:
+            self._take(drawn)
+
+    def draw(self, masks: Int32s) -> None:
+        assert self._draw is not None, "the step has no masks"
+        self._take(self._draw(masks))
+        self._draw = None
+
+    def _take(self, drawn: SampledTokens | None) -> None:
+        if drawn is not None:
+            self._drawn = SampledTokens(
+                drawn.token_ids.to("cpu", non_blocking=True),
+                drawn.logprobs and drawn.logprobs.on_host(),
+            )
+        if self._device.type == "cuda":
+            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            self._finished.record(torch.cuda.current_stream(self._device))
+
+    def has_ended(self) -> bool:
+        """Whether the device has; any thread may ask. On a CPU a launched step has ended."""
+        if self._device.type != "cuda":
+            return True
+        return self._finished is not None and bool(self._finished.query())  # type: ignore[no-untyped-call, unused-ignore]
+
+    def result(self) -> StepOutput:
+        assert self._draw is None, "the tokens of a masked step are to be drawn first"
+        if self._finished is not None:
+            self._finished.synchronize()
+        scores = self._scores.result()
+        if self._drawn is None:
+            return StepOutput([], [], scores)
+        token_ids: list[int] = self._drawn.token_ids.tolist()
+        if self._drawn.logprobs is None:
+            return StepOutput(token_ids, [None] * len(token_ids), scores)
+        counts = [params.num_logprobs for params in self._params]
+        found = self._drawn.logprobs.rows([k or 0 for k in counts])
+        wanted = [None if k is None else row for row, k in zip(found, counts, strict=True)]
+        return StepOutput(token_ids, wanted, scores)
 
 
 class ModelRunner:

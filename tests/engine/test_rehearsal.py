@@ -10,7 +10,7 @@ import pytest
 
 from attention.base import AttentionBatch
 from engine.core.batch import StepInput
-from engine.core.core_stats import CoreStats
+from engine.core.output_processor import CoreStats
 from engine.worker.cuda_graph import captured_sizes
 from engine.worker.kernel_watch import KernelWatch, keep_kernels
 from engine.worker.rehearsal import Stage, steps
@@ -85,7 +85,7 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = KernelWatch()
-    monkeypatch.setattr("engine.core.core_stats.KERNELS", watch)
+    monkeypatch.setattr("engine.core.output_processor.KERNELS", watch)
     with caplog.at_level(logging.WARNING):
         watch.saw("expected")
         watch.ready()

@@ -21,14 +21,14 @@ MAX_LINES = {
     "benchmarks": 2307,
     "decode_server": 612,
     "deploy": 820,
-    "engine": 8326,
+    "engine": 8309,
     "kvcache": 6876,
     "kvcache/transfer": 5597,
     "model": 2884,
     "prefill_server": 337,
     "protocol": 5164,
     "proxy": 2477,
-    "tests": 34546,
+    "tests": 34543,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -52,7 +52,7 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
         parse_body(data)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_the_decode_server_gets_what_the_client_sent(body: dict[str, Any]) -> None:
     body.pop("kv_transfer_params", None)
@@ -89,20 +89,17 @@ def test_numbers_are_not_rewritten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "counted"), [("null", False), ("{}", True), ('[{"remote_host": "x"}]', True)]
+    ("name", "params", "counted"),
+    [
+        ("kv_transfer_params", "null", False),
+        ("kv_transfer_params", "{}", True),
+        ("kv_transfer_para\\u006ds", '[{"remote_host": "x"}]', True),
+    ],
 )
-def test_params_of_clients_are_dropped_and_counted(params: str, counted: bool) -> None:
-    data = '{"seed": 1, "kv_transfer_params": ' + params + "}"
-    clean, stripped = sanitize(parse_body(data.encode()))
+def test_params_of_clients_are_dropped_and_counted(name: str, params: str, counted: bool) -> None:
+    clean, stripped = sanitize(parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode()))
     assert json.loads(decode_leg(clean, None)) == {"seed": 1}
     assert stripped is counted
-
-
-def test_a_key_written_with_escapes_is_dropped_too() -> None:
-    data = b'{"seed": 1, "kv_transfer_para\\u006ds": {"remote_host": "x"}}'
-    clean, stripped = sanitize(parse_body(data))
-    assert stripped
-    assert json.loads(decode_leg(clean, None)) == {"seed": 1}
 
 
 def test_of_a_repeated_key_both_servers_see_the_same() -> None:
@@ -111,8 +108,11 @@ def test_of_a_repeated_key_both_servers_see_the_same() -> None:
     assert json.loads(prefill_leg(clean))["prompt"] == "b"
 
 
+_USAGE = {"include_usage": True}
+
+
 @pytest.mark.parametrize(
-    ("given_limits", "leg_limits"),
+    ("asked", "leg"),
     [
         ({}, {"max_tokens": 1}),
         ({"max_tokens": None}, {"max_tokens": 1}),
@@ -123,46 +123,26 @@ def test_of_a_repeated_key_both_servers_see_the_same() -> None:
             {"max_tokens": 5, "max_completion_tokens": 6},
             {"max_tokens": 1, "max_completion_tokens": 1},
         ),
+        ({"stream": True, "stream_options": _USAGE}, {"max_tokens": 1}),
+        ({"stream": None}, {"max_tokens": 1}),
         # Wrong ones stay, for the prefill server to refuse.
         ({"max_tokens": 0}, {"max_tokens": 0}),
         ({"max_tokens": -1}, {"max_tokens": -1}),
         ({"max_tokens": "9"}, {"max_tokens": "9"}),
         ({"max_tokens": 2**31}, {"max_tokens": 2**31}),
         ({"max_completion_tokens": True}, {"max_completion_tokens": True}),
+        ({"stream": "yes"}, {"max_tokens": 1, "stream": "yes"}),
     ],
 )
-def test_the_prefill_server_is_asked_for_one_token(
-    given_limits: dict[str, Any], leg_limits: dict[str, Any]
+def test_the_prefill_server_is_asked_for_one_whole_token_and_told_what_was_asked(
+    asked: dict[str, Any], leg: dict[str, Any]
 ) -> None:
-    leg = prefill(prompt="x", **given_limits)
-    assert leg == {
-        "prompt": "x",
-        "stream": False,
-        "kv_transfer_params": {**REMOTE_DECODE, "client_request": given_limits},
-        **leg_limits,
-    }
-
-
-@pytest.mark.parametrize("stream", [True, False, None])
-def test_the_prefill_server_does_not_stream(stream: bool | None) -> None:
-    leg = prefill(stream=stream, stream_options={"include_usage": True})
-    assert leg["stream"] is False
-    assert "stream_options" not in leg
-
-
-def test_the_prefill_server_can_see_what_the_client_asked_for() -> None:
-    asked = {"max_tokens": 5, "stream": True, "stream_options": {"include_usage": 1}}
-    leg = prefill(prompt="x", seed=1, **asked)
-    assert client_request(leg) == {"prompt": "x", "seed": 1, **asked}
+    kept = {"prompt": "x", "min_tokens": 7}  # which shapes the first token
+    found = prefill(**kept, **asked)
+    assert client_request(found) == {**kept, **asked}
+    params = {**REMOTE_DECODE, "client_request": asked}
+    assert found == {**kept, "stream": False, "kv_transfer_params": params, **leg}
     assert client_request({"prompt": "x", "kv_transfer_params": REMOTE_DECODE}) is None
-
-
-def test_a_wrong_stream_is_left_for_the_prefill_server_to_refuse() -> None:
-    assert prefill(stream="yes")["stream"] == "yes"
-
-
-def test_min_tokens_shapes_the_first_token_and_stays() -> None:
-    assert prefill(min_tokens=7)["min_tokens"] == 7
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from protocol.http.connections import (
     MAX_TARGET_BYTES,
     MIN_BODY_BYTES_PER_S,
 )
-from tests.proxy.fakes import Call, Fake, Rig, decodes, until
+from tests.proxy.fakes import Call, Fake, Rig, Waits, decodes, until
 
 TIMEOUT_S = 0.4
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\n"
@@ -68,32 +67,17 @@ async def test_a_head_that_comes_in_drops_has_one_timeout() -> None:
         assert reader.at_eof(), "a byte now and then is not enough"
 
 
-async def test_a_client_on_a_machine_that_stood_still_is_not_late() -> None:
-    async with connected(client_timeout_s=TIMEOUT_S) as (rig, reader, writer):
-        data = request()
-        writer.write(data[:-1])
-        await until(lambda: bool(rig.server.server_state.tasks))  # its body is being read
-        asyncio.get_running_loop().call_later(TIMEOUT_S / 10, writer.write, data[-1:])
-        time.sleep(1.5 * TIMEOUT_S)  # then the client's time to send has come, and the limit's
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-
-
 async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed() -> None:
-    silence_is_over = asyncio.Event()
-
-    async def waits(call: Call) -> None:
-        await silence_is_over.wait()
-        await decodes(call)
-
+    waits = Waits(decodes)
     async with Rig(decode=[Fake(waits)], client_timeout_s=TIMEOUT_S) as rig:
         reader, writer = await connect(rig)
         for _ in range(2):
-            silence_is_over.clear()
+            waits.go.clear()
             writer.write(request())
             silent, other = await connect(rig)
             assert await silent.read() == b""  # longer than the timeout
             other.close()
-            silence_is_over.set()
+            waits.go.set()
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len(b'{"text": "onetwo"}'))
@@ -127,24 +111,30 @@ async def test_a_body_that_comes_after_its_answer_is_no_head() -> None:
         assert b"HTTP/1.1 400" not in rest
 
 
-async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs() -> None:
-    ended = asyncio.Event()
+class NeverEnds:
+    """A behaviour that streams events until nobody takes them; `ended` is set then."""
 
-    async def never_ends(call: Call) -> None:
+    def __init__(self, event: bytes) -> None:
+        self._event, self.ended = event, asyncio.Event()
+
+    async def __call__(self, call: Call) -> None:
         gone = asyncio.create_task(call.gone())
         await call.start()
         while not gone.done():
-            await call.write(b"data: 1\n\n")
+            await call.write(self._event)
             await asyncio.sleep(0.001)
-        ended.set()
+        self.ended.set()
 
+
+async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs() -> None:
+    never_ends = NeverEnds(b"data: 1\n\n")
     async with connected([Fake(never_ends)]) as (rig, reader, writer):
         writer.write(request(stream=True))
         await reader.readuntil(b"data: 1\n\n")
         writer.write(request(stream=True) + request())
         await asyncio.sleep(0)
         writer.close()
-        await ended.wait()
+        await never_ends.ended.wait()
         await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
 
 
@@ -166,50 +156,30 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None
 
 
 async def test_a_client_that_reads_nothing_ends_its_request() -> None:
-    ended = asyncio.Event()
-
-    async def never_ends(call: Call) -> None:
-        gone = asyncio.create_task(call.gone())
-        await call.start()
-        while not gone.done():
-            await call.write(b"data: " + b"x" * 60_000 + b"\n\n")
-            await asyncio.sleep(0)
-        ended.set()
-
+    never_ends = NeverEnds(b"data: " + b"x" * 600_000 + b"\n\n")
     async with Rig(decode=[Fake(never_ends)], client_timeout_s=TIMEOUT_S) as rig:
         with socket.create_connection(rig.listener.getsockname()) as deaf:
             deaf.sendall(request(stream=True))
-            await ended.wait()
+            await never_ends.ended.wait()
             await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 40, 200])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(
+async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(
     protocol: bytes, cut: int
 ) -> None:
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
     data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer % protocol)
 
     async with connected() as (rig, reader, writer):
-        for _ in range(2):
-            writer.write(data[:cut])
-            await asyncio.sleep(0.01)
-            writer.write(data[cut:])
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert rig.prefill[0].calls[0].body["prompt"] == "x"
-
-
-async def test_offers_that_come_together_are_declined_one_by_one() -> None:
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
-    data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer)
-
-    async with connected() as (_, reader, writer):
-        writer.write(3 * data)
+        writer.write(data[:cut])
+        await asyncio.sleep(0.01)
+        writer.write(data[cut:] + 2 * data)
         for _ in range(3):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert rig.prefill[0].calls[0].body["prompt"] == "x"
 
 
 async def test_a_tunnel_is_refused() -> None:
@@ -376,12 +346,7 @@ async def test_what_is_no_http_gets_an_error_like_any_other(raw: bytes) -> None:
 
 
 async def test_what_is_no_http_is_no_part_of_the_answer_before_it() -> None:
-    async def never_ends(call: Call) -> None:
-        await call.start()
-        await call.write(b"data: 1\n\n")
-        await call.gone()
-
-    async with connected([Fake(never_ends)]) as (_, reader, writer):
+    async with connected([Fake(Waits(sends=b"data: 1\n\n"))]) as (_, reader, writer):
         writer.write(request(stream=True))
         await reader.readuntil(b"data: 1\n\n\r\n")
         writer.write(b"? ? ?\r\n\r\n")

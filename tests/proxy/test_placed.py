@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,21 +9,10 @@ from hypothesis import strategies as st
 
 from proxy.knowledge import BLOCK_BYTES, Knowledge, Totals, Work, ask_of
 from proxy.upstream_call import MANY_ALONE
-from tests.proxy.fakes import Call, Fake, Rig, decodes, prefills, until
+from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, prefills, until
 
 LONG = "some words that many have in common " * 200
 SERVERS = ("a", "b", "c")
-
-
-class Held:
-    """A behaviour that answers once it is let go."""
-
-    def __init__(self, behave: Any) -> None:
-        self.behave, self.go = behave, asyncio.Event()
-
-    async def __call__(self, call: Call) -> None:
-        await self.go.wait()
-        await self.behave(call)
 
 
 async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_do() -> None:
@@ -34,7 +22,7 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_
         assert sorted(len(fake.calls) for fake in rig.prefill) == [0, 4]
         (having,) = (fake for fake in rig.prefill if fake.calls)
         (other,) = (fake for fake in rig.prefill if not fake.calls)
-        held = having.behave = Held(prefills)
+        held = having.behave = Waits(prefills)
         busy = asyncio.create_task(rig.complete(prompt=LONG + "and much more " * 50_000))
         await until(lambda: len(having.calls) == 5)
         await rig.complete(prompt=LONG + "short")
@@ -55,7 +43,7 @@ async def test_turns_are_taken_where_servers_are_alike() -> None:
 
 
 async def test_the_decode_server_with_less_to_keep_gets_the_next_stream() -> None:
-    held = Held(decodes)
+    held = Waits(decodes)
     async with Rig([Fake(prefills)], [Fake(held), Fake(held)], routing="least_loaded") as rig:
         long = asyncio.create_task(rig.complete(prompt=LONG))
         await until(lambda: sum(len(fake.calls) for fake in rig.decode) == 1)
@@ -67,7 +55,7 @@ async def test_the_decode_server_with_less_to_keep_gets_the_next_stream() -> Non
 
 
 async def test_a_decode_server_computes_prompts_itself_while_nobody_minds() -> None:
-    held = Held(decodes)
+    held = Waits(decodes)
     async with Rig([Fake(prefills)], [Fake(decodes)], disaggregate="auto") as rig:
         await rig.complete(prompt=LONG)
         assert (len(rig.prefill[0].calls), rig.decode_only("placed")) == (0, 1)
@@ -94,8 +82,7 @@ async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy: str) 
 async def test_it_is_told_when_nothing_is_disaggregated_any_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def plain(call: Call) -> None:
-        await call.answer(200, {"choices": []})
+    plain = answers(200, {"choices": []})
 
     def warnings() -> list[str]:
         told = [record.getMessage() for record in caplog.records]

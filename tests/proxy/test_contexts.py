@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.membership import Kind
-from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, answers, decodes, drops, fails, until
+from tests.proxy.fakes import KV_PARAMS, Call, Fake, Rig, answers, decodes, drops, fails
 
 TOO_LONG = {"error": {"code": "context_length_exceeded", "message": "too long"}}
 
@@ -18,9 +17,6 @@ async def prefills_100_tokens(call: Call) -> None:
     if isinstance(call.body["prompt"], list):
         params = [{**KV_PARAMS, "remote_num_tokens": 7}, params]  # type: ignore[assignment]
     await call.answer(200, {"kv_transfer_params": params})
-
-
-is_too_long = answers(400, TOO_LONG)
 
 
 @pytest.mark.parametrize(
@@ -41,46 +37,66 @@ async def test_a_prefill_server_hears_of_the_longest_context_behind_it(
         assert params.get("max_model_len") == told
 
 
+P, D, LONG, NO = prefills_100_tokens, decodes, answers(400, TOO_LONG), fails(400, "invalid_request")
+CONTEXTS = [(D, 300), (D, 500)]
+ABOVE = [(D, 200), (D, 300)]  # the context of a prefill server of 100
+FEW, MANY = (P, None, 4), (P, None, 64)
+
+
 @pytest.mark.parametrize(
-    ("body", "only_large"),
+    ("prefill", "decode", "body", "status", "calls", "reason"),
     [
-        ({"max_tokens": 200}, False),
-        ({"max_tokens": 201}, True),
-        ({"max_completion_tokens": 201}, True),
-        ({}, False),
-        ({"max_tokens": None}, False),
-        ({"prompt": ["short", "long"], "max_tokens": 201}, True),
-        ({"max_tokens": 10**9}, False),  # none has room: any of them says so
+        # a decode server without room is not asked
+        ([(P,)], CONTEXTS, {"max_tokens": 200}, 200, [4, 2, 2], None),
+        ([(P,)], CONTEXTS, {"max_tokens": 201}, 200, [4, 0, 4], None),
+        ([(P,)], CONTEXTS, {"max_completion_tokens": 201}, 200, [4, 0, 4], None),
+        ([(P,)], CONTEXTS, {}, 200, [4, 2, 2], None),
+        ([(P,)], CONTEXTS, {"max_tokens": None}, 200, [4, 2, 2], None),
+        ([(P,)], CONTEXTS, {"prompt": ["a", "b"], "max_tokens": 201}, 200, [4, 0, 4], None),
+        ([(P,)], CONTEXTS, {"max_tokens": 10**9}, 200, [4, 2, 2], None),  # any of them says so
+        # what is too long for the prefill servers alone is computed by a decode server
+        ([(LONG, 100)], ABOVE, {}, 200, [4, 0, 4], "prefill_context"),
+        ([(LONG, 100)], ABOVE, {"max_tokens": 0}, 200, [4, 0, 4], "prefill_context"),
+        ([(LONG, 100)], ABOVE, {"max_tokens": 1, "echo": True}, 200, [4, 0, 4], "prefill_context"),
+        ([(LONG, 300)], ABOVE, {}, 400, [4, 0, 0], None),
+        ([(LONG, 300)], ABOVE, {"max_tokens": 0}, 400, [4, 0, 0], None),
+        ([(LONG,)], ABOVE, {}, 400, [4, 0, 0], None),
+        # another prefill server has room
+        ([(LONG, 100), (P, 200)], [(D, 300)], {}, 200, [..., 4, 4], None),
+        ([(LONG, 100), (D, 200)], [(D, 100)], {"max_tokens": 0}, 200, [..., 4, 0], None),
+        # choices go to servers that run so many
+        ([FEW, (P, None, 5)], [(D, None, 4), (D, None, 64)], {"n": 5}, 200, [0, 4, 0, 4], None),
+        ([FEW, (P, None, 5)], [(D, None, 4), (D,)], {"best_of": 5}, 200, [0, 4, 0, 4], None),
+        ([FEW, MANY], [(D, None, 4), (D,)], {"n": 2, "best_of": 5}, 200, [0, 4, 0, 4], None),
+        ([(LONG, 100)], [(D, 500, 4), (D, 300, 8)], {"n": 5}, 200, [4, 0, 4], "prefill_context"),
+        # those that one side does not run are the decode server's matter
+        ([FEW], [(D, None, 64)], {"n": 5}, 200, [0, 4], "prefill_choices"),
+        ([FEW], [(D, None, 64)], {"n": 4}, 200, [4, 4], None),
+        ([MANY], [(NO, None, 4)], {"n": 5}, 400, [0, 4], "decode_choices"),
+        ([MANY], [(NO, None, 4)], {"n": 4}, 400, [4, 4], None),
+        ([(P, None, 4, False)], [(D,)], {"n": 5}, 200, [0, 4], "no_prefill_server"),  # not ready
     ],
 )
-async def test_a_decode_server_without_room_is_not_asked(
-    body: dict[str, Any], only_large: bool
+async def test_requests_go_where_there_is_room(
+    prefill: Any, decode: Any, body: dict[str, Any], status: int, calls: Any, reason: str | None
 ) -> None:
-    small, large = Fake(decodes, max_model_len=300), Fake(decodes, max_model_len=500)
-    async with Rig(prefill=[Fake(prefills_100_tokens)], decode=[small, large]) as rig:
-        for _ in range(4):
-            assert (await rig.complete(**body)).status_code == 200
-        assert (len(small.calls), len(large.calls)) == ((0, 4) if only_large else (2, 2))
+    """Four of them; servers are (behaviour, longest context, most sequences, whether ready)."""
 
+    def fake(behave: Any, length: int | None = None, n: int | None = None, up: bool = True) -> Fake:
+        return Fake(behave, max_model_len=length, max_num_seqs=n, ready=up)
 
-@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}, {"max_tokens": 1, "echo": True}])
-@pytest.mark.parametrize(("p_length", "d_length"), [(100, 300), (300, 300), (None, 300)])
-async def test_what_is_too_long_for_the_prefill_servers_alone_is_computed_by_a_decode_server(
-    p_length: int | None, d_length: int, asked: dict[str, Any]
-) -> None:
-    prefill = [Fake(is_too_long, max_model_len=p_length)]
-    decode = [Fake(decodes, max_model_len=length) for length in (200, d_length)]
-    async with Rig(prefill, decode) as rig:
-        for number in range(1, 4):
-            response = await rig.complete(**asked)
-            if p_length == 100:
-                assert response.status_code == 200
-                assert rig.decode_only("prefill_context") == number
-                assert len(decode[1].calls) == number
-            else:
-                assert (response.status_code, response.json()) == (400, TOO_LONG)
-                assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
-        assert decode[0].calls == []
+    async with Rig([fake(*one) for one in prefill], [fake(*one) for one in decode]) as rig:
+        for number in range(1, 5):
+            response = await rig.complete(**body)
+            assert response.status_code == status
+            assert reason is None or rig.decode_only(reason) == number
+        fakes = (*rig.prefill, *rig.decode)
+        found = [len(one.calls) for one in fakes]
+        assert [n for n, told in zip(found, calls, strict=True) if told is not ...] == [
+            told for told in calls if told is not ...
+        ]
+        if reason is None:
+            assert all("kv_transfer_params" in c.body for one in rig.decode for c in one.calls)
         assert rig.in_flight() == 0
 
 
@@ -101,76 +117,6 @@ async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alon
         assert (await rig.complete(**asked)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
         assert (await rig.complete(max_tokens=0)).status_code == 413  # nobody else can be asked
-
-
-async def test_a_prefill_server_with_room_is_asked_when_another_has_none() -> None:
-    small = Fake(is_too_long, max_model_len=100)
-    large = Fake(prefills_100_tokens, max_model_len=200)
-    async with Rig([small, large], [Fake(decodes, max_model_len=300)]) as rig:
-        for _ in range(4):
-            assert (await rig.complete()).status_code == 200
-        assert len(large.calls) == len(rig.decode[0].calls) == 4
-        assert all("kv_transfer_params" in call.body for call in rig.decode[0].calls)
-        assert rig.decode_only("prefill_context") == 0
-
-
-@pytest.mark.parametrize("options", [{"ready": False}, {"max_model_len": 100}])
-async def test_a_prompt_is_scored_where_there_is_room_whatever_the_decode_servers_have(
-    options: dict[str, Any],
-) -> None:
-    decode = Fake(decodes, **options)
-    small, large = Fake(is_too_long, max_model_len=100), Fake(decodes, max_model_len=200)
-    async with Rig([small, large], [decode]) as rig:
-        for _ in range(4):
-            assert (await rig.complete(max_tokens=0)).status_code == 200
-        scored = rig.metric("baton_proxy_requests", path="prefill", reason="scored")
-        assert len(large.calls) == scored == 4
-        assert decode.calls == []
-
-
-async def test_many_choices_of_a_long_prompt_go_to_a_decode_server_that_may_have_room() -> None:
-    few, many = (Fake(decodes, max_model_len=t, max_num_seqs=n) for t, n in ((500, 4), (300, 8)))
-    async with Rig([Fake(is_too_long, max_model_len=100)], [few, many]) as rig:
-        for number in range(1, 4):
-            assert (await rig.complete(n=5)).status_code == 200
-            assert (len(few.calls), len(many.calls)) == (0, number)
-
-
-@pytest.mark.parametrize("asked", [{"n": 5}, {"best_of": 5}, {"n": 2, "best_of": 5}])
-async def test_choices_go_to_servers_that_run_so_many(asked: dict[str, Any]) -> None:
-    prefill = [Fake(prefills_100_tokens, max_num_seqs=n) for n in (4, 5)]
-    decode = [Fake(decodes, max_num_seqs=n) for n in (4, 64)]
-    async with Rig(prefill, decode) as rig:
-        for _ in range(3):
-            assert (await rig.complete(**asked)).status_code == 200
-        assert [len(fake.calls) for fake in (*prefill, *decode)] == [0, 3, 0, 3]
-        assert "kv_transfer_params" in decode[1].calls[0].body
-
-
-@pytest.mark.parametrize(("path", "status"), [("prefill", 200), ("decode", 400)])
-async def test_choices_that_one_side_does_not_run_are_the_decode_servers_matter(
-    path: str, status: int
-) -> None:
-    """It computes the prompt, or refuses the request before any work."""
-
-    refuses = fails(400, "invalid_request")
-    few, many = (4, 64) if path == "prefill" else (64, 4)
-    prefill = [Fake(prefills_100_tokens, max_num_seqs=few)]
-    decode = [Fake(decodes if path == "prefill" else refuses, max_num_seqs=many)]
-    async with Rig(prefill, decode) as rig:
-        assert (await rig.complete(n=5)).status_code == status
-        assert prefill[0].calls == []
-        assert rig.decode_only(f"{path}_choices") == 1
-        assert (await rig.complete(n=4)).status_code == status
-        assert len(prefill[0].calls) == 1
-
-
-async def test_no_ready_prefill_server_is_the_reason_whatever_its_room() -> None:
-    async with Rig([Fake(prefills_100_tokens, max_num_seqs=4)]) as rig:
-        rig.prefill[0].ready = False
-        await until(lambda: not rig.app.fleet.ready(Kind.PREFILL))
-        assert (await rig.complete(n=5)).status_code == 200
-        assert rig.decode_only("no_prefill_server") == 1
 
 
 # -- scoring

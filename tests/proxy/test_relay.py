@@ -34,54 +34,39 @@ def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts: list[int]) -
     assert events.has_ended
 
 
-def test_a_whole_event_is_not_held_back() -> None:
-    events = EventBuffer()
-    assert events.feed(b"data: 1\n\ndata: 2") == b"data: 1\n\n"
-    assert events.feed(b"\n\n") == b"data: 2\n\n"
+_CREATED = b"event: response.created\n"
+_COMPLETED = b"event: response.completed\n"
 
 
 @pytest.mark.parametrize(
-    ("stream", "ended"),
+    ("stream", "ended", "failed"),
     [
-        (b"", False),
-        (b"data: 1\n\n", False),
-        (b"data: 1\n\ndata: [DONE]\n\n", True),
-        (b"data: [DONE]", True),  # no newline after it: some servers
-        (b"data: [DONE]\r\n\r\n", True),
-        (b'data: {"text": "[DONE]"}\n\n', False),
-        (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True),
-        (b'data: {"error": {"message": "x"}}\n\n', True),
-        (b'data: {"error": 1}\n\ndata: 2\n\n', False),
-        (b'event: response.created\ndata: {"response":{"error":null}}\n\n', False),
-        (b'data: 1\n\nevent: response.completed\ndata: {"response":{}}\n\n', True),
-        (b'event: response.created\ndata: {"response":{"schema":{"error":{"type":1}}}}\n\n', False),
-        (b'data: {"object":"chunk","schema":{"error":{}}}\n\n', False),
+        (b"", False, False),
+        (b"data: 1\n\n", False, False),
+        (b"data: 1\n\ndata: [DONE]\n\n", True, False),
+        (b"data: [DONE]", True, False),  # no newline after it: some servers
+        (b"data: [DONE]\r\n\r\n", True, False),
+        (b'data: {"text": "[DONE]"}\n\n', False, False),
+        (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True, True),
+        (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True, True),
+        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', True, False),
+        (b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n', True, True),
+        (b'data: {"error": 1}\n\ndata: 2\n\n', False, False),
+        (b'data: {"object":"chunk","schema":{"error":{}}}\n\n', False, False),
+        (_CREATED + b'data: {"response":{"error":null}}\n\n', False, False),
+        (_CREATED + b'data: {"response":{"schema":{"error":{"type":1}}}}\n\n', False, False),
+        (b"data: 1\n\n" + _COMPLETED + b'data: {"response":{"error":null}}\n\n', True, False),
+        (_COMPLETED + b'data: {"response":{"schema":{"error":{}}}}\n\n', True, False),
+        (b'event: response.failed\ndata: {"response":{}}\n\n', True, True),
     ],
 )
-def test_a_stream_has_ended_when_its_last_event_says_so(stream: bytes, ended: bool) -> None:
+def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(
+    stream: bytes, ended: bool, failed: bool
+) -> None:
     events = EventBuffer()
     events.feed(stream)
     events.rest()
-    assert events.has_ended is ended
-
-
-@pytest.mark.parametrize(
-    ("stream", "failed"),
-    [
-        (b"data: 1\n\ndata: [DONE]\n\n", False),
-        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', False),
-        (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True),
-        (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True),
-        (b'event: response.failed\ndata: {"response":{}}\n\n', True),
-        (b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n', True),
-        (b'event: response.completed\ndata: {"response":{"error":null}}\n\n', False),
-        (b'event: response.completed\ndata: {"response":{"schema":{"error":{}}}}\n\n', False),
-    ],
-)
-def test_a_stream_has_failed_when_its_last_event_is_an_error(stream: bytes, failed: bool) -> None:
-    events = EventBuffer()
-    events.feed(stream)
-    assert events.has_failed is failed and events.has_ended
+    assert (events.has_ended, events.has_failed) == (ended, failed)
 
 
 def test_headers_of_the_connection_are_not_relayed() -> None:

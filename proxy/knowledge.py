@@ -101,23 +101,19 @@ class Knowledge:
         self._limits = Limits(step_s)
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
-        self._loads = _Loads()
+        self.loads = _Loads()
         self._totals: dict[object, Totals] = {}
-
-    def load(self, server: object) -> Load:
-        """Of a server."""
-        return self._loads[server]
 
     def forget(self, server: object) -> None:
         """What it had cached is not there any more: it has restarted, or left."""
-        self._prefixes.forget(self._loads[server].index)
+        self._prefixes.forget(self.loads[server].index)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
         ask = replace(ask, now=self._clock())
-        p, d = ([self._loads[server] for server in servers] for servers in (prefills, decodes))
+        p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         found = place(ask, p, d, self._prefixes.depths(ask.hashes), limits=self._limits)
         return found is not None and found.prefill is None
 
@@ -128,7 +124,7 @@ class Knowledge:
         if ask is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
         ask = replace(ask, now=self._clock())
-        loads = [self._loads[server] for server in servers]
+        loads = [self.loads[server] for server in servers]
         depths = self._prefixes.depths(ask.hashes) if self._routing == "auto" else {}
         if not generates:
             return servers[cheapest_prefill(ask, loads, depths)]
@@ -136,7 +132,7 @@ class Knowledge:
 
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
-        load, now = self.load(server), self._clock()
+        load, now = self.loads[server], self._clock()
         takes_s = 0.0
         if computes:
             cached = self._prefixes.depths(ask.hashes).get(load.index, 0)
@@ -176,7 +172,7 @@ class Knowledge:
 
     def told(self, server: object, capacity: int | None, totals: Totals) -> None:
         """A health check's answer: tokens of KV in all, and what its steps have taken."""
-        load, before = self.load(server), self._totals.get(server, Totals())
+        load, before = self.loads[server], self._totals.get(server, Totals())
         load.capacity, self._totals[server] = capacity, totals
         steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
         if steps <= 0 or tokens <= 0:

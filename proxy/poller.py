@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,24 +20,18 @@ logger = get_logger(__name__)
 JITTER = 0.2  # of the interval, so that many proxies do not ask in step
 
 
+@dataclass
 class Poller:
     """One task per server; a server that hangs delays no other's check."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        upstream: HttpUpstream,
-        knowledge: Knowledge,
-        *,
-        interval_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._fleet = fleet
-        self._knowledge = knowledge
-        self._upstream = upstream
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._hurry = {server: asyncio.Event() for server in fleet.servers}
+    fleet: Fleet
+    upstream: HttpUpstream
+    knowledge: Knowledge
+    interval_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._hurry = {server: asyncio.Event() for server in self.fleet.servers}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -59,7 +54,7 @@ class Poller:
                 await self._check(server)
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("what the health check of %s found", server)
-            interval_s = self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
+            interval_s = self.interval_s * random.uniform(1 - JITTER, 1 + JITTER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
@@ -67,23 +62,23 @@ class Poller:
     async def _check(self, server: Server) -> None:
         started_at = time.monotonic()
         try:
-            async with within(self._timeout_s):
-                response = await self._upstream.send(server.url, "GET", "/ready")
+            async with within(self.timeout_s):
+                response = await self.upstream.send(server.url, "GET", "/ready")
                 said = _said(server.kind, response.status, await response.read())
         except (Unreachable, Lost) as error:
             said = Said(False, f"{error.failure.value}: {error}")
-            self._fleet.polled(server, said, started_at)
+            self.fleet.polled(server, said, started_at)
         except (TimeoutError, TimedOut):
-            self._fleet.silent(server, f"no answer within {self._timeout_s:g} s")
+            self.fleet.silent(server, f"no answer within {self.timeout_s:g} s")
         except Exhausted:
             logger.warning("no descriptors are left for the health check of %s", server)
         except Exception:
             logger.exception("health check of %s", server)
-            self._fleet.silent(server, "the health check failed")
+            self.fleet.silent(server, "the health check failed")
         else:
-            self._fleet.polled(server, said, started_at)
+            self.fleet.polled(server, said, started_at)
             if said.ready and said.totals is not None:
-                self._knowledge.told(server, said.capacity, said.totals)
+                self.knowledge.told(server, said.capacity, said.totals)
 
 
 def _said(kind: Kind, status: int, body: bytes) -> Said:

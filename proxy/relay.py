@@ -159,7 +159,7 @@ class Reply:
         Raises:
             UpstreamError: the server broke it off before that.
         """
-        if response.body is None and _is_event_stream(response):
+        if response.body is None and response.is_event_stream:
             return await self._relay_stream(response)
         body = await response.read()  # whole: a failure up to here is still an HTTP error
         self.trace.on_bytes()
@@ -198,11 +198,6 @@ class Reply:
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-def _is_event_stream(response: Response) -> bool:
-    media_type = response.header(b"content-type") or b""
-    return media_type.partition(b";")[0].strip() == sse.MEDIA_TYPE.encode()
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

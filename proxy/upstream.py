@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from io import BytesIO
@@ -24,15 +25,15 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from protocol.errors import InvalidRequest
+from protocol.http import sse
 from protocol.http.connections import Countdown
+from protocol.ipc.wire import keep_alive
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 IDLE_S = 1.0  # servers drop theirs after 5 s
 _LOOK_INTERVAL_S = 1.0  # at a connection that is silent
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
-# A server may rightly be silent for minutes. Probes find a host that is gone in half of one.
-KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless they are given
 _WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
@@ -97,8 +98,9 @@ class Response:
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
         self.body: bytes | None = None
 
-    def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
+    @property
+    def is_event_stream(self) -> bool:
+        return self._response.content_type == sse.MEDIA_TYPE
 
     async def next_chunk(self) -> bytes | None:
         """The next bytes of the body as they come; None at the end.
@@ -146,6 +148,7 @@ class Response:
         self._response.close()
 
 
+@dataclass(kw_only=True)
 class HttpUpstream:
     """Sends requests over kept connections.
 
@@ -154,9 +157,8 @@ class HttpUpstream:
         read_timeout_s: longest silence of a server that owes bytes, or takes none.
     """
 
-    def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+    connect_timeout_s: float
+    read_timeout_s: float
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -165,7 +167,7 @@ class HttpUpstream:
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=IDLE_S, socket_factory=_make_socket
             ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=self.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_UNSENT,
             auto_decompress=False,
@@ -190,7 +192,7 @@ class HttpUpstream:
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
         try:
-            async with within(self._read_timeout_s):
+            async with within(self.read_timeout_s):
                 response = await self._session.request(
                     method,
                     URL(url + path, encoded=True),
@@ -200,11 +202,11 @@ class HttpUpstream:
                     ssl=self._tls if url.startswith("https:") else False,
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _translated(error, self._read_timeout_s, self._connect_timeout_s) from None
+            raise _translated(error, self.read_timeout_s, self.connect_timeout_s) from None
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be passed on: {error}") from None
         _check_is_ours(response, headers)
-        return Response(response, self._read_timeout_s)
+        return Response(response, self.read_timeout_s)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -232,10 +234,8 @@ def _text(header: bytes) -> str:
 def _make_socket(address: Any) -> socket.socket:
     made = socket.socket(*address[:3])
     made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE_PROBES:
-        if hasattr(socket, name):  # not everywhere
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # A server may rightly be silent for minutes; a host that is gone is found in half of one.
+    keep_alive(made, idle_s=15, interval_s=5)
     return made
 
 

@@ -121,16 +121,16 @@ class Leg:
     work: Work | None
 
 
+@dataclass
 class Upstreams:
     """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
 
-    def __init__(
-        self, fleet: Fleet, upstream: HttpUpstream, metrics: Metrics, knowledge: Knowledge
-    ) -> None:
-        self.fleet = fleet
-        self.knowledge = knowledge
-        self.metrics = metrics
-        self._upstream = upstream
+    fleet: Fleet
+    upstream: HttpUpstream
+    metrics: Metrics
+    knowledge: Knowledge
+
+    def __post_init__(self) -> None:
         self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
         self._giving_back: set[asyncio.Task[None]] = set()
         self._num_alone = 0  # requests in a row that found no prefill server to take them
@@ -230,7 +230,7 @@ class Upstreams:
                 self.release(server, work)
 
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
-        response = await self._upstream.send(
+        response = await self.upstream.send(
             server.url, call.method, call.path, headers=call.headers, body=call.body
         )
         if response.status >= call.whole_from:
@@ -288,7 +288,7 @@ class Upstreams:
         await asyncio.sleep(after_s)
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
-                response = await self._upstream.send(
+                response = await self.upstream.send(
                     url, "POST", RELEASE_PATH, headers=headers, body=body
                 )
                 await response.read()

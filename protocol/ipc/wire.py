@@ -172,15 +172,18 @@ def tune(sock: socket.socket) -> None:
     keep_alive(sock, idle_s=2, interval_s=2, timeout_s=6)
 
 
-def keep_alive(sock: socket.socket, *, idle_s: int, interval_s: int, timeout_s: float) -> None:
+def keep_alive(
+    sock: socket.socket, *, idle_s: int, interval_s: int, timeout_s: float | None = None
+) -> None:
     """The kernel asks a peer that was silent for `idle_s` three times, and ends the connection to
-    one that has acknowledged, or taken, nothing for `timeout_s`."""
-    timeout_ms = max(1, round(timeout_s * 1000))
+    one that has acknowledged, or taken, nothing for `timeout_s`; None: that answers none of it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    if timeout_s is not None:
+        timeout_ms = max(1, round(timeout_s * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
 def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:

@@ -115,14 +115,14 @@ def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
     knowledge = Knowledge("auto", "auto")
     for poll in range(60):
         knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 0.5 * poll))
-    assert knowledge.load("p").token_s == pytest.approx(5e-5, rel=0.01)
+    assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
         knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
-    token_s = knowledge.load("d").token_s
+    token_s = knowledge.loads["d"].token_s
     for poll in range(60):  # 100 tokens of prompts a step beside the streams
         seconds = 50 * (0.012 + 100 * token_s)
         knowledge.told("d", 1000, Totals(50 * poll, 50 * 108 * poll, seconds * poll))
-    assert knowledge.load("d").step_s == pytest.approx(0.012, rel=0.01)
+    assert knowledge.loads["d"].step_s == pytest.approx(0.012, rel=0.01)
 
 
 @given(st.integers(0, 2**32))
@@ -148,6 +148,6 @@ def test_what_has_ended_in_any_order_leaves_nothing_behind(seed: int) -> None:
         knowledge.answered(work)
         knowledge.ended(work)
     for server in SERVERS:
-        load = knowledge.load(server)
+        load = knowledge.loads[server]
         assert (load.running, load.held) == (0, 0)
         assert load.free_at <= now + 1e-9

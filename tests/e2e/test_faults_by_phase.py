@@ -3,8 +3,10 @@
 After each, every block comes home, the client has had one end, and the next answer is right.
 """
 
+import asyncio
 import contextlib
 import json
+import random
 import signal
 import socket
 import threading
@@ -20,6 +22,7 @@ import pytest
 from tests import stopping
 from tests.e2e.reference import Reference
 from tests.rigs.client import (
+    MODEL,
     Stream,
     complete,
     complete_all,
@@ -99,24 +102,6 @@ def _assert_serves(cluster: Cluster, reference: Reference, transferred: bool = T
     answer = complete(cluster.url, prompt, 5)
     assert answer.token_ids == reference.generate(prompt, 5)
     assert answer.kv["transferred"] == (90 if transferred else 0)
-
-
-def test_a_decode_server_killed_in_mid_stream_ends_the_stream_with_an_error(
-    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, ports: list[int]
-) -> None:
-    prefill, port = tiny_cluster.prefill, ("--port", str(ports[0]))
-    decode = start_decode(tiny_model, *port)
-    with running(decode), running(proxy := start_proxy(prefill, [decode])):
-        cluster = Cluster(prefill, [decode], proxy, tiny_model)
-        stream = Stream(cluster.url, fresh_prompt(), 1500).begun()
-        decode.kill()
-        stream.join(30)
-        assert stream.error is None and "[DONE]" not in stream.events
-        assert json.loads(stream.events[-1])["error"]["code"] == "decode_server_lost"
-        prefill[0].assert_home()
-        with running(start_decode(tiny_model, *port)):
-            cluster.wait_until_ready("decode-0")
-            _assert_serves(cluster, tiny_reference)
 
 
 @pytest.mark.slow
@@ -201,12 +186,11 @@ def test_the_last_decode_server_dies_during_the_prefill(make_cluster: Any) -> No
     _assert_home(prefiller)
 
 
-@pytest.mark.parametrize("transfer", ["auto", pytest.param("nixl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "stopped_s",
+    ("transfer", "stopped_s"),
     [
-        "until the lease is over",
-        pytest.param("until the fence is given up", marks=pytest.mark.slow),
+        ("auto", "until the lease is over"),
+        pytest.param("nixl", "until the fence is given up", marks=pytest.mark.slow),
     ],
 )
 def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
@@ -304,6 +288,7 @@ def test_a_short_lease_is_kept_alive_while_its_request_queues(
         _assert_home(prefiller, decode)
 
 
+@pytest.mark.slow
 def test_pools_too_small_for_the_load_delay_it_and_change_nothing(
     make_cluster: Any, tiny_cluster: Cluster
 ) -> None:
@@ -365,3 +350,40 @@ def test_a_queue_moves_on_with_its_leases(
         assert leases() == [3, 2, 1, 0]
         assert proxy.metrics()['baton_proxy_retries_total{leg="decode"}'] == 2
         assert proxy.metrics()['baton_proxy_retries_total{leg="prefill"}'] == 0
+
+
+@pytest.mark.slow
+def test_whenever_clients_leave_no_lease_has_to_expire(make_cluster: Any) -> None:
+    dice = random.Random(7)
+
+    async def ask(port: int, leaves_after_s: float | None) -> None:
+        prompt: Any = fresh_prompt(dice.randrange(20, 300))
+        if dice.random() < 0.2:
+            prompt = [prompt, fresh_prompt(40)]
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+        body = json.dumps({**asked, "stream": dice.random() < 0.5}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(), leaves_after_s)
+        writer.close() if dice.random() < 0.5 else writer.transport.abort()
+
+    async def ask_all(port: int) -> None:
+        began = asyncio.get_running_loop().time()
+        for _ in range(4):
+            await ask(port, None)
+        long_s = (asyncio.get_running_loop().time() - began) / 4 * 3  # beside five others
+        turns = asyncio.Semaphore(6)
+
+        async def take_turn() -> None:
+            async with turns:
+                await ask(port, dice.uniform(0, long_s))
+
+        await asyncio.gather(*(take_turn() for _ in range(300)))
+
+    made = make_cluster()
+    prefiller, decode = made.prefill[0], made.decode[0]
+    asyncio.run(ask_all(made.proxy.port))
+    wait_until(lambda: prefiller.all_blocks_home() and decode.all_blocks_home(), 30)
+    assert prefiller.leases("aborted") > 0

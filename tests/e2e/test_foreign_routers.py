@@ -1,25 +1,18 @@
 """Routers that nobody here wrote, between a prefill and a decode server of ours: all KV moves, and
 answers are those of the decode server alone."""
 
-import itertools
-import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
 from protocol.process import lifecycle
 from tests.ports import kept_ports
 from tests.rigs.client import (
-    ASK,
-    TIMEOUT_S,
     complete_all,
     fresh_prompt,
     parse_kv,
@@ -33,7 +26,6 @@ from tests.rigs.plain_http import http
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or "vllm-router"
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +64,10 @@ def _choices(answer: dict[str, Any]) -> list[Any]:
 
 
 _DRAWN = {"temperature": 1.2, "seed": 7}
+
+
 _ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
-    "drawn": _DRAWN,
     "drawn, choices": {**_DRAWN, "n": 3},
     "ends banned": {"temperature": 0, "min_tokens": 5},
     "logprobs": {**_DRAWN, "logprobs": 5},
@@ -82,7 +75,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "nothing, the prompt is scored": {"max_tokens": 0, "echo": True, "logprobs": 1},
     "penalties": {**_DRAWN, "repetition_penalty": 1.3, "logit_bias": {"65": 2.5}},
     "a grammar": {**_DRAWN, "guided_regex": "[a-z ]{3,9}"},
-    "ends ignored": {"temperature": 0, "ignore_eos": True},
+    "a chat": {**_DRAWN, "logprobs": True, "top_logprobs": 3},
 }
 
 
@@ -90,23 +83,20 @@ _ASKED: dict[str, dict[str, Any]] = {
 def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
     vllm_router: str, tiny_cluster: Cluster, name: str
 ) -> None:
-    prompt = fresh_prompt(70)
-    body = {"prompt": prompt, "max_tokens": 12, **_ASKED[name]}
-    through, kv = _post(vllm_router, "/v1/completions", body)
-    assert kv["transferred"] >= len(prompt) - 1 and kv["skipped"] == 0
-    alone, _ = _post(tiny_cluster.decode[0].url, "/v1/completions", body)
+    """tests/protocol/test_kv_params.py has routers that print numbers in their own ways."""
+    body: dict[str, Any] = {"max_tokens": 12, **_ASKED[name]}
+    if name == "a chat":
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": f"Tell me of number {fresh_prompt(3)}."}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = fresh_prompt(70)
+    through, kv = _post(vllm_router, path, body)
+    assert kv["transferred"] >= (1 if name == "a chat" else 69) and kv["recomputed"] <= 1
+    alone, _ = _post(tiny_cluster.decode[0].url, path, body)
     assert _choices(through) == _choices(alone)
     for counted in ("prompt_tokens", "completion_tokens"):
         assert through["usage"][counted] == alone["usage"][counted]
-
-
-def test_vllm_router_chats(vllm_router: str, tiny_cluster: Cluster) -> None:
-    messages = [{"role": "user", "content": f"Tell me of number {next(_numbers)}."}]
-    body = {"messages": messages, "max_tokens": 12, **_DRAWN, "logprobs": True, "top_logprobs": 3}
-    through, kv = _post(vllm_router, "/v1/chat/completions", body)
-    assert kv["transferred"] > 0 and kv["recomputed"] <= 1
-    alone, _ = _post(tiny_cluster.decode[0].url, "/v1/chat/completions", body)
-    assert _choices(through) == _choices(alone)
 
 
 def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
@@ -132,66 +122,3 @@ def test_vllm_router_has_every_prompt_transferred(vllm_router: str, tiny_cluster
     assert grown('baton_kv_transfers_total{outcome="done"') == 24
     assert grown("baton_kv_params_rejected") == 0
     assert grown('source="recomputed"') == 24, "the last token of each"
-
-
-class _Reprinting(BaseHTTPRequestHandler):
-    """A router that knows numbers as doubles only, and prints them by `form`; with "" by orjson."""
-
-    prefill_url: str
-    decode_url: str
-    form: str
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        first = {**asked, "max_tokens": 1, "kv_transfer_params": ASK}
-        prefilled = http.post(f"{self.prefill_url}{self.path}", json=first, timeout=TIMEOUT_S)
-        told = json.loads(prefilled.content, parse_int=float if self.form else int)
-        body = json.dumps(asked).removesuffix("}")
-        body += f', "kv_transfer_params": {self._printed(told["kv_transfer_params"])}}}'
-        answer = http.post(f"{self.decode_url}{self.path}", content=body, timeout=TIMEOUT_S)
-        self.send_response(answer.status_code)
-        for name in ("x-baton-kv", "content-length"):
-            self.send_header(name, answer.headers[name])
-        self.end_headers()
-        self.wfile.write(answer.content)
-
-    def _printed(self, value: Any) -> str:
-        if not self.form:
-            return orjson.dumps(value).decode()
-        if isinstance(value, dict):
-            members = (f"{json.dumps(name)}:{self._printed(value[name])}" for name in value)
-            return f"{{{','.join(members)}}}"
-        if isinstance(value, list):
-            return f"[{','.join(map(self._printed, value))}]"
-        return self.form % value if isinstance(value, float) else json.dumps(value)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-@pytest.fixture(scope="module", params=["", "%.15g", "%f"])
-def reprinting(request: pytest.FixtureRequest, tiny_cluster: Cluster) -> Iterator[str]:
-    (p,), (d,) = tiny_cluster.prefill, tiny_cluster.decode
-    members = {"prefill_url": p.url, "decode_url": d.url, "form": request.param}
-    handler = type("Handler", (_Reprinting,), members)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as router:
-        threading.Thread(target=router.serve_forever).start()
-        yield f"http://127.0.0.1:{router.server_port}"
-        router.shutdown()
-
-
-@pytest.mark.parametrize("num_top", [0, 5, 20])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_router_that_prints_numbers_in_its_own_way_loses_no_kv(
-    reprinting: str, tiny_cluster: Cluster, path: str, num_top: int
-) -> None:
-    body: dict[str, Any] = {"max_tokens": 6, **_DRAWN}
-    if "chat" in path:
-        messages = [{"role": "user", "content": f"Tell me of number {next(_numbers)}."}]
-        body |= {"messages": messages, "logprobs": True, "top_logprobs": num_top}
-    else:
-        body |= {"prompt": fresh_prompt(70), "logprobs": num_top}
-    through, kv = _post(reprinting, path, body)
-    assert kv["transferred"] == through["usage"]["prompt_tokens"] and not kv["recomputed"]
-    alone, _ = _post(tiny_cluster.decode[0].url, path, body)
-    assert _choices(through) == _choices(alone)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.rigs.client import Answer, answer_of, complete, make_prompt
 from tests.rigs.cluster import cluster
 
@@ -11,6 +13,7 @@ VALUES = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1
 MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
 
 
+@pytest.mark.slow
 def test_what_a_model_suggests_is_drawn_from_through_both_servers_and_alone(
     tiny_model: Path, tmp_path: Path
 ) -> None:

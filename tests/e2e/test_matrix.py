@@ -67,6 +67,7 @@ _COMBINED = [
     ("mla", Geometry(4, 16), Geometry(1, 24, "LCBHND")),
     ("gqa6", Geometry(3, 16, "LBCNHD"), Geometry(2, 100, "BNCLHD")),
     ("gqa4", Geometry(1, 1), Geometry(2, 256)),
+    ("moe", Geometry(2), Geometry(1)),
     ("gqa4", Geometry(2, 256), Geometry(1, 1)),
     ("gqa4", Geometry(4, 8, "LBCNHD"), Geometry(4, 24, "LCBHND", dcp=2)),
     ("mla", Geometry(2, 16), Geometry(4, 16, "LBCNHD", ("--transfer", "mapped"), dcp=4)),

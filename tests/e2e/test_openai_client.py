@@ -1,6 +1,5 @@
 """OpenAI's own client against the proxy: what it sends is understood, what it gets it can read."""
 
-import asyncio
 from typing import Any
 
 import openai
@@ -9,7 +8,7 @@ import pytest
 
 from protocol.metrics import TABLE
 from tests.e2e.reference import Reference
-from tests.rigs.client import MODEL, complete
+from tests.rigs.client import MODEL
 from tests.rigs.cluster import Cluster, Server, wait_until
 from tests.rigs.plain_http import http
 
@@ -110,7 +109,7 @@ def test_several_prompts_as_texts_as_ids_and_streamed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stop", [".", ["%", " the "], ["."] * 4 + ["the"], "ver"])
+@pytest.mark.parametrize("stop", [".", ["%", " the "]])
 def test_a_stop_string_ends_the_text_before_it(
     client: openai.OpenAI, tiny_reference: Reference, stop: Any, stream: bool
 ) -> None:
@@ -144,75 +143,23 @@ def test_a_chat_is_the_template_and_a_greedy_generate(
     assert (answer.object, answer.usage.completion_tokens) == ("chat.completion", len(ids))
 
 
-def test_a_streamed_chat_joins_to_the_whole_one(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
-    ids, text = _answer(tiny_reference, 30)
-    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    *told, last = _chat(client, max_completion_tokens=30, **with_usage)
-    deltas = [chunk.choices[0].delta for chunk in told]
-    assert "".join(delta.content or "" for delta in deltas) == text
-    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
-    assert told[-1].choices[0].finish_reason in ("stop", "length")
-    assert last.choices == [] and last.usage.completion_tokens == len(ids)
-
-
 def test_the_clients_streaming_helper_follows_a_chat(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
     _, text = _answer(tiny_reference, 60)
     with client.chat.completions.stream(
-        **_GREEDY, messages=_MESSAGES, max_tokens=60, stop=["."]
+        **_GREEDY,
+        messages=_MESSAGES,
+        max_tokens=60,
+        stop=["."],
+        stream_options={"include_usage": True},
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert final.choices[0].message.content == text[: text.index(".")]
     assert final.choices[0].finish_reason == "stop"
     assert kinds.count("content.delta") > 3
-
-
-def test_a_chat_without_a_limit_may_fill_the_context(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
-    def messages(num_words: int) -> list[dict[str, str]]:
-        return [{"role": "user", "content": "ball " * num_words}]
-
-    def count(num_words: int) -> int:
-        template = tiny_reference.tokenizer.apply_chat_template
-        asked = messages(num_words)
-        return len(template(asked, add_generation_prompt=True, return_dict=False))
-
-    num_words = int(4060 / (count(1001) - count(1)) * 1000)
-    answer = _chat(client, messages=messages(num_words), extra_body=_PAST_THE_END)
-    assert answer.usage.prompt_tokens == count(num_words) < 4096
-    assert answer.usage.total_tokens == 4096
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_a_seed_repeats_a_draw_and_seeds_differ(
-    client: openai.OpenAI, tiny_cluster: Cluster
-) -> None:
-    shape = {"temperature": 1.5, "top_p": 0.95}
-
-    def draw(seed: int) -> str:
-        extra = {**_PAST_THE_END, "top_k": 40}
-        asked: Any = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 30, **shape}
-        answer = client.completions.create(**asked, seed=seed, extra_body=extra)
-        return str(answer.choices[0].text)
-
-    drawn = [draw(seed) for seed in range(4)]
-    assert len(set(drawn)) == 4
-    assert [draw(seed) for seed in range(4)] == drawn
-    alone = complete(tiny_cluster.decode[0].url, _PROMPT, 30, **shape, top_k=40, seed=2)
-    assert alone.text == drawn[2]
-
-
-def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
-    neutral: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0}
-    neutral |= {"logprobs": False, "tools": [], "user": "somebody"}
-    extra = {"min_tokens": 1, "skip_special_tokens": True, "include_reasoning": True}
-    plain = {"response_format": {"type": "text"}, "extra_body": extra}
-    assert _chat(client, max_tokens=3, **neutral, **plain).usage.completion_tokens == 3
+    assert final.usage is not None and final.usage.completion_tokens > 3
 
 
 def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
@@ -228,59 +175,6 @@ def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt=[5] * 4096)
     assert long.value.code == "context_length_exceeded"
-
-
-def test_the_kv_really_went_from_one_server_to_the_other(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
-    prompt = "Kate bought the silver lamp at night. " * 6
-    num_tokens = len(tiny_reference.tokenizer(prompt).input_ids)
-    raw = client.completions.with_raw_response.create(**_GREEDY, prompt=prompt, max_tokens=4)
-    assert raw.headers["x-baton-kv"] == f"transferred={num_tokens}, recomputed=0, skipped=0"
-    usage = raw.parse().usage
-    assert usage is not None and usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == 0
-    chunks = list(
-        client.completions.create(**_GREEDY, prompt=prompt[5:], max_tokens=4, stream=True)
-    )
-    kv = (chunks[-1].model_extra or {})["baton_kv"]
-    assert kv["transferred"] > 0 and kv["recomputed"] == 0
-
-
-def test_the_async_client_asks_many_at_once(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
-    prompts = [f"{name} took the {colour} map" for name in ("Ben", "Ida") for colour in "abcd"]
-
-    async def whole(client: openai.AsyncOpenAI, prompt: str) -> str:
-        answer = await client.completions.create(
-            **_GREEDY, prompt=prompt, max_tokens=10, extra_body=_PAST_THE_END
-        )
-        return answer.choices[0].text
-
-    async def streamed(client: openai.AsyncOpenAI, prompt: str) -> str:
-        stream = await client.completions.create(
-            **_GREEDY, prompt=prompt, max_tokens=10, stream=True, extra_body=_PAST_THE_END
-        )
-        return "".join([choice.text async for chunk in stream for choice in chunk.choices])
-
-    async def chatted(client: openai.AsyncOpenAI) -> str | None:
-        answer = await client.chat.completions.create(**_GREEDY, messages=_MESSAGES, max_tokens=30)
-        return answer.choices[0].message.content
-
-    async def ask() -> tuple[str | None, list[str]]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60
-        ) as client:
-            calls = [call(client, prompt) for prompt in prompts for call in (whole, streamed)]
-            chat, *texts = await asyncio.gather(chatted(client), *calls)
-            return chat, texts
-
-    chat, texts = asyncio.run(ask())
-    expected = [_text(tiny_reference, prompt, 10) for prompt in prompts]
-    assert texts[0::2] == expected
-    assert texts[1::2] == expected
-    assert chat == _answer(tiny_reference, 30)[1]
 
 
 def test_a_client_that_closes_its_stream_aborts_the_request(

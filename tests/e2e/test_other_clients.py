@@ -136,13 +136,6 @@ def test_langchain_raises_openais_errors(chat: Callable[..., Any]) -> None:
         chat().invoke([("user", "ball " * 5000)])
 
 
-def test_litellm_chats(lite: dict[str, Any], answer: str) -> None:
-    response = litellm.completion(messages=_MESSAGES, **lite)
-    assert response.choices[0].message.content == answer
-    assert response.usage.total_tokens > response.usage.completion_tokens > 0
-    assert response.choices[0].finish_reason in ("stop", "length")
-
-
 def test_litellm_streams_to_the_same_answer(lite: dict[str, Any], answer: str) -> None:
     chunks = list(
         litellm.completion(
@@ -156,19 +149,6 @@ def test_litellm_streams_to_the_same_answer(lite: dict[str, Any], answer: str) -
     whole = litellm.completion(messages=_MESSAGES, **lite)
     assert rebuilt.usage.prompt_tokens == whole.usage.prompt_tokens
     assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
-
-
-def test_litellm_asks_asynchronously(lite: dict[str, Any], answer: str) -> None:
-    async def ask() -> tuple[list[Any], str]:
-        whole = [litellm.acompletion(messages=_MESSAGES, **lite) for _ in range(4)]
-        answers = await asyncio.gather(*whole)
-        stream = await litellm.acompletion(messages=_MESSAGES, stream=True, **lite)
-        text = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        return answers, "".join(text)
-
-    answers, streamed = asyncio.run(ask())
-    assert [response.choices[0].message.content for response in answers] == [answer] * 4
-    assert streamed == answer
 
 
 def test_litellm_completes_texts(lite: dict[str, Any], continuation: str) -> None:
@@ -246,16 +226,3 @@ def test_litellm_calls_tools(lite: dict[str, Any]) -> None:
     (again,) = rebuilt.choices[0].message.tool_calls
     assert again.function.arguments == call.function.arguments
     assert rebuilt.choices[0].finish_reason == "tool_calls"
-
-
-def test_litellm_gets_structured_output(lite: dict[str, Any]) -> None:
-    lite = {**lite, "max_tokens": 200, "response_format": Toy}
-    (choice,) = litellm.completion(messages=_MESSAGES, **lite).choices
-    assert choice.finish_reason == "stop"
-    Toy.model_validate_json(choice.message.content)
-
-
-def test_litellm_maps_a_bad_schema_to_its_own_error(lite: dict[str, Any]) -> None:
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
-    with pytest.raises(litellm.BadRequestError, match="response_format"):
-        litellm.completion(messages=_MESSAGES, response_format=bad, **lite)

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import openai
 import pytest
 import torch
 
 from tests.e2e.reference import Reference
 from tests.e2e.sampling_reference import draw, logits_of
-from tests.rigs.client import MODEL, answer_of, complete, stream, streamed_token_ids
+from tests.rigs.client import answer_of, complete, stream, streamed_token_ids
 from tests.rigs.cluster import Cluster, Server
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
@@ -18,10 +17,10 @@ _MESSAGES = [{"role": "user", "content": "Tell a story about Ben and the white d
 _TOLERANCE = 1e-4  # nats, in float32
 
 
-@pytest.fixture(params=["pd", "decode"])
-def url(request: pytest.FixtureRequest, tiny_cluster: Cluster) -> str:
+@pytest.fixture
+def urls(tiny_cluster: Cluster) -> list[str]:
     """The proxy, and the decode server alone."""
-    return tiny_cluster.url if request.param == "pd" else tiny_cluster.decode[0].url
+    return [tiny_cluster.url, tiny_cluster.decode[0].url]
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +29,23 @@ def prompt(tiny_reference: Reference) -> list[int]:
     return ids
 
 
+@pytest.fixture(scope="module")
+def chat_prompt(tiny_reference: Reference) -> list[int]:
+    """What the template makes of the messages."""
+    template = tiny_reference.tokenizer.apply_chat_template
+    ids: list[int] = template(_MESSAGES, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
 _SHAPES: dict[str, dict[str, Any]] = {
-    "presence": {"presence_penalty": 1.9},
-    "frequency": {"frequency_penalty": 1.4},
-    "negative": {"frequency_penalty": -2.0, "presence_penalty": -2.0},
-    "repetition": {"repetition_penalty": 1.7},
-    "below-one": {"repetition_penalty": 0.6},
-    "bias": {"logit_bias": {"60": 15.5, "417": -8, "301": 15}},
-    "ban": {"logit_bias": {"261": -100}},
-    "all": {
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.2,
-        "logit_bias": {"60": 3.5},
-    },
+    "penalties": {"presence_penalty": 1.9, "frequency_penalty": 1.4, "repetition_penalty": 1.7},
+    "rewards": {"presence_penalty": -2.0, "frequency_penalty": -2.0, "repetition_penalty": 0.6},
+    "bias": {"logit_bias": {"60": 15.5, "417": -8, "301": 15, "261": -100}},
     "drawn": {"temperature": 1.3, "seed": 7},
     "drawn-all": {
         "temperature": 0.9,
         "seed": 2**63 - 1,
+        "presence_penalty": 0.7,
         "frequency_penalty": 0.5,
         "repetition_penalty": 1.3,
         "logit_bias": {"60": 2.5},
@@ -57,7 +55,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(_SHAPES))
 def test_shaped_draws_are_the_references(
-    url: str, prompt: list[int], tiny_reference: Reference, name: str
+    urls: list[str], prompt: list[int], tiny_reference: Reference, name: str
 ) -> None:
     members = _SHAPES[name]
     # A small penalty does nothing where the model is sure; where it is, differs by machine.
@@ -68,50 +66,50 @@ def test_shaped_draws_are_the_references(
             break
     else:
         pytest.fail("the feature changes nothing")
-    answer = complete(url, prompt, 24, **members)
-    assert answer.token_ids == expected.ids
-    events = stream(url, prompt, 24, **members)
-    assert streamed_token_ids(events) == expected.ids
+    for url in urls:
+        assert complete(url, prompt, 24, **members).token_ids == expected.ids
+        assert streamed_token_ids(stream(url, prompt, 24, **members)) == expected.ids
 
 
-def test_min_tokens_keeps_ends_away(url: str, tiny_reference: Reference) -> None:
+def test_min_tokens_keeps_ends_away(urls: list[str], tiny_reference: Reference) -> None:
     ids = tiny_reference.tokenizer("Kate").input_ids
     end = tiny_reference.tokenizer.eos_token_id
-    seed = next(
-        seed
-        for seed in range(100)
-        if draw(tiny_reference, ids, 12, stops=[end], temperature=2.0, seed=seed).ids[-1] == end
-    )
-    drawn = {"temperature": 2.0, "seed": seed, "ignore_eos": False}
-    early = draw(tiny_reference, ids, 12, stops=[end], **drawn)
-    answer = complete(url, ids, 12, **drawn)
-    assert (answer.token_ids, answer.finish_reason) == (early.ids, "stop")
-    for least in (len(early.ids), 12):
-        expected = draw(tiny_reference, ids, 12, stops=[end], min_tokens=least, **drawn)
-        assert len(expected.ids) >= least and expected.ids != early.ids
-        answer = complete(url, ids, 12, min_tokens=least, **drawn)
-        assert answer.token_ids == expected.ids
+
+    def expect(**members: Any) -> list[int]:
+        drawn = {"temperature": 2.0, **members}
+        return draw(tiny_reference, ids, 12, stops=[end], **drawn).ids
+
+    seed = next(seed for seed in range(100) if expect(seed=seed)[-1] == end)
+    early = expect(seed=seed)
+    for least in (0, len(early), 12):
+        expected = expect(seed=seed, min_tokens=least)
+        assert len(expected) >= least and (expected == early) is (least == 0)
+        drawn = {"temperature": 2.0, "seed": seed, "ignore_eos": False, "min_tokens": least}
+        for url in urls:
+            answer = complete(url, ids, 12, **drawn)
+            assert answer.token_ids == expected
+            assert answer.finish_reason == ("stop" if expected[-1] == end else "length")
 
 
 def test_a_stop_token_of_the_clients_ends_the_output(
-    url: str, prompt: list[int], tiny_reference: Reference
+    urls: list[str], prompt: list[int], tiny_reference: Reference
 ) -> None:
     plain = tiny_reference.generate(prompt, 24)
     stop = next(t for i, t in enumerate(plain) if i >= 4 and t not in plain[:i])
     expected = plain[: plain.index(stop) + 1]
-    answer = complete(url, prompt, 24, stop_token_ids=[stop, 511])
-    assert answer.token_ids == expected
-    assert answer.finish_reason == "stop"
-    assert answer.usage["completion_tokens"] == len(expected)
-    first = complete(url, prompt, 24, stop_token_ids=[plain[0]])
-    assert (first.token_ids, first.finish_reason) == (plain[:1], "stop")
-    least = {"stop_token_ids": [stop], "min_tokens": 20}
-    expected = draw(tiny_reference, prompt, 24, stops=[stop], min_tokens=20).ids
-    assert complete(url, prompt, 24, **least).token_ids == expected
+    late = draw(tiny_reference, prompt, 24, stops=[stop], min_tokens=20).ids
+    for url in urls:
+        answer = complete(url, prompt, 24, stop_token_ids=[stop, 511])
+        assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
+        assert answer.usage["completion_tokens"] == len(expected)
+        first = complete(url, prompt, 24, stop_token_ids=[plain[0]])
+        assert (first.token_ids, first.finish_reason) == (plain[:1], "stop")
+        least = complete(url, prompt, 24, stop_token_ids=[stop], min_tokens=20)
+        assert least.token_ids == late
 
 
 def test_a_stop_string_may_lie_across_tokens(
-    url: str, prompt: list[int], tiny_reference: Reference
+    urls: list[str], prompt: list[int], tiny_reference: Reference
 ) -> None:
     ids = tiny_reference.generate(prompt, 24)
     decode = tiny_reference.tokenizer.decode
@@ -119,91 +117,80 @@ def test_a_stop_string_may_lie_across_tokens(
     # From the last character of one token to the first ones of the next but one.
     cuts = [(len(decode(ids[:n])) - 1, len(decode(ids[: n + 1])) + 2) for n in range(2, 20)]
     at, stop = next((a, whole[a:b]) for a, b in cuts if whole.index(whole[a:b]) == a)
-    for asked in (url, url):
-        answer = complete(asked, prompt, 24, stop=[stop])
+    for url in urls:
+        answer = complete(url, prompt, 24, stop=[stop])
         assert (answer.text, answer.finish_reason) == (whole[:at], "stop")
-    events = [e for e in stream(url, prompt, 24, stop=[stop]) if isinstance(e, dict)]
-    assert "".join(c["text"] for e in events for c in e["choices"]) == whole[:at]
-    kept = complete(url, prompt, 24, stop=[stop], include_stop_str_in_output=True)
-    assert kept.text == whole[: at + len(stop)]
+        events = [e for e in stream(url, prompt, 24, stop=[stop]) if isinstance(e, dict)]
+        assert "".join(c["text"] for e in events for c in e["choices"]) == whole[:at]
+        kept = complete(url, prompt, 24, stop=[stop], include_stop_str_in_output=True)
+        assert kept.text == whole[: at + len(stop)]
 
 
 @pytest.mark.parametrize("shape", [{}, {"repetition_penalty": 1.5, "logit_bias": {"60": 5}}])
 def test_logprobs_of_a_completion_are_those_of_the_logits(
-    url: str, prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
+    urls: list[str], prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
 ) -> None:
     expected = draw(tiny_reference, prompt, 12, **shape)
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **shape}
     body |= {"logprobs": 4, "return_tokens_as_token_ids": True}
-    (choice,) = answer_of(url, "/v1/completions", **body)["choices"]
-    logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == [f"token_id:{i}" for i in expected.ids]
-    assert logprobs["token_logprobs"] == pytest.approx(expected.chosen, abs=_TOLERANCE)
-    for row, chosen, top in zip(
-        expected.logprobs, expected.ids, logprobs["top_logprobs"], strict=True
-    ):
-        ids = [int(name.removeprefix("token_id:")) for name in top]
-        assert set(row.topk(4).indices.tolist()) | {chosen} == set(ids)
-        assert list(top.values()) == pytest.approx(row[ids].tolist(), abs=_TOLERANCE)
+    for url in urls:
+        (choice,) = answer_of(url, "/v1/completions", **body)["choices"]
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{i}" for i in expected.ids]
+        assert logprobs["token_logprobs"] == pytest.approx(expected.chosen, abs=_TOLERANCE)
+        for row, chosen, top in zip(
+            expected.logprobs, expected.ids, logprobs["top_logprobs"], strict=True
+        ):
+            ids = [int(name.removeprefix("token_id:")) for name in top]
+            assert set(row.topk(4).indices.tolist()) | {chosen} == set(ids)
+            assert list(top.values()) == pytest.approx(row[ids].tolist(), abs=_TOLERANCE)
 
 
-def test_logprobs_of_a_chat_are_those_of_the_logits(url: str, tiny_reference: Reference) -> None:
-    tokenizer = tiny_reference.tokenizer
-    prompt = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, return_dict=False)
-    expected = draw(tiny_reference, prompt, 12)
+def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(
+    urls: list[str], chat_prompt: list[int], tiny_reference: Reference
+) -> None:
+    expected = draw(tiny_reference, chat_prompt, 12)
+    rows = logits_of(tiny_reference, chat_prompt).log_softmax(-1)
     body = {"messages": _MESSAGES, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    body |= {"logprobs": True, "top_logprobs": 3}
-    (choice,) = answer_of(url, "/v1/chat/completions", **body)["choices"]
-    content = choice["logprobs"]["content"]
-    assert b"".join(bytes(e["bytes"]) for e in content).decode() == tokenizer.decode(expected.ids)
-    assert [e["logprob"] for e in content] == pytest.approx(expected.chosen, abs=_TOLERANCE)
-    for row, entry in zip(expected.logprobs, content, strict=True):
-        likeliest = row.topk(3).values.tolist()
-        told = [e["logprob"] for e in entry["top_logprobs"]]
-        assert told == pytest.approx(likeliest, abs=_TOLERANCE)
+    body |= {"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 2}
+    for url in urls:
+        answer = answer_of(url, "/v1/chat/completions", **body)
+        content = answer["choices"][0]["logprobs"]["content"]
+        text = b"".join(bytes(e["bytes"]) for e in content).decode()
+        assert text == tiny_reference.tokenizer.decode(expected.ids)
+        assert [e["logprob"] for e in content] == pytest.approx(expected.chosen, abs=_TOLERANCE)
+        for row, entry in zip(expected.logprobs, content, strict=True):
+            told = [e["logprob"] for e in entry["top_logprobs"]]
+            assert told == pytest.approx(row.topk(3).values.tolist(), abs=_TOLERANCE)
+        first, *scored = answer["prompt_logprobs"]
+        assert first is None and len(scored) == len(chat_prompt) - 1
+        for row, token_id, entry in zip(rows, chat_prompt[1:], scored, strict=False):
+            assert set(entry) == {str(token_id), *map(str, row.topk(2).indices.tolist())}
+            for key, told in entry.items():
+                assert told["logprob"] == pytest.approx(float(row[int(key)]), abs=_TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", [{}, {"frequency_penalty": 1.2, "logit_bias": {"60": 2}}])
-def test_each_choice_is_drawn_by_its_own_noise(
-    url: str, prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
+def test_each_choice_is_drawn_by_its_own_noise_and_the_best_are_the_likeliest(
+    urls: list[str], prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
 ) -> None:
     for seed in range(11, 99):  # until no two are the same by chance
         members = {"temperature": 1.2, "seed": seed, **shape}
-        expected = [draw(tiny_reference, prompt, 10, choice=k, **members).ids for k in range(4)]
+        drawn = [draw(tiny_reference, prompt, 10, choice=k, **members) for k in range(4)]
+        expected = [one.ids for one in drawn]
         if len({tuple(ids) for ids in expected}) == 4:
             break
     assert len({tuple(ids) for ids in expected}) == 4
-    body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
-    answer = answer_of(url, "/v1/completions", n=4, **body, **members)
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    assert [choice["token_ids"] for choice in choices] == expected
-    assert answer["usage"]["prompt_tokens"] == len(prompt)
-    assert answer["usage"]["completion_tokens"] == 40
-
-
-def test_the_best_of_several_are_the_likeliest_by_the_logits(
-    url: str, prompt: list[int], tiny_reference: Reference
-) -> None:
-    members = {"temperature": 1.5, "seed": 3}
-    drawn = [draw(tiny_reference, prompt, 8, choice=k, **members) for k in range(5)]
     drawn.sort(key=lambda one: -sum(one.chosen))  # of equal lengths: sums rank as means do
-    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
-    answer = answer_of(url, "/v1/completions", n=2, best_of=5, **body, **members)
-    assert [choice["token_ids"] for choice in answer["choices"]] == [d.ids for d in drawn[:2]]
-
-
-def test_the_prompt_of_a_chat_is_scored_by_the_logits(url: str, tiny_reference: Reference) -> None:
-    tokenizer = tiny_reference.tokenizer
-    prompt = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, return_dict=False)
-    rows = logits_of(tiny_reference, prompt).log_softmax(-1)
-    body = {"messages": _MESSAGES, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2}
-    first, *scored = answer_of(url, "/v1/chat/completions", **body)["prompt_logprobs"]
-    assert first is None
-    for row, token_id, entry in zip(rows, prompt[1:], scored, strict=False):
-        assert set(entry) == {str(token_id), *map(str, row.topk(2).indices.tolist())}
-        for key, told in entry.items():
-            assert told["logprob"] == pytest.approx(float(row[int(key)]), abs=_TOLERANCE)
-    assert len(scored) == len(prompt) - 1
+    body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
+    for url in urls:
+        answer = answer_of(url, "/v1/completions", n=4, **body, **members)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        assert [choice["token_ids"] for choice in choices] == expected
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert answer["usage"]["completion_tokens"] == 40
+        best = answer_of(url, "/v1/completions", n=2, best_of=4, **body, **members)
+        assert [choice["token_ids"] for choice in best["choices"]] == [d.ids for d in drawn[:2]]
 
 
 # -- n, echo and prompt_logprobs: the same through P/D, from D alone and from P alone --------------
@@ -292,35 +279,17 @@ def test_prompt_logprobs_are_the_same_everywhere(
             assert sorted(e["rank"] for e in entries.values() if e["rank"]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_choices_are_the_same_through_both_and_differ_among_themselves(
-    tiny_cluster: Cluster, stream: bool
+def test_choices_of_a_chat_are_the_same_through_both_and_differ_among_themselves(
+    tiny_cluster: Cluster,
 ) -> None:
-    answers = []
-    for server in _servers(tiny_cluster):
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
-            asked: dict[str, Any] = {
-                "model": MODEL,
-                "messages": [{"role": "user", "content": _BOAT}],
-                "n": 4,
-                "max_tokens": 12,
-                "temperature": 1.2,
-                "seed": 11,
-                "extra_body": {"ignore_eos": True},
-            }
-            texts = dict.fromkeys(range(4), "")
-            if stream:
-                for chunk in client.chat.completions.create(**asked, stream=True):
-                    for choice in chunk.choices:
-                        texts[choice.index] += choice.delta.content or ""
-            else:
-                answer = client.chat.completions.create(**asked)
-                texts = {c.index: c.message.content for c in answer.choices}
-                assert answer.usage is not None
-                assert answer.usage.completion_tokens == 48
-            answers.append(texts)
-    assert answers[0] == answers[1] == answers[2]
-    assert len(set(answers[0].values())) == 4
+    asked = {"messages": [{"role": "user", "content": _BOAT}], "n": 4, "max_tokens": 12, **_DRAWN}
+    answers = [
+        answer_of(server.url, "/v1/chat/completions", **asked) for server in _servers(tiny_cluster)
+    ]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [48] * 3
+    texts = [[c["message"]["content"] for c in answer["choices"]] for answer in answers]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0])) == 4
 
 
 def test_a_stop_string_ends_one_choice_and_not_the_others(tiny_cluster: Cluster) -> None:

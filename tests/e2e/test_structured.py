@@ -3,11 +3,10 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import openai
-import pydantic
 import pytest
 
 from tests.rigs.client import MODEL
@@ -42,12 +41,6 @@ _TOOL: Any = {
 _OTHER: Any = {"type": "function", "function": {"name": "give_up"}}
 
 
-class Ball(pydantic.BaseModel):
-    owner: Literal["Anna", "Ben"]
-    colour: Literal["red", "blue"]
-    is_round: bool
-
-
 _FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "it", "schema": _SCHEMA, "strict": True},
@@ -71,15 +64,6 @@ def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> 
     return client.completions.create(**asked, extra_body=extra)
 
 
-def test_a_pydantic_model_is_parsed(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(
-        model=MODEL, messages=_MESSAGES, response_format=Ball, temperature=1.0, seed=3
-    )
-    (choice,) = answer.choices
-    assert isinstance(choice.message.parsed, Ball)
-    assert choice.finish_reason == "stop"
-
-
 def test_any_answer_that_ends_with_stop_validates(
     client: openai.OpenAI, tiny_cluster: Cluster
 ) -> None:
@@ -87,14 +71,14 @@ def test_any_answer_that_ends_with_stop_validates(
     prefill and decode as on the decode server alone."""
 
     def ask(number: int) -> tuple[str, str | None]:
-        asked = client if number < 8 else alone
-        choice = _chat(asked, response_format=_FORMAT, seed=number % 8)
+        asked = client if number < 4 else alone
+        choice = _chat(asked, response_format=_FORMAT, seed=number % 4)
         return choice.finish_reason, choice.message.content
 
-    with _on(tiny_cluster.decode[0].url) as alone, ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, range(16)))
-    assert answers[:8] == answers[8:]
-    assert sum(reason == "stop" for reason, _ in answers) >= 8
+    with _on(tiny_cluster.decode[0].url) as alone, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert answers[:4] == answers[4:]
+    assert sum(reason == "stop" for reason, _ in answers) >= 2
     for reason, content in answers:
         if reason == "stop":
             jsonschema.validate(json.loads(content or ""), _SCHEMA)
@@ -136,12 +120,6 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client: openai.O
     assert answer.usage is not None and answer.usage.completion_tokens >= 12
 
 
-def test_what_cannot_be_satisfied_within_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
-    answer = _complete(client, {"regex": "[a-z]{500}"}, max_tokens=7)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.completion_tokens == 7
-
-
 def test_what_never_ends_compiling_is_refused_beside_others(client: openai.OpenAI) -> None:
     endless = {"type": "integer", "multipleOf": 4_999_999}
     with ThreadPoolExecutor() as pool:
@@ -178,18 +156,6 @@ def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) 
         call.function.arguments,
     )
     assert streamed.choices[0].finish_reason == "tool_calls"
-
-
-def test_a_named_tool_gets_its_arguments_and_the_answer_goes_on(client: openai.OpenAI) -> None:
-    named = {"type": "function", "function": {"name": "look_up"}}
-    message = _chat(client, tools=[_TOOL, _OTHER], tool_choice=named, seed=1).message
-    (call,) = message.tool_calls or []
-    assert call.type == "function" and call.function.name == "look_up"
-    jsonschema.validate(json.loads(call.function.arguments), _SCHEMA)
-    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is red."}
-    messages = [*_MESSAGES, message.to_dict(), told]
-    follow_up = _chat(client, messages=messages, tools=[_TOOL], max_tokens=5)
-    assert follow_up.finish_reason in ("stop", "length", "tool_calls")
 
 
 @pytest.mark.slow

@@ -60,11 +60,12 @@ async def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent: bytes)
 async def test_a_head_that_comes_in_drops_has_one_timeout() -> None:
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
         for byte in HEAD:
-            if reader.at_eof():
+            if reader.at_eof() or writer.is_closing():  # the server may reset it
                 break
             writer.write(bytes([byte]))
             await asyncio.sleep(TIMEOUT_S / 10)
-        assert reader.at_eof(), "a byte now and then is not enough"
+        else:
+            pytest.fail("a byte now and then is enough")
 
 
 async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed() -> None:

@@ -27,8 +27,8 @@ MAX_LINES = {
     "model": 2884,
     "prefill_server": 337,
     "protocol": 5164,
-    "proxy": 2477,
-    "tests": 34543,
+    "proxy": 2463,
+    "tests": 33742,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -95,8 +96,9 @@ def _positive(text: str) -> int:
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program, with a message, when options do not go together."""
     options.url = options.url.rstrip("/").removesuffix("/v1")
-    if not options.url.startswith(("http://", "https://")):
-        parser.error(f"--url {options.url} is no URL; write http://host:port")
+    url = urlsplit(options.url)
+    if url.scheme not in ("http", "https") or url.path:
+        parser.error(f"--url {options.url} is no URL of a server; write http://host:port")
     if options.rate is not None and not 0 < options.rate < float("inf"):
         parser.error(f"--rate {options.rate} must be above 0; leave it out for a closed loop")
     if not 0 <= options.shared_len <= options.input_len:

@@ -138,6 +138,7 @@ def test_an_error_event_is_a_failure() -> None:
         ["--endpoint", "chat", "--prompt", "token-ids"],
         ["--vocab-size", "5"],
         ["--url", "ftp://127.0.0.1"],
+        ["--url", "http://127.0.0.1/models"],
     ],
 )
 def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:

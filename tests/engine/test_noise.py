@@ -76,14 +76,6 @@ def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(
     assert int((changed[0] == whole[0]).sum()) < 3
 
 
-def test_noise_is_uniform_over_tokens_and_over_positions() -> None:
-    over_tokens = uniforms(gumbel_of_vocabulary(keys_of(0, 0, [0]), 200_000))
-    over_positions = uniforms(gumbel(keys_of(0, 0, list(range(200_000))), torch.tensor([17])))
-    for variates in (over_tokens, over_positions):
-        counts = torch.histc(variates.float(), 1000, 0, 1)
-        assert abs(chi_square(counts, 200)) < 5
-
-
 @pytest.mark.parametrize("distance", [1, 2, 64, 4096])
 def test_neighbours_are_independent(distance: int) -> None:
     """Pairs of neighbouring tokens, and of neighbouring positions, fill the unit square evenly."""

@@ -171,23 +171,6 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert drawn == logits.argmax(-1).tolist()
 
 
-def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
-    logits = make_logits(4, rows=3)
-    params = [
-        SamplingParams(temperature=0.2, top_k=2, num_logprobs=3),
-        SamplingParams(temperature=0),
-        SamplingParams(num_logprobs=0),
-    ]
-    out = sample(logits, SamplingBatch.from_params(params, [1, 2, 3]))
-    assert out.logprobs is not None
-    expected = logits.log_softmax(-1)
-    chosen = expected.gather(1, out.token_ids[:, None])[:, 0]
-    torch.testing.assert_close(out.logprobs.chosen, chosen)
-    top, top_ids = expected.topk(3)
-    torch.testing.assert_close(out.logprobs.top, top)
-    assert torch.equal(out.logprobs.top_ids, top_ids)
-
-
 @pytest.mark.parametrize(("num", "shape"), [(None, None), (0, (1, 0)), (2, (1, 2))])
 def test_logprobs_are_as_many_as_some_row_wants(num: int | None, shape: Any) -> None:
     batch = SamplingBatch.from_params([SamplingParams(num_logprobs=num)], [0])

@@ -177,16 +177,3 @@ def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else() -> None:
     shaping = shaper.masked(shaper.prepare(plan), _mask([2]))
     drawn = sample(torch.zeros(1, VOCAB), batch, shaping)
     assert drawn.token_ids.tolist() == [2]
-
-
-def test_logprobs_are_those_before_shaping() -> None:
-    bench = Bench()
-    sequence = _sequence([1], logit_bias={9: 100.0}, repetition_penalty=1.5, num_logprobs=1)
-    logits = torch.randn(1, VOCAB, generator=bench.random)
-    batch = SamplingBatch.from_params([sequence.sampling], [1])
-    drawn = sample(logits, batch, bench.shaping([sequence]))
-    assert drawn.token_ids.tolist() == [9]
-    expected = logits.log_softmax(-1)
-    assert drawn.logprobs is not None
-    torch.testing.assert_close(drawn.logprobs.chosen, expected[:, 9])
-    assert drawn.logprobs.top_ids.tolist() == [[int(expected.argmax())]]

@@ -2,8 +2,8 @@
 
 Most of these tests wait for processes to start, so a machine of many cores runs them all at once:
 each file by itself, long ones in shards, those of one GPU spread over the GPUs. Tests marked
-`alone`, which look at what a whole GPU does, come last. Prints what failed and what took longest;
-the logs are left in build/gpu-tests.
+`alone`, which look at what a whole GPU does, come last. Prints what failed; the logs, with
+what took longest, are left in build/gpu-tests.
 """
 
 import os
@@ -28,7 +28,6 @@ SHARDS = {
     "test_nothing_late": 9,
 }
 _FAILURES = re.compile(r"^(FAILED|ERROR|E   ).*", re.MULTILINE)
-_SLOWEST = re.compile(r"^ *([0-9.]+)s (?:call|setup) +(\S.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def groups(devices: list[str], *, alone: bool) -> list[Group]:
     return made
 
 
-def run(group: Group, options: list[str]) -> tuple[Group, int, float, str]:
+def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
     command = [sys.executable, "-m", "pytest", "-q", "--durations=8", "--durations-min=1"]
     command += ["-p", "no:cacheprovider", "--tb=short", "-m", group.marks, str(group.file)]
     env = {"CUDA_VISIBLE_DEVICES": group.devices, "BATON_TEST_SHARD": group.shard}
@@ -92,7 +91,7 @@ def run(group: Group, options: list[str]) -> tuple[Group, int, float, str]:
     lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
     result = lines[-1].strip("= ") if lines else (text.splitlines() or ["no output"])[-1]
     print(f"{took_s:6.1f} s  {code:3d}  {group.name}: {result[:120]}", flush=True)
-    return group, code, took_s, text
+    return group, code, text
 
 
 def visible_devices() -> list[str]:
@@ -117,14 +116,7 @@ def main(options: list[str]) -> int:
         chosen = groups(devices, alone=alone)
         with ThreadPoolExecutor(1 if alone else len(chosen) or 1) as pool:
             done += list(pool.map(lambda group: run(group, options), chosen))
-    slowest = [
-        (float(s), f"{g.name} {what}")
-        for g, _, _, text in done
-        for s, what in _SLOWEST.findall(text)
-    ]
-    for seconds, what in sorted(slowest, reverse=True)[:12]:
-        print(f"{seconds:6.1f} s  {what[-150:]}")
-    bad = [(group, text) for group, code, _, text in done if code not in (0, 5)]  # 5: no tests
+    bad = [(group, text) for group, code, text in done if code not in (0, 5)]  # 5: no tests
     for group, text in bad:
         print(f"---- {group.name}")
         found = [match.group(0)[:180] for match in _FAILURES.finditer(text)]

@@ -20,9 +20,7 @@ class AttentionSpec(NamedTuple):
 
     num_q_heads: int  # of this rank
     num_kv_heads: int  # of this rank
-    head_dim: int  # elements per head in the KV cache
     scale: float  # of the scores, before the softmax
-    mla: bool  # the model calls forward_latent
 
 
 def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
@@ -33,9 +31,7 @@ def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
     return AttentionSpec(
         num_q_heads=config.num_heads // parallel.size,
         num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
-        head_dim=config.kv_dim,
         scale=query_dim**-0.5 * correction,
-        mla=mla is not None,
     )
 
 

@@ -37,12 +37,10 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._tensors)
 
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
-        stored = self._tensors[name]
+        if (stored := self._tensors.get(name)) is None:
+            raise ModelLoadError(f"weight {name} is missing from the model's files")
         if stored.shape != shape:
             raise ModelLoadError(
                 f"weight {name} has shape {stored.shape}, the config implies {shape}"
@@ -75,9 +73,6 @@ class DummySource:
 
     def names(self) -> set[str]:
         return set()  # any can be made
-
-    def has(self, name: str) -> bool:
-        return True
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         if "norm" in name:
@@ -137,8 +132,6 @@ class WeightLoader:
         Raises:
             ModelLoadError: missing, or of another shape or an unsupported dtype.
         """
-        if not self._source.has(name):
-            raise ModelLoadError(f"weight {name} is missing from the model's files")
         self._used.add(name)
         rows = range(shape[0]) if rows is None else rows
         part = self._source.part(name, shape, rows, cols)

@@ -46,10 +46,9 @@ _EXCHANGED_BYTES: Final = 32 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
-    """Sequences of a step, rows [start, stop) of it, whose contexts fit into scratch together."""
+    """Sequences of a step whose contexts fit into scratch together."""
 
-    start: int
-    stop: int
+    rows: slice  # of the step
     batch: AttentionBatch  # over scratch
     cached_blocks: Tensor  # i64 [n] blocks of this rank's pool
     targets: Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
@@ -187,26 +186,20 @@ class ContextParallelBackend(AttentionBackend):
         tables = begins[:, None] + np.arange(int(room.max()))
         tables[np.arange(tables.shape[1]) >= room[:, None]] = 0
         part = batch.part(first, last)
-        counts = cached_blocks[first:last]
+        counts, size = cached_blocks[first:last], self._stripe.size
+        cached = [table[:n] for table, n in zip(part.block_tables, counts, strict=True)]
+        targets = [b + np.arange(n) * size for b, n in zip(begins, counts, strict=True)]
+        start = int(batch.query_lens[:first].sum())
         return _Prompts(
-            start=int(batch.query_lens[:first].sum()),
-            stop=int(batch.query_lens[:last].sum()),
+            rows=slice(start, start + part.num_tokens),
             batch=AttentionBatch(
                 query_lens=part.query_lens,
                 context_lens=part.context_lens,
                 block_tables=tables.astype(np.int32),
                 slot_mapping=self._scratch_slots(part, begins),
             ),
-            cached_blocks=self._to_device(
-                [table[:n] for table, n in zip(part.block_tables, counts, strict=True)]
-            ),
-            targets=self._to_device(
-                [
-                    begin + np.arange(n) * self._stripe.size + source
-                    for source in range(self._stripe.size)
-                    for begin, n in zip(begins, counts, strict=True)
-                ]
-            ).view(self._stripe.size, -1),
+            cached_blocks=_upload(np.concatenate(cached).astype(np.int64), self.pool.device),
+            targets=_upload(np.concatenate(targets) + np.arange(size)[:, None], self.pool.device),
         )
 
     def _scratch_slots(self, part: AttentionBatch, begins: IntArray) -> IntArray:
@@ -214,9 +207,6 @@ class ContextParallelBackend(AttentionBackend):
         before = part.context_lens - np.cumsum(part.query_lens)
         firsts = begins * self._stripe.block_size + before
         return np.repeat(firsts, part.query_lens) + np.arange(int(part.query_lens.sum()))
-
-    def _to_device(self, parts: list[IntArray]) -> Tensor:
-        return _upload(np.concatenate(parts).astype(np.int64), self.pool.device)
 
     # -- attention ---------------------------------------------------------------------------
 
@@ -237,8 +227,7 @@ class ContextParallelBackend(AttentionBackend):
             found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
             part = self._shared.forward(layer, queries, k[:count], v[:count], lse=found)
             out[:count] = self._merge(part, found)
-        for prompts in self._filled(layer):
-            rows = slice(prompts.start, prompts.stop)
+        for rows in self._filled(layer):
             own_k, own_v = (self._own_heads(x[rows]) for x in (k, v))
             out[rows] = self._alone.forward(0, q[rows], own_k, own_v)
         self._store(layer, (k, v))
@@ -263,8 +252,7 @@ class ContextParallelBackend(AttentionBackend):
                 layer, queries[..., :rank], queries[..., rank:], latent[:count], lse=found
             )
             out[:count] = self._merge(part, found)
-        for prompts in self._filled(layer):
-            rows = slice(prompts.start, prompts.stop)
+        for rows in self._filled(layer):
             out[rows] = self._alone.forward_latent(0, q_latent[rows], q_rope[rows], latent[rows])
         self._store(layer, (latent[:, None],))
         return out
@@ -291,13 +279,13 @@ class ContextParallelBackend(AttentionBackend):
         # Where nothing was read, the output may be anything, and 0 * NaN would not be 0.
         return torch.where(weights > 0, outs * weights, 0).sum(0).to(out.dtype)
 
-    def _filled(self, layer: int) -> Iterator[_Prompts]:
-        """The step's prompts, each with its cached context in scratch and planned."""
+    def _filled(self, layer: int) -> Iterator[slice]:
+        """Rows of the step's prompts, whose cached context is in scratch and planned then."""
         for prompts in self._prompts:
             if len(self._prompts) > 1:
                 self._alone.plan(prompts.batch)
             self._exchange(layer, prompts)
-            yield prompts
+            yield prompts.rows
 
     def _exchange(self, layer: int, prompts: _Prompts) -> None:
         """Puts together the cached blocks that the group's ranks keep: to each rank the heads that

@@ -35,6 +35,14 @@ def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
     )
 
 
+class Step(NamedTuple):
+    """What the attention layers of a step need besides hidden states."""
+
+    angles: Angles
+    backend: AttentionBackend
+    rows: Tensor | None = None  # i64 [R], where the layer is to compute no others
+
+
 def _elements(heads: range, dim: int) -> range:
     return range(heads.start * dim, heads.stop * dim)
 
@@ -68,29 +76,19 @@ class HeadAttention:
             if config.qk_norm
         ]
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        norm: RMSNorm,
-        angles: Angles,
-        attention: AttentionBackend,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Adds to hidden [T, hidden], in place, what attention makes of it after the norm.
-
-        Returns:
-            hidden, or only its rows [R, hidden] where these are given.
-        """
+    def __call__(self, hidden: Tensor, norm: RMSNorm, step: Step) -> Tensor:
+        """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
+        it, or only the wanted rows [R, hidden]."""
         num_tokens = hidden.shape[0]
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
         if self._head_norms:
             q, k = (norm(x) for norm, x in zip(self._head_norms, (q, k), strict=True))
-        cos_sin = self._rope.cos_sin(angles)
-        if cos_sin is None or not attention.rotates:
-            (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
-        attended = attention.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
-        if rows is not None:
-            attended, hidden = attended[rows], hidden[rows]
+        cos_sin = self._rope.cos_sin(step.angles)
+        if cos_sin is None or not step.backend.rotates:
+            (q, k), cos_sin = self._rope.rotate_pair(q, k, step.angles), None
+        attended = step.backend.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
+        if step.rows is not None:
+            attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)
 
 
@@ -140,14 +138,7 @@ class LatentAttention:
             loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel
         )
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        norm: RMSNorm,
-        angles: Angles,
-        attention: AttentionBackend,
-        rows: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm, step: Step) -> Tensor:
         """See HeadAttention."""
         mla, x = self._mla, norm(hidden)
         compressed, *low = self._down(x)
@@ -155,12 +146,11 @@ class LatentAttention:
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], angles)[:, 0]
+        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], step.angles)[:, 0]
         latent = torch.cat((self._latent_norm(compressed[:, : mla.kv_lora_rank]), key_rope), dim=-1)
-        attended = attention.forward_latent(
-            self._layer, q_latent, self._rope.rotate(q_rope, angles), latent
-        )
-        if rows is not None:
-            attended, hidden = attended[rows], hidden[rows]
+        q_rope = self._rope.rotate(q_rope, step.angles)
+        attended = step.backend.forward_latent(self._layer, q_latent, q_rope, latent)
+        if step.rows is not None:
+            attended, hidden = attended[step.rows], hidden[step.rows]
         values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)

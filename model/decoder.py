@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from attention.base import AttentionBackend
-from model.attention_layers import AttentionSpec, HeadAttention, LatentAttention, attention_spec
+from model.attention_layers import (
+    AttentionSpec,
+    HeadAttention,
+    LatentAttention,
+    Step,
+    attention_spec,
+)
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.layers import GatedMLP, RMSNorm, Vocabulary, load_norm
@@ -79,10 +85,11 @@ class CausalLM:
             [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
         """
         hidden = self._vocab.embed(token_ids)
-        angles = self._rope.angles(positions)
+        step = Step(self._rope.angles(positions), attention)
         for index, layer in enumerate(self._layers, 1):
-            wanted = rows if index == len(self._layers) else None
-            hidden = layer.attention(hidden, layer.norm, angles, attention, wanted)
+            if index == len(self._layers):
+                step = step._replace(rows=rows)
+            hidden = layer.attention(hidden, layer.norm, step)
             hidden = layer.feed_forward(hidden, layer.mlp_norm)
         return self._norm(hidden)
 

@@ -24,39 +24,34 @@ _A100 = Gpu(num_sms=108, capability=8)
 _T4 = Gpu(num_sms=40, capability=7)
 
 
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "max_seqs", "gpu", "planned"),
-    [
-        ((32, 32), 128, 1500, _H200, 420_857_856),  # more than the 384 MiB that once were enough
-        ((32, 8), 128, 1500, _H200, 123_773_952),
-        ((64, 8), 64, 512, _H200, 25_525_760),
-        ((16, 8), 256, 256, _A100, 37_764_608),
-        ((168, 7), 256, 1500, _T4, 949_699_296),
-    ],
-)
-def test_captured_steps_take_what_the_planner_reserves(
-    heads: tuple[int, int], head_dim: int, max_seqs: int, gpu: Gpu, planned: int
-) -> None:
-    """It is as much for contexts of any length."""
-    limits = StepLimits(max_seqs=max_seqs, max_tokens=8192)
-    assert workspace_of(*heads, head_dim, limits, gpu).floats == planned
+def captured(max_seqs: int) -> StepLimits:
+    return StepLimits(max_seqs=max_seqs, max_tokens=8192)
+
+
+def prompts(max_tokens: int) -> StepLimits:
+    return StepLimits(max_seqs=4, max_tokens=max_tokens, captured=False)
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "max_tokens", "gpu", "planned"),
+    ("heads", "head_dim", "limits", "gpu", "planned"),
     [
-        ((32, 32), 128, 8192, _H200, 16_908_288),
-        ((32, 8), 128, 8192, _H200, 17_436_672),
-        ((8, 1), 128, 2048, _H200, 17_436_672),
-        ((16, 8), 256, 2048, _A100, 14_211_072),
-        ((32, 4), 64, 300, _H200, 8_785_920),
+        # Captured steps: the same for contexts of any length.
+        ((32, 32), 128, captured(1500), _H200, 420_857_856),  # more than 384 MiB
+        ((32, 8), 128, captured(1500), _H200, 123_773_952),
+        ((64, 8), 64, captured(512), _H200, 25_525_760),
+        ((16, 8), 256, captured(256), _A100, 37_764_608),
+        ((168, 7), 256, captured(1500), _T4, 949_699_296),
+        # The most for prompts of 1 token and more behind contexts of 0, 1,000 and 100,000.
+        ((32, 32), 128, prompts(8192), _H200, 16_908_288),
+        ((32, 8), 128, prompts(8192), _H200, 17_436_672),
+        ((8, 1), 128, prompts(2048), _H200, 17_436_672),
+        ((16, 8), 256, prompts(2048), _A100, 14_211_072),
+        ((32, 4), 64, prompts(300), _H200, 8_785_920),
     ],
 )
-def test_other_steps_take_what_the_planner_asks_for_at_most(
-    heads: tuple[int, int], head_dim: int, max_tokens: int, gpu: Gpu, planned: int
+def test_steps_take_what_the_planner_asks_for_at_most(
+    heads: tuple[int, int], head_dim: int, limits: StepLimits, gpu: Gpu, planned: int
 ) -> None:
-    """Of prompts of 1 to `max_tokens` tokens behind cached contexts of 0, 1,000 and 100,000."""
-    limits = StepLimits(max_seqs=4, max_tokens=max_tokens, captured=False)
     assert workspace_of(*heads, head_dim, limits, gpu).floats == planned
 
 

@@ -17,18 +17,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2327,
+    "attention": 2315,
     "benchmarks": 2307,
     "decode_server": 612,
     "deploy": 820,
     "engine": 8309,
     "kvcache": 6876,
     "kvcache/transfer": 5597,
-    "model": 2884,
+    "model": 2870,
     "prefill_server": 337,
     "protocol": 5164,
     "proxy": 2463,
-    "tests": 33705,
+    "tests": 33683,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

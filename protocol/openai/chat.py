@@ -1,7 +1,7 @@
 """The body of /v1/chat/completions."""
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
@@ -19,7 +19,6 @@ from protocol.openai.structured import GuidedDecoding, only_one
 from protocol.openai.tools import OfferedTools, ToolChoice, Tools, read_tools
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-_ROLES: tuple[Role, ...] = get_args(Role)
 
 # What a chat template gets from the server; a client's own variables cannot take their place.
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -78,7 +77,7 @@ class Message(Strict):
         tool_call_id: of a tool's turn, the call that it answers.
     """
 
-    role: Role = Field(description=", ".join(_ROLES[:-1]) + f" or {_ROLES[-1]}")
+    role: Role = Field(description="system, developer, user, assistant or tool")
     content: Annotated[
         str, Read(str | Annotated[list[TextPart], Field(fail_fast=True)], joined)
     ] = Field("", description="a string or a list of text parts")

@@ -4,7 +4,6 @@ import html
 import json
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from protocol.openai import responses_request, tokenize  # noqa: F401  # all are in BODIES then
@@ -23,19 +22,16 @@ _GETS = {
 }
 
 
-class ErrorObject(BaseModel):
-    """As errors.py makes it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-    phase: str
-    retryable: bool
+def _object(**members: Any) -> Schema:
+    return {"type": "object", "properties": members, "required": [*members]}
 
 
-class Error(BaseModel):
-    error: ErrorObject
+_TEXT = {"type": "string"}
+_ERROR = _object(  # as errors.py makes it
+    **dict.fromkeys(("message", "type", "code", "phase"), _TEXT),
+    param={"type": ["string", "null"]},
+    retryable={"type": "boolean"},
+)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -45,23 +41,24 @@ class _Untitled(GenerateJsonSchema):
 
 def document() -> Schema:
     """The OpenAPI 3.1 document as JSON types."""
-    models: list[type[BaseModel]] = [Error, *BODIES.values()]
     _, schemas = models_json_schema(
-        [(model, "validation") for model in models], ref_template=_REF, schema_generator=_Untitled
+        [(model, "validation") for model in BODIES.values()],
+        ref_template=_REF,
+        schema_generator=_Untitled,
     )
     paths: Schema = {
         path: {"post": _operation(body.summary, body)} for path, body in BODIES.items()
     }
     paths |= {path: {"get": _operation(summary)} for path, summary in _GETS.items()}
     paths["/v1/models/{name}"]["get"]["parameters"] = [
-        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     ]
     paths["/metrics"]["get"]["responses"]["200"]["content"] = {"text/plain": {}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": {**schemas["$defs"], "Error": _object(error=_ERROR)}},
     }
 
 

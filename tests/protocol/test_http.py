@@ -4,7 +4,6 @@ test_bodies.py has the rest."""
 import asyncio
 import json
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,46 +29,41 @@ class _Loop(asyncio.SelectorEventLoop):
         return self.now_s
 
 
-def ends(at_s: list[float], cancelled: bool = False) -> float | None:
-    """When a countdown of 4 s from 0 on ends, on a loop that looks at these times."""
+def halves(*spans: tuple[float, float]) -> list[float]:
+    """All half seconds of these spans."""
+    return [half / 2 for start, stop in spans for half in range(int(2 * start), int(2 * stop) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("looks", "cancelled_at", "end"),
+    [
+        (halves((0, 10)), 5.0, 4.0),
+        (halves((0, 6)), 3.0, None),
+        # Where it stood still for long it looks again before it gives up:
+        (halves((0, 0.5), (100, 110)), None, 103.0),
+        (halves((0, 2.5), (100, 110)), None, 101.0),
+        (halves((0, 3.5), (100, 110)), None, 101.0),
+        ([100.0 * turn for turn in range(10)], None, 500.0),  # always late
+    ],
+)
+def test_a_countdown_of_4_s_ends(
+    looks: list[float], cancelled_at: float | None, end: float | None
+) -> None:
     found: list[float] = []
 
     async def look() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
         countdown = Countdown(loop, 4.0, lambda: found.append(loop.now_s))
-        for index, loop.now_s in enumerate(at_s):
-            if cancelled and index == len(at_s) // 2:
+        for loop.now_s in looks:
+            if loop.now_s == cancelled_at:
                 countdown.cancel()
             for _ in range(3):
                 await asyncio.sleep(0)
-        countdown.cancel()
 
-    make: Callable[[], _Loop] = _Loop
-    with asyncio.Runner(loop_factory=make) as runner:
+    with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(look())
-    return found[0] if found else None
-
-
-def seconds(*spans: tuple[float, float]) -> list[float]:
-    """All half seconds of these spans."""
-    return [half / 2 for start, stop in spans for half in range(int(2 * start), int(2 * stop) + 1)]
-
-
-def test_silence_ends_when_its_time_is_over() -> None:
-    assert ends(seconds((0, 10))) == 4.0
-    assert ends(seconds((0, 10)), cancelled=True) == 4.0
-    assert ends(seconds((0, 6)), cancelled=True) is None
-
-
-@pytest.mark.parametrize("stopped_at", [0, 0.5, 1, 2.5, 3, 3.5])
-def test_a_process_that_stood_still_looks_again_before_it_gives_up(stopped_at: float) -> None:
-    end = ends(seconds((0, stopped_at), (100, 110)))
-    assert end is not None and end >= 101.0
-
-
-def test_a_loop_that_is_always_late_gives_up_in_the_end() -> None:
-    assert ends([100.0 * turn for turn in range(10)]) == 500.0
+    assert found == ([] if end is None else [end])
 
 
 async def test_the_error_of_a_connection_keeps_nothing_of_the_body() -> None:

@@ -12,10 +12,12 @@ A reply repeats its request's nonce, so a late one answers no other question.
 import hashlib
 import hmac
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from protocol.errors import PeerIncompatible
 from protocol.short_repr import short_repr
@@ -26,7 +28,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # by
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
-MAX_ID_CHARS = 128  # of nonces, lease ids, attempt ids and incarnations
 _MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
 
 
@@ -171,16 +172,19 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
         yield f"{where}.layout", layout.nbytes, fits, f"fit in nbytes {rank.nbytes}"
 
 
+_Id = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
 class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True):
-    nonce: str
+    nonce: _Id
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """About one lease."""
 
-    nonce: str
-    incarnation: str
-    lease_id: str
+    nonce: _Id
+    incarnation: _Id
+    lease_id: _Id
 
 
 class Renew(LeaseRequest, frozen=True, tag="renew"): ...
@@ -189,7 +193,7 @@ class Renew(LeaseRequest, frozen=True, tag="renew"): ...
 class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
     """The fence: may the bytes read under this lease be used? Repeatable by the same attempt."""
 
-    attempt_id: str
+    attempt_id: _Id
 
 
 class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
@@ -225,7 +229,6 @@ class FrameError(ValueError):
 Request = GetMetadata | LeaseRequest
 Reply = Metadata | Ok | Gone | Refused
 
-_encode = msgspec.msgpack.Encoder().encode
 _requests = GetMetadata | Renew | Complete | AbortLease
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -234,25 +237,26 @@ _REPLY = b"baton side channel reply"
 _MAC_BYTES = 32
 
 
-def seal_request(request: Request, secret: bytes) -> bytes:
-    return _sealed(_REQUEST, request, secret)
+def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
 
 
-def seal_reply(reply: Reply, secret: bytes) -> bytes:
-    return _sealed(_REPLY, reply, secret)
+def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return _mac(label, payload, secret) + payload
+
+
+seal_request: Callable[[Request, bytes], bytes] = partial(_sealed, _REQUEST)
+seal_reply: Callable[[Reply, bytes], bytes] = partial(_sealed, _REPLY)
 
 
 def open_request(message: bytes, secret: bytes) -> Request:
     """Raises FrameError unless the message is an authentic, well-formed request."""
     _check_authentic(message, _REQUEST, secret)
     try:
-        request = _request_decoder.decode(message[_MAC_BYTES:])
+        return _request_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:
         raise FrameError(f"request is malformed: {error}") from error
-    for field in request.__struct_fields__:
-        if not 1 <= len(getattr(request, field)) <= MAX_ID_CHARS:
-            raise FrameError(f"{field} must have 1 to {MAX_ID_CHARS} characters")
-    return request
 
 
 def open_reply(message: bytes, secret: bytes) -> Reply:
@@ -265,15 +269,6 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
     if not isinstance(reply, Refused):
         _check_authentic(message, _REPLY, secret)
     return reply
-
-
-def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> bytes:
-    payload = _encode(message)
-    return _mac(label, payload, secret) + payload
-
-
-def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
-    return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
 
 
 def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:

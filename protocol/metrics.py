@@ -204,23 +204,20 @@ class Metrics:
         options = {"buckets": spec.buckets_s} if spec.kind == "histogram" else {}
         return kind(spec.name, spec.help, spec.labels, registry=self._registry, **options)
 
-    def begin(self, name: str, **labels: str) -> None:
-        """Exposes a counter or gauge with labels from now on, with 0 until it is touched."""
-        self._child(name, labels)
+    def begin(self, name: str, **labels: str) -> Any:
+        """A series, which is exposed from now on: a counter or a gauge with 0 at first."""
+        return self._own[name].labels(**labels) if labels else self._own[name]
 
     def inc(self, name: str, amount: float = 1, **labels: str) -> None:
         """Adds to a counter or a gauge."""
-        self._child(name, labels).inc(amount)
-
-    def dec(self, name: str, amount: float = 1, **labels: str) -> None:
-        self._child(name, labels).dec(amount)
+        self.begin(name, **labels).inc(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        self._child(name, labels).set(value)
+        self.begin(name, **labels).set(value)
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-        self._child(name, labels).observe(seconds)
+        self.begin(name, **labels).observe(seconds)
 
     def update_engine(self, values: Mapping[str, float]) -> None:
         """Takes over EngineStats.values; see `stat_key` for the keys."""
@@ -237,6 +234,3 @@ class Metrics:
     def expose(self) -> bytes:
         """The Prometheus text format, to be served as CONTENT_TYPE."""
         return generate_latest(self._registry)
-
-    def _child(self, name: str, labels: dict[str, str]) -> Any:
-        return self._own[name].labels(**labels) if labels else self._own[name]

@@ -92,7 +92,7 @@ class RequestStats:
 
     def _report(self, outcome: str, detail: str) -> None:
         seconds = time.perf_counter() - self._start_s
-        self._metrics.dec("baton_requests_in_progress")
+        self._metrics.inc("baton_requests_in_progress", -1)
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
         if self._last_s is not None:
             self._metrics.observe("baton_request_seconds", seconds)

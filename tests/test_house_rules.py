@@ -26,9 +26,9 @@ MAX_LINES = {
     "kvcache/transfer": 5597,
     "model": 2870,
     "prefill_server": 337,
-    "protocol": 5164,
+    "protocol": 5152,
     "proxy": 2463,
-    "tests": 33683,
+    "tests": 33677,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -27,29 +27,6 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says when it is over
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 13, 14])
-def test_pulled_kv_continues_the_prompt(make_pair: MakePair, length: int) -> None:
-    pair, prompt = make_pair(), PROMPT[:length]
-    name = pair.ask(prompt, pair.prefill(prompt))
-    assert pair.answer(name) == expected_output(prompt, 6)
-    assert pair.usage(name) == (length, 0, 0)
-    pair.settle()
-
-
-@pytest.mark.parametrize(
-    ("p_block", "d_block", "p_order", "d_order"),
-    [(4, 8, "BHLCND", "BHLCND"), (8, 3, "LCBNHD", "BHLCND"), (6, 4, "BHLCND", "LBCNHD")],
-)
-def test_unequal_geometries_are_bridged(
-    make_pair: MakePair, p_block: int, d_block: int, p_order: str, d_order: str
-) -> None:
-    pair = make_pair(p_block_size=p_block, d_block_size=d_block, p_order=p_order, d_order=d_order)
-    for prompt in (PROMPT, [*PROMPT[:9], 40, 41, 42]):
-        name = pair.ask(prompt, pair.prefill(prompt))
-        assert pair.answer(name) == expected_output(prompt, 6)
-    pair.settle()
-
-
 def test_every_series_is_there_before_its_first_event(make_pair: MakePair) -> None:
     stats = make_pair().d.core.stats()
     paths = [
@@ -90,15 +67,6 @@ def test_a_stalled_pull_does_not_hold_up_the_running_batch(make_pair: MakePair) 
     assert len(pair.d.out.tokens(stalled)) == 1
     pair.d.agent.resume()
     assert pair.answer(stalled) == expected_output(PROMPT, 6)
-
-
-def test_cached_blocks_are_not_pulled(make_pair: MakePair) -> None:
-    pair = make_pair()
-    for transferred, skipped in ((14, 0), (2, 12)):
-        name = pair.ask(PROMPT, pair.prefill(PROMPT))
-        assert pair.answer(name) == expected_output(PROMPT, 6)
-        assert pair.usage(name) == (transferred, 0, skipped)
-    pair.settle()
 
 
 @pytest.mark.parametrize(
@@ -173,20 +141,6 @@ def test_cached_tokens_are_those_that_neither_server_computed(
     assert pair.usage(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
     told = pair.d.out.terminals(name)[0].usage
     assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
-    pair.settle()
-
-
-def test_a_read_that_does_not_end_quarantines_its_blocks_until_it_does(
-    make_pair: MakePair,
-) -> None:
-    pair = make_pair(settings=HANGS)
-    pair.d.agent.stall()
-    name = _begin_read(pair, PROMPT)
-    pair.skip(HANGS.pull_timeout_s)
-    assert pair.answer(name) == expected_output(PROMPT, 6)
-    counts = pair.d.core.scheduler.allocator.counts()
-    assert counts[5] == 4, "four blocks may still be written to by the READ"
-    pair.d.agent.resume()
     pair.settle()
 
 
@@ -352,16 +306,6 @@ def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
     (end,) = pair.d.out.terminals(gone)
     assert end.finish_reason == "abort"
     pair.settle()  # P's clock stands still: no lease expires
-
-
-def test_a_request_that_ends_with_its_first_token_gives_the_lease_back(
-    make_pair: MakePair,
-) -> None:
-    pair = make_pair()
-    name = pair.ask(PROMPT, pair.prefill(PROMPT), max_tokens=1)
-    assert pair.answer(name) == expected_output(PROMPT, 1)
-    assert pair.usage(name) == (0, 0, 0)
-    pair.settle()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])

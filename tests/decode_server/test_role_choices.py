@@ -89,29 +89,6 @@ def test_a_failed_pull_is_up_to_the_policy(
     pair.settle()
 
 
-@pytest.mark.parametrize("gone", [[0], [1], [1, 0], [None]])
-@pytest.mark.parametrize("stalled", [False, True])
-def test_aborts_of_choices_at_any_time(
-    make_pair: MakePair, gone: list[int | None], stalled: bool
-) -> None:
-    pair = make_pair()
-    for rounds in range(5):
-        params = pair.prefill(PROMPT, num_choices=2)
-        if stalled:
-            pair.d.agent.stall()
-        name = pair.ask(PROMPT, params, num_choices=2)
-        for _ in range(rounds):
-            pair.d.core.round([])
-        for choice in gone:
-            pair.d.core.round([AbortRequest(name, choice)])
-        pair.d.agent.resume()
-        answers = pair.answers(name, 2)
-        for choice, expected in enumerate(_expected(PROMPT, 2)):
-            was_cut = None in gone or choice in gone
-            assert answers[choice] == (expected[: len(answers[choice])] if was_cut else expected)
-        pair.settle()
-
-
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_prompt_logprobs_come_with_the_reference(make_pair: MakePair, num_top: int) -> None:
     pair = make_pair()

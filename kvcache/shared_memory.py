@@ -12,8 +12,6 @@ import os
 import secrets
 from hmac import compare_digest
 
-import numpy as np
-
 TOKEN_BYTES = 16
 _NAME = "baton-kv"
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
@@ -50,8 +48,8 @@ class SharedMemory:
             os.close(self.fd)  # the mapping has a descriptor of its own
 
 
-class OpenedMemory:
-    """Another process's memory, readable here until `close`.
+def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
+    """Another process's memory, readable here until it is closed.
 
     Args:
         pid, fd, token: of the owner's SharedMemory.
@@ -60,35 +58,24 @@ class OpenedMemory:
     Raises:
         NotShared: the owner is gone, may not be looked at, or this is not the file it announced.
     """
-
-    def __init__(self, pid: int, fd: int, token: bytes, nbytes: int) -> None:
-        path = f"/proc/{pid}/fd/{fd}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # open nothing else
-                raise NotShared("its file is another one")
-            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise NotShared(f"its memory cannot be opened: {error}") from error
-        try:
-            self._mapping = _map(opened, token, nbytes)
-            self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
-        except OSError as error:
-            raise NotShared(f"its memory cannot be mapped: {error}") from error
-        finally:
-            os.close(opened)
-
-    def close(self) -> None:
-        """Nobody reads at `address` any more."""
-        self._mapping.close()
-
-
-def _map(fd: int, token: bytes, nbytes: int) -> mmap.mmap:
-    size = os.fstat(fd).st_size
-    if size != _file_bytes(nbytes):
-        raise NotShared(f"its memory has {size} bytes, not the {_file_bytes(nbytes)} it must have")
-    if fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS:
-        raise NotShared("its memory may still be cut short")
-    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # open nothing else
+            raise NotShared("its file is another one")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise NotShared(f"its memory cannot be opened: {error}") from error
+    try:
+        wanted, size = _file_bytes(nbytes), os.fstat(opened).st_size
+        if size != wanted:
+            raise NotShared(f"its memory has {size} bytes, not the {wanted} it must have")
+        if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
+            raise NotShared("its memory may still be cut short")
+        mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise NotShared(f"its memory cannot be mapped: {error}") from error
+    finally:
+        os.close(opened)
     if not compare_digest(mapping[size - TOKEN_BYTES :], token):
         mapping.close()
         raise NotShared("its memory is another engine's")

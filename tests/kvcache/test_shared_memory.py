@@ -1,6 +1,5 @@
 """A pool's memory, opened by others: only the right one, read-only, for longer than its owner."""
 
-import ctypes
 import mmap
 import os
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.shared_memory import TOKEN_BYTES, NotShared, OpenedMemory, SharedMemory
+from kvcache.shared_memory import TOKEN_BYTES, NotShared, SharedMemory, open_memory
 
 NBYTES = 3 * mmap.PAGESIZE + 100
 ROOT = Path(__file__).parents[2]
@@ -24,10 +23,6 @@ sys.stdin.readline()
 """
 
 
-def read(memory: OpenedMemory, offset: int) -> int:
-    return ctypes.c_ubyte.from_address(memory.address + offset).value
-
-
 def owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
     argv = [sys.executable, "-c", OWNER, str(NBYTES)]
     pipe = subprocess.PIPE
@@ -39,14 +34,14 @@ def owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
 
 def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() -> None:
     process, pid, fd, token = owner()
-    memory = OpenedMemory(pid, fd, token, NBYTES)
-    assert read(memory, 5) == 77 and read(memory, 6) == 0
+    memory = open_memory(pid, fd, token, NBYTES)
+    assert memory[5] == 77 and memory[6] == 0
     process.kill()
     process.communicate()
-    assert read(memory, 5) == 77
+    assert memory[5] == 77
     memory.close()
     with pytest.raises(NotShared, match="cannot be opened"):
-        OpenedMemory(pid, fd, token, NBYTES)
+        open_memory(pid, fd, token, NBYTES)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +59,12 @@ def test_what_is_not_the_announced_memory_is_refused(change: dict, reason: str) 
     mine = SharedMemory(NBYTES)
     values = {"pid": os.getpid(), "fd": mine.fd, "token": mine.token, "nbytes": NBYTES}
     with pytest.raises(NotShared, match=reason):
-        OpenedMemory(**(values | change))
+        open_memory(**(values | change))
 
 
 def test_a_file_of_another_kind_is_not_opened(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as file, pytest.raises(NotShared, match="another one"):
-        OpenedMemory(os.getpid(), file.fileno(), b"", 1)
+        open_memory(os.getpid(), file.fileno(), b"", 1)
 
 
 def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
@@ -77,7 +72,7 @@ def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
     os.ftruncate(fd, 2 * mmap.PAGESIZE)
     try:
         with pytest.raises(NotShared, match="cut short"):
-            OpenedMemory(os.getpid(), fd, b"\0" * TOKEN_BYTES, mmap.PAGESIZE)
+            open_memory(os.getpid(), fd, b"\0" * TOKEN_BYTES, mmap.PAGESIZE)
     finally:
         os.close(fd)
 
@@ -87,9 +82,9 @@ def test_it_begins_zeroed_on_a_page_cannot_shrink_and_closes_its_file_with_its_e
     array = np.frombuffer(mine.mapping, np.uint8)
     assert array.ctypes.data % mmap.PAGESIZE == 0
     assert not array[:NBYTES].any()
-    memory = OpenedMemory(os.getpid(), mine.fd, mine.token, NBYTES)
+    memory = open_memory(os.getpid(), mine.fd, mine.token, NBYTES)
     mine.mapping[NBYTES - 1] = 9
-    assert read(memory, NBYTES - 1) == 9  # later writes are seen
+    assert memory[NBYTES - 1] == 9  # later writes are seen
     with pytest.raises(PermissionError):
         os.ftruncate(mine.fd, 0)
     fd = mine.fd

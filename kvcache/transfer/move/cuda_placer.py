@@ -15,7 +15,7 @@ divisions find a unit's layer and component, and so its factor.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -221,14 +221,14 @@ class CudaPlacer(Placer):
         launch(*kind, self._num_programs, *numbers)
 
 
-def placer_for(pool: KVPool, *, busy: Callable[[], bool], convert: bool) -> Placer:
-    """The kernel's on a GPU, compiled for all that a peer may have; torch's elsewhere.
+def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
+    """A GPU's own, compiled for all that a peer may have; torch's on a CPU.
 
     Args:
-        busy, convert: as of CudaPlacer and its `compile`.
+        convert, options: as of `compile` and of CudaPlacer.
     """
     if pool.device.type == "cpu":
         return Placer(pool)
-    placer = CudaPlacer(pool, busy=busy)
+    placer = CudaPlacer(pool, **options)
     placer.compile(convert=convert)
     return placer

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotShared, OpenedMemory
+from kvcache.shared_memory import NotShared, open_memory
 from kvcache.transfer.move import cuda
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
@@ -119,10 +120,11 @@ def open_host(rank: RankMetadata) -> Memory:
     if rank.device_kind != "cpu" or record.fd < 0:
         raise NotMappable(f"its KV is in {rank.device_kind} memory that is not shared")
     try:
-        memory = OpenedMemory(record.pid, record.fd, record.token, rank.nbytes)
+        mapping = open_memory(record.pid, record.fd, record.token, rank.nbytes)
     except NotShared as error:
         raise NotMappable(str(error)) from error
-    return Memory(memory.address, bytes_at(memory.address, rank.nbytes), memory.close)
+    address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+    return Memory(address, bytes_at(address, rank.nbytes), mapping.close)
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.cuda_placer import placer_for
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.plan import Step
@@ -22,17 +22,8 @@ _PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading tak
 
 
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
-    """What places quickly out of staging memory.
-
-    Args:
-        convert: KV may be of another dtype or other scales.
-    """
-    if pool.device.type != "cuda":
-        return Placer(pool)
-    # No copy engines, which read.
-    placer = CudaPlacer(pool, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
-    placer.compile(convert=convert)
-    return placer
+    """What places quickly out of staging memory; not by copy engines, which read."""
+    return placer_for(pool, convert=convert, num_programs=_PROGRAMS, long_run_bytes=sys.maxsize)
 
 
 class StagingBuffer:

@@ -18,6 +18,7 @@ from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
+from kvcache.blocks import BlockState
 from kvcache.transfer.move.cuda_placer import placer_for
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -83,7 +84,7 @@ class DecodeConnector(KVConnector):
         self._locked_out: dict[Sequence, float] = {}  # and since when
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[PeerKey, list[Sequence]] = {}
-        self._undrained: dict[str, tuple[list[int], bool]] = {}  # blocks, whether quarantined
+        self._undrained: dict[str, list[int]] = {}  # blocks that READs may still write to
         self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
@@ -137,7 +138,7 @@ class DecodeConnector(KVConnector):
         self._release_remote(sequence)
         if sequence.phase is Phase.RECEIVING:
             fresh = self.core.scheduler.abandon(sequence)
-            self._undrained[sequence.request_id] = (fresh, False)
+            self._undrained[sequence.request_id] = fresh
             return True
         self._stop_connecting(sequence)
         return False
@@ -250,7 +251,7 @@ class DecodeConnector(KVConnector):
         if event.drained:
             scheduler.allocator.cancel_receive(fresh)
         else:
-            self._undrained[event.pull_id] = (fresh, True)
+            self._undrained[event.pull_id] = fresh
         self._give_up_remote(sequence, event.error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
@@ -268,15 +269,12 @@ class DecodeConnector(KVConnector):
 
     def _on_stuck(self, pull_id: str) -> None:
         """An aborted sequence's READs hang: its blocks count like those of a pull that failed."""
-        blocks, quarantined = self._undrained.get(pull_id, ([], True))
-        if not quarantined:
-            self.core.scheduler.allocator.quarantine(blocks)
-            self._undrained[pull_id] = (blocks, True)
+        blocks, allocator = self._undrained.get(pull_id, []), self.core.scheduler.allocator
+        allocator.quarantine(b for b in blocks if allocator.state(b) is BlockState.RECEIVING)
 
     def _on_drained(self, pull_id: str) -> None:
-        blocks, quarantined = self._undrained.pop(pull_id, ([], False))
-        allocator = self.core.scheduler.allocator
-        if quarantined:
+        blocks, allocator = self._undrained.pop(pull_id, []), self.core.scheduler.allocator
+        if any(allocator.state(block) is BlockState.QUARANTINED for block in blocks):
             allocator.unquarantine(blocks)
         else:
             allocator.cancel_receive(blocks)

@@ -309,14 +309,10 @@ class BlockAllocator:
                 raise IntegrityError(f"I2: {sorted(listed)} are listed as {state.name}: {expected}")
 
     def _check_block(self, block: int) -> None:
-        uses, leases, state = self._uses[block], self._leases[block], self._states[block]
-        referred = bool(uses or leases or self._cached[block])
-        if uses < 0 or leases < 0:
-            raise IntegrityError(f"I2: negative count in {self._describe(block)}")
-        if block == NULL_BLOCK and (referred or state is not BlockState.FREE):
-            raise IntegrityError(f"I2: the null block is in use: {self._describe(block)}")
-        if state in (BlockState.RECEIVING, BlockState.QUARANTINED):
-            if referred:
-                raise IntegrityError(f"I2: two owners of {self._describe(block)}")
-        elif state is not self._derived(block):
+        """The references tell the state; blocks in an exclusive one have none, nor has block 0."""
+        state, free = self._states[block], BlockState.FREE
+        is_exclusive = state in (BlockState.RECEIVING, BlockState.QUARANTINED)
+        told = free if is_exclusive or block == NULL_BLOCK else state
+        is_negative = self._uses[block] < 0 or self._leases[block] < 0
+        if is_negative or self._derived(block) is not told:
             raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")

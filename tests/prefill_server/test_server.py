@@ -29,11 +29,8 @@ def _prepare(**members: Any) -> list[bool]:
     return [add.retain_kv for add in PrefillHooks(b"secret").prepare(request, adds, _READY)]
 
 
-def test_do_remote_decode_retains_the_kv_of_every_prompt() -> None:
+def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does() -> None:
     assert _prepare() == [True, True]
-
-
-def test_an_ordinary_request_retains_nothing() -> None:
     assert _prepare(kv_transfer_params=None, max_tokens=9) == [False, False]
 
 
@@ -77,17 +74,11 @@ def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
     assert hooks.refused({**release, "transfer_id": "a"}) == [AbortRequest(i) for i in "001"]
 
 
-@pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"]])
+@pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])
 def test_what_is_no_name_of_a_transfer_names_none(name: object) -> None:
-    hooks = PrefillHooks(b"secret")
-    hooks.admit(_adds(3), _READY, **_ask(name))
+    hooks, is_named = PrefillHooks(b"secret"), name != "ordinary"
+    hooks.admit(_adds(3, retain_kv=is_named), _READY, **_ask(name))
     assert hooks.refused({"transfer_id": name}) == []
-
-
-def test_ordinary_requests_have_no_transfer() -> None:
-    hooks = PrefillHooks(b"secret")
-    hooks.admit(_adds(3, retain_kv=False), _READY, {"transfer_id": "a"})
-    assert hooks.refused({"transfer_id": "a"}) == []
 
 
 def test_the_oldest_transfers_are_forgotten_first() -> None:
@@ -134,13 +125,8 @@ def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> 
     hooks.admit(_adds(80, 80), _READY)
     with pytest.raises(Overloaded):
         hooks.admit(_adds(1, 1), _READY)
-
-
-def test_one_prompt_or_an_ordinary_request_may_take_what_there_is() -> None:
-    hooks = PrefillHooks(b"secret")
-    for adds in (_adds(320), _adds(320), _adds(300, 300, retain_kv=False)):
+    for adds in (_adds(320), _adds(300, 300, retain_kv=False)):  # take what there is
         hooks.admit(adds, _READY)()
-    hooks.admit(_adds(80, 80), _READY)
 
 
 def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server() -> None:

@@ -1,19 +1,17 @@
 """The planner: from two geometries and a token range to the steps that move exactly those bytes.
 
-There is no case per feature. Tensor parallelism decides whose heads are wanted from whom
-(endpoint.py), context parallelism picks a rank's blocks beforehand (kvcache/stripe.py), blocks of
-both sides cut the tokens and the layouts' strides decide how long the runs are (block_copy.py).
-Ways of moving the copies compete on cost:
+Tensor parallelism decides whose heads are wanted from whom (endpoint.py), context parallelism picks
+a rank's blocks beforehand (kvcache/stripe.py), blocks of both sides cut the tokens and the layouts'
+strides decide how long the runs are (block_copy.py). Two paths compete on cost:
 
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then place them
 
 (A mapped pull reads nothing: its copies are placed out of P's memory, and need no plan.)
 
-A run ends where what is wanted ends: part of a block may be hundreds of short runs where the whole
-block is one. So either way may read the rest of a block too, if that costs less: never more than
-the leased blocks, and straight into place only the rest of the sequence's last block, which is the
-sequence's own and holds nothing yet.
+Part of a block may be hundreds of short runs where the whole block is one. So where that costs less
+either path reads the rest of a block, too: never more than the leased blocks, and straight into
+place only the rest of the last block, which is the sequence's own and holds nothing yet.
 
 A slot of staging memory is a paged memory with P's layout and fewer blocks, one for each head
 group: reading into it is a copy between two layouts of one order, whose runs stay long, and placing
@@ -328,14 +326,6 @@ class TransferPlan:
         return f"{self.path}: {runs}; {self.reason}"
 
 
-class _Decision(NamedTuple):
-    """What was decided for a pull, and holds for those like it."""
-
-    way: Way
-    seconds_per_token: float
-    reason: str
-
-
 class Planner:
     """Plans the pulls of one rank of D from one engine; kept, as it remembers its decisions.
 
@@ -367,7 +357,8 @@ class Planner:
         self._factors = scale_factors(remote[0], local)
         self._groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads)
         self._decided_by: CostModel | None = None
-        self._decisions: dict[tuple[int, ...], _Decision] = {}
+        # Of pulls that are alike: the way, seconds per token, and the reason.
+        self._decisions: dict[tuple[int, ...], tuple[Way, float, str]] = {}
 
     def take(
         self,
@@ -424,9 +415,7 @@ class Planner:
         path: Path = "staged" if way.staged else "direct"
         return TransferPlan(path, transfer, found, seconds_per_token * len(transfer.tokens), reason)
 
-    # -- decisions
-
-    def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
+    def _decide(self, transfer: Transfer, costs: CostModel) -> tuple[Way, float, str]:
         """What costs least; of pulls that are alike only the first is looked at: they end at the
         same places of a block, are about as long, and about as many blocks are neighbours."""
         if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
@@ -443,8 +432,7 @@ class Planner:
         kind = (*ends, length, _neighbours(ours), _neighbours(theirs))
         if kind not in self._decisions:
             best, reason = self._weigh(transfer, costs)
-            seconds = best.seconds / len(transfer.tokens)
-            self._decisions[kind] = _Decision(best.way, seconds, reason)
+            self._decisions[kind] = best.way, best.seconds / len(transfer.tokens), reason
         return self._decisions[kind]
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> tuple[Estimate, str]:

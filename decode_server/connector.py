@@ -18,7 +18,6 @@ from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
-from kvcache.blocks import BlockState
 from kvcache.transfer.move.cuda_placer import placer_for
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -162,6 +161,7 @@ class DecodeConnector(KVConnector):
     # -- events ------------------------------------------------------------------------------
 
     def poll(self) -> None:
+        allocator = self.core.scheduler.allocator
         for event in self._coordinator.drain():
             match event:
                 case PeerReady():
@@ -175,10 +175,10 @@ class DecodeConnector(KVConnector):
                     self._on_done(event)
                 case PullFailed():
                     self._on_failed(event)
-                case PullStuck():
-                    self._on_stuck(event.pull_id)
+                case PullStuck():  # of an aborted sequence: as of a pull that failed
+                    allocator.quarantine(self._undrained.get(event.pull_id, []))
                 case PullDrained():
-                    self._on_drained(event.pull_id)
+                    allocator.drained(self._undrained.pop(event.pull_id, []))
         self._compute_beside_hung()
         self._fail_locked_out()
 
@@ -249,7 +249,7 @@ class DecodeConnector(KVConnector):
             return
         fresh = scheduler.abandon(sequence, quarantine=not event.drained)
         if event.drained:
-            scheduler.allocator.cancel_receive(fresh)
+            scheduler.allocator.drained(fresh)
         else:
             self._undrained[event.pull_id] = fresh
         self._give_up_remote(sequence, event.error)
@@ -266,18 +266,6 @@ class DecodeConnector(KVConnector):
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)
-
-    def _on_stuck(self, pull_id: str) -> None:
-        """An aborted sequence's READs hang: its blocks count like those of a pull that failed."""
-        blocks, allocator = self._undrained.get(pull_id, []), self.core.scheduler.allocator
-        allocator.quarantine(b for b in blocks if allocator.state(b) is BlockState.RECEIVING)
-
-    def _on_drained(self, pull_id: str) -> None:
-        blocks, allocator = self._undrained.pop(pull_id, []), self.core.scheduler.allocator
-        if any(allocator.state(block) is BlockState.QUARANTINED for block in blocks):
-            allocator.unquarantine(blocks)
-        else:
-            allocator.cancel_receive(blocks)
 
     def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1

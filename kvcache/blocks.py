@@ -16,9 +16,9 @@ A block has three counts, and its state follows from them; two further states ar
     lease / end_lease   leases +1 / -1      lease only what holds bytes
     receive             USED -> RECEIVING   of one single use, neither cached nor leased
     received            RECEIVING -> USED   the fence said ok: the bytes are ours
-    cancel_receive      RECEIVING -> FREE   every READ handle has ended
-    quarantine          RECEIVING -> QUARANTINED -> (unquarantine) -> FREE
-                        a READ handle has not ended: its bytes may still arrive (I7)
+    quarantine          RECEIVING or QUARANTINED -> QUARANTINED
+                        the pull was given up, but its bytes may still arrive (I7)
+    drained             RECEIVING or QUARANTINED -> FREE    every READ handle has ended
 
 Block 0 is the null block: padding writes go there, it is never allocated and in no state.
 
@@ -47,6 +47,7 @@ class BlockState(IntEnum):
     QUARANTINED = 5
 
 
+_EXPOSED = frozenset({BlockState.RECEIVING, BlockState.QUARANTINED})  # READs may write there
 _HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
 
 
@@ -194,20 +195,19 @@ class BlockAllocator:
 
     def received(self, blocks: Iterable[int]) -> None:
         """RECEIVING -> USED with one use."""
-        for block in self._moved("have received", blocks, BlockState.RECEIVING, BlockState.USED):
+        for block in self._checked("have received", blocks, self._is_receiving):
             self._uses[block] = 1
-
-    def cancel_receive(self, blocks: Iterable[int]) -> None:
-        """RECEIVING -> FREE, once nothing can write to the blocks any more."""
-        self._moved("cancel receiving", blocks, BlockState.RECEIVING, BlockState.FREE)
+            self._move(block, BlockState.USED)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """RECEIVING -> QUARANTINED: the transfer was given up but may still write (I7)."""
-        self._moved("quarantine", blocks, BlockState.RECEIVING, BlockState.QUARANTINED)
+        """RECEIVING -> QUARANTINED, where they are not: the transfer may still write (I7)."""
+        for block in self._checked("quarantine", blocks, self._is_exposed):
+            self._move(block, BlockState.QUARANTINED)
 
-    def unquarantine(self, blocks: Iterable[int]) -> None:
-        """QUARANTINED -> FREE, once the last handle has ended."""
-        self._moved("unquarantine", blocks, BlockState.QUARANTINED, BlockState.FREE)
+    def drained(self, blocks: Iterable[int]) -> None:
+        """RECEIVING or QUARANTINED -> FREE: nothing can write to the blocks any more."""
+        for block in reversed(self._checked("take back", blocks, self._is_exposed)):
+            self._move(block, BlockState.FREE)
 
     def mark_cached(self, block: int) -> None:
         """The prefix index has an entry for a USED or LEASED block from now on."""
@@ -268,16 +268,14 @@ class BlockAllocator:
             raise BlockStateError(f"cannot {verb} {ids}: a block occurs twice")
         return ids
 
-    def _moved(
-        self, verb: str, blocks: Iterable[int], old: BlockState, new: BlockState
-    ) -> list[int]:
-        ids = self._checked(verb, blocks, lambda block: self._states[block] is old)
-        for block in reversed(ids):
-            self._move(block, new)
-        return ids
-
     def _holds_bytes(self, block: int) -> bool:
         return self._states[block] in _HOLDS_BYTES
+
+    def _is_receiving(self, block: int) -> bool:
+        return self._states[block] is BlockState.RECEIVING
+
+    def _is_exposed(self, block: int) -> bool:
+        return self._states[block] in _EXPOSED
 
     def _is_markable(self, block: int) -> bool:
         return not self._cached[block] and self._holds_bytes(block)
@@ -311,8 +309,7 @@ class BlockAllocator:
     def _check_block(self, block: int) -> None:
         """The references tell the state; blocks in an exclusive one have none, nor has block 0."""
         state, free = self._states[block], BlockState.FREE
-        is_exclusive = state in (BlockState.RECEIVING, BlockState.QUARANTINED)
-        told = free if is_exclusive or block == NULL_BLOCK else state
+        told = free if state in _EXPOSED or block == NULL_BLOCK else state
         is_negative = self._uses[block] < 0 or self._leases[block] < 0
         if is_negative or self._derived(block) is not told:
             raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")

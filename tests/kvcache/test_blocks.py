@@ -104,9 +104,8 @@ MOVES: dict[str, Rule] = {
     "end_lease": (lambda m: m.leases > 0, {"leases": -1}),
     "receive": (is_exclusive, {"uses": -1, "exclusive": RECEIVING}),
     "received": (lambda m: m.state is RECEIVING, {"uses": 1, "exclusive": None}),
-    "cancel_receive": (lambda m: m.state is RECEIVING, {"exclusive": None}),
-    "quarantine": (lambda m: m.state is RECEIVING, {"exclusive": QUARANTINED}),
-    "unquarantine": (lambda m: m.state is QUARANTINED, {"exclusive": None}),
+    "quarantine": (lambda m: m.exclusive is not None, {"exclusive": QUARANTINED}),
+    "drained": (lambda m: m.exclusive is not None, {"exclusive": None}),
 }
 MARKS: dict[str, Rule] = {
     "mark_cached": (lambda m: m.state in (USED, LEASED) and not m.cached, {"cached": True}),

@@ -19,16 +19,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2315,
     "benchmarks": 2307,
-    "decode_server": 612,
+    "decode_server": 600,
     "deploy": 820,
     "engine": 8309,
-    "kvcache": 6876,
-    "kvcache/transfer": 5597,
+    "kvcache": 6837,
+    "kvcache/transfer": 5578,
     "model": 2870,
     "prefill_server": 337,
     "protocol": 5152,
     "proxy": 2463,
-    "tests": 33677,
+    "tests": 33554,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

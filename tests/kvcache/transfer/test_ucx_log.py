@@ -100,9 +100,13 @@ def test_what_was_measured_of_a_link_is_logged_with_the_fix_of_a_slow_one(
 @pytest.mark.parametrize("tls", ["", "tcp"])
 def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
     """In a process of its own, as UCX reads its environment once."""
+    program = (
+        "from kvcache.transfer.link.transports import measure;"
+        "print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
+    )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rigs.nixl_reader"],
+        [sys.executable, "-c", program],
         env={**environment, **({"UCX_TLS": tls} if tls else {}), "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,

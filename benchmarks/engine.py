@@ -76,11 +76,6 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_config({"architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]})
     device = torch.device(args.device)
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
-    print(
-        f"ceilings: copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, "
-        f"matmul {ceilings.matmul_flops_per_s / 1e12:.1f} TFLOP/s",
-        flush=True,
-    )
     runner, figures = _start(args, config)
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
@@ -89,6 +84,13 @@ def main(argv: list[str] | None = None) -> None:
         figures["requests"] = _requests(runner, args.requests, *args.request_tokens)
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}))
+
+
+def _told(name: str, **figures: float) -> dict[str, float]:
+    """Prints figures; returns them, rounded."""
+    rounded = {key: round(value, 3) for key, value in figures.items()}
+    print(f"{name}: {rounded}", flush=True)
+    return rounded
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -127,7 +129,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     del source, target, a, b
     if on_gpu:
         torch.cuda.empty_cache()
-    return Ceilings(2 * nbytes / copy_s, 2 * side**3 / matmul_s)
+    rates = 2 * nbytes / copy_s, 2 * side**3 / matmul_s
+    _told("ceilings", copy_gb_per_s=rates[0] / 1e9, matmul_tflops=rates[1] / 1e12)
+    return Ceilings(*rates)
 
 
 def mean_s(call: Callable[[], object], repeats: int) -> float:
@@ -152,12 +156,8 @@ def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, 
     print(size.explanation, flush=True)
     runner.allocate(size.num_blocks)
     runner.capture_graphs()
-    figures = {
-        "start_s": round(time.perf_counter() - started_s, 2),
-        "kv_tokens": (size.num_blocks - 1) * args.block_size,
-    }
-    print(f"start: {figures}", flush=True)
-    return runner, figures
+    start_s, kv_tokens = time.perf_counter() - started_s, (size.num_blocks - 1) * args.block_size
+    return runner, {**_told("start", start_s=start_s, kv_tokens=kv_tokens)}
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -225,16 +225,15 @@ def _decode(
         device_s = mean_s(partial(runner.graphs.replay, batch), 50)
     kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
     floor_s = (num_read_weights(config) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
-    figures = {
-        "batch": batch,
-        "step_ms": round(step_s * 1e3, 3),
-        "device_ms": round(device_s * 1e3, 3),
-        "floor_ms": round(floor_s * 1e3, 3),
-        "over_floor": round(step_s / floor_s, 3),
-        "tokens_per_s": round(batch / step_s, 1),
-    }
-    print(f"decode: {figures}", flush=True)
-    return figures
+    return _told(
+        "decode",
+        batch=batch,
+        step_ms=step_s * 1e3,
+        device_ms=device_s * 1e3,
+        floor_ms=floor_s * 1e3,
+        over_floor=step_s / floor_s,
+        tokens_per_s=batch / step_s,
+    )
 
 
 def _periods(
@@ -267,15 +266,15 @@ def _prefill(
             times.append(time.perf_counter() - started_s)
     step_s = statistics.median(times)
     flops = prefill_flops(runner.model_config, num_tokens)
-    figures = {
-        "tokens": num_tokens,
-        "step_ms": round(step_s * 1e3, 2),
-        "floor_ms": round(flops / ceilings.matmul_flops_per_s * 1e3, 2),
-        "share_of_matmul": round(flops / step_s / ceilings.matmul_flops_per_s, 3),
-        "tokens_per_s": round(num_tokens / step_s),
-    }
-    print(f"prefill: {figures}", flush=True)
-    return figures
+    floor_s = flops / ceilings.matmul_flops_per_s
+    return _told(
+        "prefill",
+        tokens=num_tokens,
+        step_ms=step_s * 1e3,
+        floor_ms=floor_s * 1e3,
+        share_of_matmul=floor_s / step_s,
+        tokens_per_s=num_tokens / step_s,
+    )
 
 
 def num_read_weights(config: ModelConfig) -> int:
@@ -348,15 +347,14 @@ def _requests(
         core.round([])
     total_s = time.perf_counter() - started_s
     assert out.num_tokens == num_requests * output_tokens, out.num_tokens
-    figures = {
-        "requests": num_requests,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "total_s": round(total_s, 3),
-        "output_tokens_per_s": round(out.num_tokens / total_s),
-    }
-    print(f"requests: {figures}", flush=True)
-    return figures
+    return _told(
+        "requests",
+        requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        total_s=total_s,
+        output_tokens_per_s=out.num_tokens / total_s,
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients
+from protocol.metrics import TABLE
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
@@ -259,6 +260,9 @@ class Rig:
 
     Args:
         ready: wait until the proxy has found every fake ready that says so.
+
+    Attributes:
+        series: exposed at the start, to which no request may add one.
     """
 
     def __init__(
@@ -286,6 +290,7 @@ class Rig:
         for fake in (*self.prefill, *self.decode):
             fake.start()
         self.app = ProxyApp(ProxySettings(**self._settings))
+        self.series = self._counting()
         bound_clients(self.listener, self.app.settings.client_timeout_s)
         self.server: ProxyServer = make_server(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
@@ -312,7 +317,14 @@ class Rig:
         await self.client.aclose()
         self.server.should_exit = True
         await self.task
+        assert self._counting() == self.series, "all are exposed before they count anything"
         await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
+
+    def _counting(self) -> set[str]:
+        """The names and labels of metrics that count with labels."""
+        names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
+        lines = self.app.metrics.expose().decode().splitlines()
+        return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))}
 
     async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         body = {"model": "m", "prompt": "hello", **body}

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.metrics import SPECS
 from protocol.process import logging as baton_logging
 from proxy.pd_request import PDRequest
 from tests.proxy.fakes import (
@@ -18,8 +17,6 @@ from tests.proxy.fakes import (
     Waits,
     answers,
     decodes,
-    drops,
-    fails,
     prefills,
     until,
 )
@@ -324,44 +321,6 @@ async def test_metrics_tell_what_was_done_by_this_proxy() -> None:
             assert line in lines and (line in others) is not is_new
 
 
-def series(rig: Rig) -> set[str]:
-    """The names and labels of what counts with labels."""
-    lines = rig.app.metrics.expose().decode().splitlines()
-    counting = [spec.name for spec in SPECS.values() if spec.origin == "proxy" and spec.labels]
-    return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(counting))}
-
-
-_ODD: list[Any] = [fails(400, "x"), fails(503, "overloaded"), fails(500, "internal_error"), drops]
-
-
-@pytest.mark.parametrize("behave", [prefills, *_ODD, answers(200, {"choices": []})])
-async def test_no_request_adds_a_series(behave: Any) -> None:
-    """All are exposed before the first event that they count."""
-    async with Rig(prefill=[Fake(behave)]) as rig:
-        before = series(rig)
-        await rig.complete()
-        await rig.complete(max_tokens=0, echo=True)
-        await rig.client.post("/v1/completions", content=b"{")
-        rig.decode[0].behave = behave
-        await rig.complete()
-        await rig.complete(stream=True)
-        assert series(rig) == before
-
-
-async def test_no_request_that_servers_have_no_room_for_adds_a_series() -> None:
-    is_too_long = fails(400, "context_length_exceeded")
-    small = Fake(is_too_long, max_model_len=100, max_num_seqs=4)
-    async with Rig([small], [Fake(decodes, max_model_len=300, max_num_seqs=8)]) as rig:
-        before = series(rig)
-        for reason, n in (("prefill_context", 1), ("prefill_choices", 5), ("decode_choices", 9)):
-            await rig.complete(n=n)
-            assert rig.decode_only(reason) == 1
-        small.behave = fails(413, "payload_too_large")
-        await rig.complete()
-        assert rig.decode_only("prefill_body") == 1
-        assert series(rig) == before
-
-
 async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
     async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
         assert {
@@ -371,7 +330,4 @@ async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
             'baton_proxy_requests_total{path="decode_only",reason="no_prefill_server"}',
             'baton_proxy_responses_total{status="503"}',
             'baton_proxy_retries_total{leg="decode"}',
-        } <= series(rig)
-        before = series(rig)
-        assert (await rig.complete()).status_code == 503
-        assert series(rig) == before
+        } <= rig.series

@@ -142,7 +142,7 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
     assert rig.prefill[0].calls[0].body["stream"] is False
 
 
-@pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 422)])
+@pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 400)])
 async def test_a_refusal_by_either_server_is_the_answer(who: str, status: int) -> None:
     error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
     refuses = [Fake(answers(status, error))]

@@ -57,7 +57,7 @@ def _assert_unharmed(cluster: Cluster) -> None:
 
 
 def test_a_short_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Path) -> None:
-    _fuzz(short_cluster.url, tmp_path, "--phases", "fuzzing", "--max-examples", "25", "--seed", "1")
+    _fuzz(short_cluster.url, tmp_path, "--phases", "fuzzing", "--max-examples", "15", "--seed", "1")
     _assert_unharmed(short_cluster)
 
 

@@ -27,7 +27,7 @@ from tests.rigs.cluster import Cluster, Server, running, start_proxy, wait_until
 
 _PLAIN = Geometry()
 _TWO = Geometry(tp=2)
-_SMALL = Geometry(block_size=16)
+_SMALL = Geometry(block_size=16, options=("--transfer", "auto"))  # servers of one host: mapped
 _NHD = Geometry(block_size=16, layout="LBCNHD")
 _SHARED = Geometry(2, dcp=2)
 
@@ -60,6 +60,10 @@ def test_a_pair_of_geometries_equals_one_server(
     p, d = _CELLS[name]
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
+    if d is _SMALL:
+        done = 'baton_kv_transfers_total{outcome="done"'
+        pulls = {name for name, num in decoder.metrics().items() if num and name.startswith(done)}
+        assert pulls == {done + ',path="mapped"}'}
 
 
 # -- what is not bridged ---------------------------------------------------------------------------
@@ -120,20 +124,6 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
     assert decoder.metrics()[staged] == 5  # the prompt of four whole blocks was all there
-
-
-# -- further servers, none of which is used again --------------------------------------------------
-
-
-def test_servers_of_one_host_may_share_memory_instead(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
-) -> None:
-    p, d = _PLAIN, Geometry(block_size=16, options=("--transfer", "auto"))
-    prefiller, decoder = engines.pair(tiny_model, p, d)
-    check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, "shared memory")
-    done = 'baton_kv_transfers_total{outcome="done"'
-    pulls = {name for name, num in decoder.metrics().items() if num and name.startswith(done)}
-    assert pulls == {done + ',path="mapped"}'}
 
 
 # -- other models: last, for none of the servers above is used any more ----------------------------

@@ -28,7 +28,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5152,
     "proxy": 2463,
-    "tests": 33537,
+    "tests": 33286,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

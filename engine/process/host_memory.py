@@ -1,6 +1,5 @@
 """The memory of this machine or container. No torch here."""
 
-import os
 from pathlib import Path
 
 
@@ -21,11 +20,5 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _available_bytes() -> int:
-    try:
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(facts["MemAvailable"].split()[0]) * 1024

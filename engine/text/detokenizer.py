@@ -1,6 +1,6 @@
 """Token ids to text while they arrive: UTF-8 safe, stop strings across token borders.
 
-Two pure pieces. `Detokenizer` turns ids into text, holding back bytes that may be the beginning
+Two pure pieces. A detokenizer turns ids into text, holding back bytes that may be the beginning
 of a character; `StopFinder` cuts the text before a stop string, holding back what may be the
 beginning of one. The law of both: what they emit does not depend on how the tokens or the text
 were cut into pieces.

@@ -112,24 +112,6 @@ def test_masks_equal_a_search_over_the_vocabulary(
             assert said in CHOICES
 
 
-def test_any_walk_that_ends_validates(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    rng = random.Random(1)
-    for _ in range(20):
-        state = compiler.state(request("json_schema", json.dumps(SCHEMA)))
-        outputs: list[int] = []
-        while state.follow(outputs, 0) is None:
-            # Blanks are allowed nearly everywhere; a walk of blanks says little.
-            found = sorted(allowed(compiler, state))
-            solid = [t for t in found if tokenizer.decode([t]).strip()]
-            outputs.append(rng.choice(solid or found))
-            assert len(outputs) < 300
-        assert state.ending is COMPLETE
-        answer = json.loads(tokenizer.decode(outputs))
-        assert set(answer) == {"name", "ok", "list"} and isinstance(answer["ok"], bool)
-        assert len(answer["name"]) <= 4 and len(answer["list"]) <= 2
-        assert all(item in (1, "two") for item in answer["list"])
-
-
 def test_blanks_do_not_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = compiler.state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")

@@ -14,7 +14,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineReady, EngineStats, TokenDelta
 from protocol.metrics import ENGINE_TOTALS, stat_key
-from protocol.process.logging import LineFormatter, current_request_id
+from protocol.process.logging import LineFormatter
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
 
@@ -115,35 +115,21 @@ async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
 async def test_a_request_id_is_echoed_and_logged(
     tokenizer: Tokenizer, request_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(LineFormatter("decode").format(record))
-            ids.append(current_request_id())
-
-    ids: list[str | None] = []
-    handler = Handler()
-    logger = logging.getLogger("baton.engine.http.request_stats")
-
-    logger.addHandler(handler)
     caplog.set_level(logging.INFO, "baton")
-    try:
-        async with serving(tokenizer) as server:
-            header = {"x-request-id": request_id.encode("latin-1")}
-            body = {"model": "m", "prompt": "ab"}
-            for _ in range(2):
-                response = await server.http.post("/v1/completions", json=body, headers=header)
-                assert response.headers["x-request-id"] == request_id
-            first, second = server.engine.added
-            assert first.request_id != second.request_id
-            assert first.request_id.startswith(request_id[:64]) and len(first.request_id) < 100
-            generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
-            assert len(set(generated)) == 2
-    finally:
-        logger.removeHandler(handler)
-    assert ids[:2] == [request_id[:128]] * 2  # the beginning of an id names a request
-    assert "prompt=2" in seen[0]
+    caplog.handler.setFormatter(LineFormatter("decode"))
+    async with serving(tokenizer) as server:
+        header = {"x-request-id": request_id.encode("latin-1")}
+        body = {"model": "m", "prompt": "ab"}
+        for _ in range(2):
+            response = await server.http.post("/v1/completions", json=body, headers=header)
+            assert response.headers["x-request-id"] == request_id
+        first, second = server.engine.added
+        assert first.request_id != second.request_id
+        assert first.request_id.startswith(request_id[:64]) and len(first.request_id) < 100
+        generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
+        assert len(set(generated)) == 2
+    told = [line for line in caplog.text.splitlines() if "prompt=2" in line]
+    assert sum(f"{request_id[:128]}" in line for line in told) == 2, "an id's beginning names it"
 
 
 async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer: Tokenizer) -> None:

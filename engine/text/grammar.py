@@ -119,8 +119,13 @@ class GrammarState:
         Returns:
             `ending`: how the sequence ends after them, or None when it may go on.
         """
-        self._consume(self._news(token_ids, first_output))
+        self._advance(self._news(token_ids, first_output), fill=False)
         return self.ending
+
+    def fill(self) -> None:
+        """Writes the allowed tokens' bits to `row`. Where nothing can be drawn, that sets `ending`,
+        and `row` allows everything."""
+        self._advance([], fill=True)
 
     def begin(
         self, token_ids: Sequenceable[int], first_output: int, threads: ThreadPoolExecutor
@@ -128,11 +133,7 @@ class GrammarState:
         """Has another thread follow the outputs and fill `row`, unless that is done."""
         news = self._news(token_ids, first_output)
         if news or self._num_filled_at != self._num_consumed:
-            self.work = threads.submit(self._advance, news)
-
-    def _advance(self, news: list[int]) -> None:
-        self._consume(news)
-        self.fill()
+            self.work = threads.submit(self._advance, news, fill=True)
 
     def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
@@ -140,33 +141,21 @@ class GrammarState:
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         return list(token_ids[first_output + self._num_consumed :])
 
-    def fill(self) -> None:
-        """Writes the allowed tokens' bits to `row`. Where nothing can be drawn, that sets `ending`,
-        and `row` allows everything."""
-        if self._num_filled_at == self._num_consumed:
-            return
-        if self.ending is None:
-            self.ending = self._safely(self._allow)
-        if self.ending is not None:
-            self.row.fill(-1)
-        self._num_filled_at = self._num_consumed
-
-    def _safely(self, work: Callable[[], Ending | None]) -> Ending | None:
-        """The matcher's own mistake ends one request, not all."""
+    def _advance(self, news: list[int], *, fill: bool) -> None:
         try:
-            return work()
-        except Exception as error:
+            if news and self.ending is None:
+                self._matcher.consume_tokens(news)
+                self._num_consumed += len(news)
+                self.ending = self._look()
+            if fill and self.ending is None and self._num_filled_at != self._num_consumed:
+                self.ending = self._allow()
+        except Exception as error:  # the matcher's own mistake ends one request, not all
             logger.exception("a grammar's matcher failed", exc_info=error)
-            return self._failed(f"its matcher failed: {error}")
-
-    def _consume(self, token_ids: list[int]) -> None:
-        def consume() -> Ending | None:
-            self._matcher.consume_tokens(token_ids)
-            self._num_consumed += len(token_ids)
-            return self._look()
-
-        if token_ids and self.ending is None:
-            self.ending = self._safely(consume)
+            self.ending = self._failed(f"its matcher failed: {error}")
+        if fill:
+            if self.ending is not None:
+                self.row.fill(-1)
+            self._num_filled_at = self._num_consumed
 
     def _allow(self) -> Ending | None:
         self._compute()

@@ -116,8 +116,8 @@ class Api:
         self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
 
     @property
-    def model_names(self) -> list[str]:
-        return [self.settings.served_model_name or self.settings.model]
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.settings.model
 
     def require_ready(self) -> EngineReady:
         """What the engine said of itself. Raises BatonError before it did, or when it died."""

@@ -102,13 +102,13 @@ class _Pages:
         return self._client.ready.max_model_len if self._client.ready else None
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(model_list(self._api.model_names, self._created, self._max_model_len))
+        return JSONResponse(model_list([self._api.model_name], self._created, self._max_model_len))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._api.model_names:
-            names = " or ".join(map(short_repr, self._api.model_names))
-            told = f"The model in the path is {short_repr(name, 200)}; this server has {names}."
+        if name != self._api.model_name:
+            own = short_repr(self._api.model_name)
+            told = f"The model in the path is {short_repr(name, 200)}; this server has {own}."
             return error_response(ModelNotFound(told))
         return JSONResponse(model_card(name, self._created, self._max_model_len))
 
@@ -119,7 +119,7 @@ class _Pages:
 
     async def ready(self, request: Request) -> Response:
         engine = self._client.ready
-        common = {"role": self._api.hooks.role, "model": self._api.model_names[0]}
+        common = {"role": self._api.hooks.role, "model": self._api.model_name}
         if engine is None or not self._client.healthy:
             reason = self._client.failure or "the engine is starting"
             return JSONResponse({"ready": False, "reason": reason, **common}, 503)
@@ -155,7 +155,7 @@ class _Pages:
     ) -> Response:
         try:
             members, num_bytes = await read_json(request, self._api.settings.max_body_bytes)
-            fill_in_model(members, self._api.model_names)
+            fill_in_model(members, self._api.model_name)
             return Response(await work(members, num_bytes), media_type="application/json")
         except RecursionError as raised:
             raise refusal_of(raised) from None
@@ -163,7 +163,7 @@ class _Pages:
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         parsed = await api.texts.run(num_bytes, partial(validate, TokenizeRequest, members))
-        check_model(parsed.model, api.model_names)
+        check_model(parsed.model, api.model_name)
         length = api.require_ready().max_model_len
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
@@ -180,7 +180,7 @@ class _Pages:
 
         def answer() -> bytes:
             parsed = validate(DetokenizeRequest, members)
-            check_model(parsed.model, api.model_names)
+            check_model(parsed.model, api.model_name)
             if parsed.tokens:
                 check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
             return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})

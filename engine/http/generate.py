@@ -88,7 +88,7 @@ async def _start(
     stats: RequestStats,
 ) -> "HttpRequestState":
     """Takes a request on."""
-    fill_in_model(members, api.model_names)
+    fill_in_model(members, api.model_name)
 
     def parse() -> tuple[GenerationRequest, GenerationRequest | None]:
         asked = client_request(members)
@@ -124,7 +124,7 @@ async def _engine_requests(
         BatonError: this server cannot do what is asked; says why.
         ClientDisconnected: the client went away while its grammar was tried.
     """
-    check_model(parsed.model, api.model_names)
+    check_model(parsed.model, api.model_name)
     ready = api.require_ready()
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided := guided_decodings(parsed):

@@ -27,24 +27,17 @@ def prompt_param(parsed: GenerationRequest) -> str:
     return "messages" if isinstance(parsed, ChatRequest) else "prompt"
 
 
-def fill_in_model(members: dict[str, Any], served: Sequence[str]) -> None:
-    """Names the model in a body that leaves it out, where it can only be one.
-
-    Raises:
-        InvalidRequest: the server has several.
-    """
+def fill_in_model(members: dict[str, Any], served: str) -> None:
+    """Names the model in a body that leaves it out."""
     if members.get("model") is None:
-        if len(served) > 1:
-            names = ", ".join(short_repr(name, 200) for name in served)
-            raise InvalidRequest(f"`model` is missing; send one of {names}.", param="model")
-        members["model"] = served[0]
+        members["model"] = served
 
 
-def check_model(name: str, served: Sequence[str]) -> None:
+def check_model(name: str, served: str) -> None:
     """Raises ModelNotFound unless the server has the model."""
-    if name not in served:
+    if name != served:
         raise ModelNotFound(
-            f"`model` is {short_repr(name, 200)}; this server has {short_repr(served[0], 200)}.",
+            f"`model` is {short_repr(name, 200)}; this server has {short_repr(served, 200)}.",
             param="model",
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.http.api import Api, ServerHooks
+from engine.http.api import ServerHooks
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineReady, EngineStats, TokenDelta
@@ -307,14 +307,3 @@ async def test_the_only_model_need_not_be_named(tokenizer: Tokenizer) -> None:
                 response = await server.http.post(path, json={**body, **model})
                 assert response.status_code == 200, response.text
                 assert response.json().get("model", "m") == "m"
-
-
-async def test_one_of_several_models_must_be_named(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Api, "model_names", ["m", "other"])
-    async with serving(tokenizer) as server:
-        response = await server.http.post("/v1/completions", json={"prompt": "ab"})
-        assert response.status_code == 400
-        assert "other" in response.json()["error"]["message"]
-        assert response.json()["error"]["param"] == "model"

@@ -21,14 +21,14 @@ MAX_LINES = {
     "benchmarks": 2307,
     "decode_server": 600,
     "deploy": 820,
-    "engine": 8309,
+    "engine": 8272,
     "kvcache": 6837,
     "kvcache/transfer": 5578,
     "model": 2870,
     "prefill_server": 337,
     "protocol": 5152,
     "proxy": 2463,
-    "tests": 33286,
+    "tests": 33243,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pydantic import Field
 
 from kvcache.transfer.link.transports import Host, Link, look, measure
-from kvcache.transfer.link.ucx_log import GPU_FIX, SLOW_GPU_BYTES_PER_S, has_rdma
+from kvcache.transfer.link.ucx_log import GPU_FIX
 from protocol.settings.settings import BatonSettings, DecodeOptions, parse
 
+# Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
+_SLOW_GPU_BYTES_PER_S = 15e9
 _MIN_SHM_BYTES = 64 << 20
 _NVLINK_BYTES = 256 << 20
 _MIN_MEMLOCK_BYTES = 64 << 30  # with RDMA the whole KV pool is locked
@@ -77,9 +79,9 @@ def _on_link(link: Link) -> str | None:
         return f"{way}: {link.reason}"
     rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
     if link.way is not None:
-        warning = link.way.warning(has_rdma=has_rdma())
+        warning = link.way.warning()
         return warning and f"{warning} It was {rate}."
-    if link.source != link.target and link.bytes_per_s < SLOW_GPU_BYTES_PER_S:
+    if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
         return f"{way}: {rate} goes through host memory. {GPU_FIX}"
     return None
 

@@ -5,7 +5,6 @@ is woken between the caller and the kernel.
 import ctypes
 import errno
 import os
-import select
 import socket
 import struct
 import sys
@@ -14,15 +13,10 @@ import time
 from collections import deque
 from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
-from typing import Protocol
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 64 << 10
 _PR_SET_TIMERSLACK = 29  # in ns
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
 
 
 class WireClosed(Exception):
@@ -184,14 +178,6 @@ def keep_alive(
     if timeout_s is not None:
         timeout_ms = max(1, round(timeout_s * 1000))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-
-
-def wait_readable(*files: HasFileno, timeout_s: float | None = None) -> None:
-    """Until one of them is readable, at most `timeout_s`; None or infinity waits for ever."""
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLIN)
-    poll.poll(None if timeout_s in (None, float("inf")) else timeout_s * 1000)
 
 
 def nap_if_short(timeout_s: float) -> float:

@@ -21,11 +21,13 @@ from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     Event,
+    Pull,
     PullDone,
     PullDrained,
     PullFailed,
     PullSettings,
     Report,
+    key_of,
 )
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
@@ -62,6 +64,13 @@ REMOTE = RemotePrefill(
     tp_size=1,
     first_tokens=[FirstToken(1)],
 )
+
+
+def pull_command(
+    pull_id: str, remote: RemotePrefill, start: int, stop: int, blocks: list[int]
+) -> Pull:
+    """The order that ranks get."""
+    return Pull(pull_id, key_of(remote), remote.lease_id, start, stop, blocks, remote.block_ids)
 
 
 def layout(

@@ -15,7 +15,7 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.ucx_log import UcxRead, log_measured, ucx_log
+from kvcache.transfer.link.ucx_log import UcxRead, ucx_log
 from kvcache.transfer.move.staging import StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import CostModel, Sample, fit_costs, measure_link
@@ -205,7 +205,10 @@ class PeerLink:
         except ValueError as error:  # a null block too small to tell runs apart
             logger.info("prefill server %s: %s; the usual costs", name, error)
             return
-        log_measured(name, costs, self.way_of_reading, between_gpus=self.between_gpus)
+        way = self.way_of_reading
+        logger.info("prefill server %s: NIXL by %s, %s", name, way or "an untold way", costs)
+        if warning := way and way.warning():
+            logger.warning("prefill server %s: %s", name, warning)
         self.costs = costs
 
     def _probe(self, read: ReadDescriptors) -> Sample:

@@ -19,13 +19,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcache.transfer.plan.cost import CostModel
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
-SLOW_GPU_BYTES_PER_S = 15e9
 _PREFIX = re.compile(r"^\[\d+\.\d+\]\s+\[[^\]]*\]\s*")
 _TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)")
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
@@ -61,18 +58,18 @@ class UcxRead:
     def __str__(self) -> str:
         return f"{self.transport} ({self.how})"
 
-    def warning(self, *, has_rdma: bool) -> str | None:
+    def warning(self) -> str | None:
         """What is wrong with it and the fix, where the machine has something faster."""
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote
         uses_rdma = any(name.split("_")[0] in _RDMA for name in names)
         if between_gpus and "cuda_ipc" not in names and not uses_rdma:
             fix = RDMA_FIX if self.where == "inter-node" else GPU_FIX
-            if self.where != "inter-node" or has_rdma:
+            if self.where != "inter-node" or has_rdma():
                 return f"UCX reads between GPUs by {self}, through host memory. {fix}"
         if "tcp" in names and self.where == "intra-node" and not between_gpus:
             return f"UCX reads between processes of one host by {self}. {HOST_FIX}"
-        if "tcp" in names and has_rdma:
+        if "tcp" in names and has_rdma():
             return f"UCX reads by {self} though there are RDMA devices. {RDMA_FIX}"
         return None
 
@@ -105,21 +102,6 @@ def other_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.search(r"UCX +(WARN|ERROR|FATAL)", line)]
 
 
-def log_measured(
-    engine_id: str, costs: CostModel, way: UcxRead | None, *, between_gpus: bool
-) -> None:
-    """After a link was measured. Where UCX does not say how it reads, the rate must do."""
-    logger.info("prefill server %s: NIXL by %s, %s", engine_id, way or "an untold way", costs)
-    warning = None
-    if way is not None:
-        warning = way.warning(has_rdma=has_rdma())
-    elif between_gpus and costs.bytes_per_s < SLOW_GPU_BYTES_PER_S:
-        rate = costs.bytes_per_s / 1e9
-        warning = f"{rate:.2f} GB/s is what copies through host memory reach. {GPU_FIX}"
-    if warning is not None:
-        logger.warning("prefill server %s: %s", engine_id, warning)
-
-
 class UcxLog:
     """UCX's log of this process, kept in memory."""
 
@@ -133,8 +115,6 @@ class UcxLog:
         """Called before UCX is loaded. Does nothing where somebody has said where its log goes."""
         inherited = os.environ.get("UCX_LOG_FILE", "")
         if inherited and not re.fullmatch(r"/proc/\d+/fd/\d+", inherited):
-            return
-        if not hasattr(os, "memfd_create"):
             return
         self._fd = os.memfd_create("ucx-log")
         os.environ["UCX_LOG_FILE"] = f"/proc/{os.getpid()}/fd/{self._fd}"

@@ -30,7 +30,6 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     Report,
     key_of,
-    pull_command,
 )
 from kvcache.transfer.pulls.peers import (
     DISTRUSTED,
@@ -138,7 +137,8 @@ class PullCoordinator:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
         """
-        order = pull_command(pull_id, remote, token_start, token_stop, list(local_block_ids))
+        span, ours = (token_start, token_stop), list(local_block_ids)
+        order = Pull(pull_id, key_of(remote), remote.lease_id, *span, ours, remote.block_ids)
         self._call(lambda: self._do_pull(remote, order))
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:

@@ -111,26 +111,12 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Coordinator to rank: read your share of tokens [token_start, token_stop)."""
 
     pull_id: str
-    engine_id: str
-    incarnation: str
-    lease_hash: int
+    peer: PeerKey
+    lease_id: str
     token_start: int
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
-
-
-def pull_command(
-    pull_id: str,
-    remote: RemotePrefill,
-    token_start: int,
-    token_stop: int,
-    local_block_ids: list[int],
-) -> Pull:
-    """What every rank is told of a pull; arguments as of Pull."""
-    lease_hash = int(remote.lease_id[:8], 16)
-    ids, span = (pull_id, remote.engine_id, remote.incarnation), (token_start, token_stop)
-    return Pull(*ids, lease_hash, *span, local_block_ids, remote.block_ids)
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):

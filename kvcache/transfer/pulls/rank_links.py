@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from selectors import EVENT_READ, BaseSelector
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
 
 from kvcache.transfer.pulls.messages import (
     Command,
@@ -20,7 +20,6 @@ from protocol.ipc.wire import (
     await_room,
     exchange,
     nap_if_short,
-    wait_readable,
 )
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
@@ -36,36 +35,40 @@ class WorkerLink:
     """
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._waker = Waker()
         self.wake = self._waker.wake
-        self._address = address
+        self._selector = DefaultSelector()
+        self._selector.register(self._waker, EVENT_READ)
         self._wire: Wire | None = None
 
     def receive(self, timeout_s: float) -> list[Command]:
         """All commands, when there are some or somebody woke it, or after `timeout_s`."""
         self._wire = self._wire or self._connect()
-        wires = [self._wire] if self._wire else []
-        if not wires or wires[0].has_unsent:  # rank 0 is not that far, or has no room for more
+        if self._wire is None:
             timeout_s = min(timeout_s, _RETRY_S)
-        wait_readable(self._waker, *wires, timeout_s=nap_if_short(timeout_s))
+        self._selector.select(nap_if_short(timeout_s))
         self._waker.clear()
         if self._wire is None:
             return []
         try:
-            self._wire.flush()
-            return [command_decoder.decode(frame) for frame in self._wire.receive()]
+            frames = exchange(self._selector, self._wire)
         except WireClosed:  # rank 0 is gone, and with it the engine: nothing to do but end
+            self._selector.unregister(self._wire)
             self._wire.close()
             self._wire = None
             return []
+        return [command_decoder.decode(frame) for frame in frames]
 
     def report(self, report: Report) -> None:
         """Tells the coordinator."""
         if self._wire is not None:
             with suppress(WireClosed):  # as above; `receive` notices
                 self._wire.send(encode(report))
+                await_room(self._selector, self._wire)
 
     def close(self) -> None:
+        self._selector.close()
         self._waker.close()
         if self._wire is not None:
             self._wire.close()
@@ -74,10 +77,12 @@ class WorkerLink:
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.connect(_path(self._address))
-            return Wire(sock, _MAX_BYTES)
-        except OSError:
+        except OSError:  # rank 0 is not that far yet
             sock.close()
             return None
+        wire = Wire(sock, _MAX_BYTES)
+        self._selector.register(wire, EVENT_READ)
+        return wire
 
 
 class RankLinks:

@@ -114,7 +114,6 @@ class ReadJob(TransferJob):
         self._num_begun = 0  # of the plan's steps
         self._now = _Posting(deque(), 0)
         self._active: deque[tuple[ReadHandle, _Posting]]
-        self._done: list[ReadHandle] = []  # released while nobody waits for that
         self._placing: list[int] = []  # slots
         self._moved_s = 0.0  # when a READ was posted or ended last
 
@@ -150,13 +149,6 @@ class ReadJob(TransferJob):
     def leave(self) -> None:
         if self._staging is not None:
             self._staging.leave(self.pull_id)
-        self._release()
-
-    def _release(self) -> None:
-        while self._done:
-            handle = self._done.pop()
-            if self._link is not None and not self._link.is_closing:
-                self._link.agent.release(handle)
 
     def post(self) -> bool:
         link = self._link or self.peer.connect()
@@ -184,7 +176,6 @@ class ReadJob(TransferJob):
         self._active.append((handle, now))
         self._moved_s = time.monotonic()
         throttle.posted(post.nbytes, now_s, staged=now.step is not None)
-        self._release()
         return True
 
     def poll(self) -> bool:
@@ -245,7 +236,8 @@ class ReadJob(TransferJob):
     def _end(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
         """Nothing is written for it any more."""
         handle, posting = read
-        self._done.append(handle)
+        if not link.is_closing:
+            link.agent.release(handle)
         self._active.remove(read)
         posting.active -= 1
         self._moved_s = time.monotonic()

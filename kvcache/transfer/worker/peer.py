@@ -158,7 +158,7 @@ class Peer:
                 (pull.token_start, pull.token_stop),
                 pull.local_block_ids,
                 pull.remote_block_ids,
-                lease_hash=pull.lease_hash,
+                lease_hash=int(pull.lease_id[:8], 16),
             )
         self.rank.pool.use(max(pull.local_block_ids, default=-1))
         return transfer

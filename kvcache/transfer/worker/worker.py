@@ -192,12 +192,12 @@ class TransferWorker:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Pull(pull_id, engine_id, incarnation):
-                if puller := self._peers.get((engine_id, incarnation)):
+            case Pull(pull_id, key):
+                if puller := self._peers.get(key):
                     kind = MappedJob if puller.map() else ReadJob
                     self._jobs[pull_id] = kind(command, puller)
                 else:
-                    self._tell_end(pull_id, _not_connected(engine_id))
+                    self._tell_end(pull_id, _not_connected(key[0]))
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()

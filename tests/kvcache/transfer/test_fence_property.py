@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from kvcache.lease import LeaseTable
-from kvcache.transfer.pulls.messages import Pull, PullDone, PullSettings, RankEnded, pull_command
+from kvcache.transfer.pulls.messages import Pull, PullDone, PullSettings, RankEnded
 from kvcache.transfer.pulls.pull_state import Action, PullState
 from protocol.handshake import Complete, Gone, LeaseRequest, Ok, Renew
 from protocol.messages import RemotePrefill
-from tests.rigs.memory_pair import REMOTE
+from tests.rigs.memory_pair import REMOTE, pull_command
 
 BLOCKS, RANKS = 6, 2
 FOREIGN = "somebody else's"

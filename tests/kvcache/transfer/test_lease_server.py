@@ -1,5 +1,6 @@
 import os
 import resource
+import select
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from protocol.handshake import (
     seal_reply,
     seal_request,
 )
-from protocol.ipc.wire import Wire, WireClosed, framed, listen, wait_readable
+from protocol.ipc.wire import Wire, WireClosed, framed, listen
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 
@@ -169,7 +170,7 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
         for message in messages:
             wire.send(message)
         while not (found := wire.receive()):
-            wait_readable(wire, timeout_s=DEADLINE_S)
+            select.select([wire], [], [], DEADLINE_S)
         return msgspec.msgpack.decode(found[-1][MAC:])
 
 
@@ -255,7 +256,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> Non
         raw.sendall(message + message)
         wire, found = Wire(raw, 1 << 20), 0
         while found < 3:
-            wait_readable(wire, timeout_s=DEADLINE_S)
+            select.select([wire], [], [], DEADLINE_S)
             found += len(wire.receive())
     assert server.counters()["metadata_sent"] == 3
 
@@ -324,7 +325,7 @@ def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
         wire, found = Wire(raw, 1 << 20), []
         with pytest.raises(WireClosed):
             while len(found) < 5:
-                wait_readable(wire, timeout_s=DEADLINE_S)
+                select.select([wire], [], [], DEADLINE_S)
                 found += wire.receive()
     kinds = [msgspec.msgpack.decode(message[MAC:])["type"] for message in found]
     assert kinds == ["metadata", "refused"]
@@ -346,7 +347,7 @@ def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> N
     asking, *aborting = [framed(frame) for frame in frames]
     with socket.create_connection(server.address) as asker:
         asker.sendall(asking)
-        wait_readable(asker, timeout_s=DEADLINE_S)
+        select.select([asker], [], [], DEADLINE_S)
         with server._lock:  # its thread cannot answer before all is said
             asker.sendall(asking + b"".join(aborting))
             asker.close()
@@ -426,15 +427,15 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
     listener = listen("127.0.0.1", 0)
 
     def serve() -> None:
-        wait_readable(listener, timeout_s=DEADLINE_S)
+        select.select([listener], [], [], DEADLINE_S)
         with listener, listener.accept()[0] as sock:
             wire = Wire(sock, 1 << 20)
             while not (found := wire.receive()):
-                wait_readable(wire, timeout_s=DEADLINE_S)
+                select.select([wire], [], [], DEADLINE_S)
             wire.send(answer(found[0]))
             with suppress(WireClosed):
                 while True:  # until the client has gone
-                    wait_readable(wire, timeout_s=DEADLINE_S)
+                    select.select([wire], [], [], DEADLINE_S)
                     wire.receive()
 
     thread = threading.Thread(target=serve, daemon=True)

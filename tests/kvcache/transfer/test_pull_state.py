@@ -18,7 +18,6 @@ from kvcache.transfer.pulls.messages import (
     RankEnded,
     RankFailing,
     StopPull,
-    pull_command,
 )
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from protocol.errors import (
@@ -32,7 +31,7 @@ from protocol.errors import (
 )
 from protocol.handshake import AbortLease, Complete, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
-from tests.rigs.memory_pair import REMOTE
+from tests.rigs.memory_pair import REMOTE, pull_command
 
 SETTINGS = PullSettings(
     pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25

@@ -17,14 +17,13 @@ from kvcache.transfer.pulls.messages import (
     Pull,
     RankEnded,
     StopPull,
-    pull_command,
 )
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.peer import LocalRank, Peer
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout
+from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout, pull_command
 
 
 class Rank:

@@ -13,13 +13,13 @@ from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import ReadHandle, ReadState, ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
-from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull, pull_command
+from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull
 from kvcache.transfer.worker.job import ReadJob
 from kvcache.transfer.worker.peer import LocalRank
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout
+from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout, pull_command
 
 TOKENS, BLOCKS = 24, 3  # of a pull
 

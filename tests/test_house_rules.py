@@ -22,13 +22,13 @@ MAX_LINES = {
     "decode_server": 600,
     "deploy": 820,
     "engine": 8272,
-    "kvcache": 6837,
-    "kvcache/transfer": 5578,
+    "kvcache": 6803,
+    "kvcache/transfer": 5544,
     "model": 2870,
     "prefill_server": 337,
-    "protocol": 5152,
+    "protocol": 5138,
     "proxy": 2463,
-    "tests": 33243,
+    "tests": 33227,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

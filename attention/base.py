@@ -117,16 +117,8 @@ class AttentionBackend(ABC):
     """
 
     def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:
-        if num_q_heads % pool.layout.num_heads:
-            raise ValueError(
-                f"num_q_heads={num_q_heads} is not a multiple of the pool's num_heads="
-                f"{pool.layout.num_heads}: every KV head must serve the same number of query heads"
-            )
-        if head_dim != pool.layout.head_dim:
-            raise ValueError(
-                f"head_dim={head_dim} differs from the pool's head_dim={pool.layout.head_dim}: "
-                "make the pool with the model's head_dim"
-            )
+        assert num_q_heads % pool.layout.num_heads == 0, (num_q_heads, pool.layout.num_heads)
+        assert head_dim == pool.layout.head_dim, (head_dim, pool.layout.head_dim)
         self.pool = pool
         self.num_q_heads = num_q_heads
         self.num_kv_heads = pool.layout.num_heads

@@ -32,7 +32,7 @@ from attention.flashinfer_workspace import (
     withheld_thread_blocks,
     workspace_of,
 )
-from attention.support import StepLimits, UnsupportedPool
+from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
 
@@ -64,10 +64,8 @@ class FlashInferBackend(FlashInferBase):
 
     def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
         self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
-        if self._is_fp8 and prefill == "fa3":
-            raise UnsupportedPool(
-                "the fa3 kernels read FP8 KV with FP8 queries only: leave `prefill` to auto or fa2"
-            )
+        # FlashAttention-3's kernels read FP8 KV with FP8 queries only.
+        assert not (self._is_fp8 and prefill == "fa3")
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
         self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]

@@ -26,7 +26,8 @@ def create_backend(
             the pool's where not given.
 
     Raises:
-        ValueError: an unknown name, a pool that the backend cannot read, or a missing package.
+        UnsupportedPool: the backend cannot read it.
+        BackendMissing: its package cannot be imported.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
     sized = {} if make is TorchBackend else {"limits": limits}  # that one takes what it needs
@@ -42,7 +43,6 @@ def backend_class(name: str, device: str, num_components: int) -> Callable[..., 
 
     Raises:
         BackendMissing: its package cannot be imported.
-        ValueError: an unknown name.
     """
     if chosen(name, device) == "torch":
         return TorchBackend

@@ -24,7 +24,6 @@ from attention.torch_plan import RowMap, decode_groups, prefill_chunks
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the queries
 _MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place beats a copy
 
 
@@ -52,11 +51,6 @@ class TorchBackend(AttentionBackend):
     ) -> None:
         super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
         self._dtype = dtype or pool.tensor.dtype
-        if self._dtype not in _DTYPES:
-            raise ValueError(
-                f"the torch attention backend does not serve queries of {self._dtype}: give a "
-                "dtype of float32, bfloat16 or float16"
-            )
         self._device = str(pool.tensor.device)
         self._rows = RowMap(pool.layout)
         self._caches = [self._cache(layer) for layer in range(pool.layout.num_layers)]

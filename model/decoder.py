@@ -1,7 +1,7 @@
 """The decoder of every architecture: what differs is declared by the config."""
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,12 @@ from model.attention_layers import (
     attention_spec,
 )
 from model.config import ModelConfig
-from model.errors import ModelError
 from model.layers import GatedMLP, RMSNorm, Vocabulary, load_norm
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.rope import Rope
 from model.sizes import check_parallelism
 from model.weights import DummySource, SafetensorsSource, WeightLoader
-
-_LOAD_FORMATS: Final = ("auto", "dummy")
 
 
 class _Layer(NamedTuple):
@@ -125,9 +122,6 @@ def load_model(
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.
     """
-    if load_format not in _LOAD_FORMATS:
-        formats = " or ".join(_LOAD_FORMATS)
-        raise ModelError(f"load_format {load_format!r} is unknown; use {formats}")
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size)
     is_dummy = load_format == "dummy"

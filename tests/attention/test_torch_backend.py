@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.registry import create_backend
 from kvcache.layout import NAMED_ORDERS
 from tests.attention.reference import (
     FP8,
@@ -19,7 +18,6 @@ from tests.attention.reference import (
     forward,
     make,
     make_batch,
-    make_pool,
     make_sequences,
     reference,
     rows_of,
@@ -179,18 +177,3 @@ def test_on_a_gpu(order: str, dtype: str, tolerance: float) -> None:
     lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
     steps = (firsts, seconds, lasts)
     check_steps(make(shape), shape, seqs, *steps, num_padding=3, tolerance=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_q_heads": 5}, "pool's num_heads"),
-        ({"head_dim": 8}, "pool's head_dim"),
-        ({"dtype": torch.float64}, r"torch attention backend.*torch\.float64.*float32"),
-        ({"dtype": torch.float8_e4m3fn}, r"queries of torch\.float8_e4m3fn.*float32"),
-    ],
-)
-def test_what_does_not_fit_the_pool_is_refused(changes: dict[str, object], message: str) -> None:
-    sizes = {"num_q_heads": 6, "head_dim": 16, "scale": 1.0, **changes}
-    with pytest.raises(ValueError, match=message):
-        create_backend("torch", make_pool(Shape()), **sizes)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.config import load_config, parse_config
 from model.decoder import load_model
-from model.errors import ModelError, ModelLoadError
+from model.errors import ModelLoadError
 from model.sizes import fingerprint, read_headers, stored_elements
 from model.weights import DummySource, SafetensorsSource, WeightLoader
 from tests.model.dense import greedy
@@ -103,11 +103,6 @@ def test_a_file_that_is_cut_off_is_refused_and_named_with_both_lengths(checkpoin
     for read in (load, read_headers):
         with pytest.raises(ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"):
             read(checkpoint)
-
-
-def test_an_unknown_load_format_is_refused(checkpoint):
-    with pytest.raises(ModelError, match="auto or dummy"):
-        load(checkpoint, load_format="gguf")
 
 
 def test_dummy_weights_depend_on_name_and_seed_only(tmp_path):

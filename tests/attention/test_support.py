@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from attention.registry import BackendMissing, backend_class, create_backend
+from attention.registry import BackendMissing, backend_class
 from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check, chosen
-from tests.attention.reference import Shape, make_pool
+from tests.attention.reference import Shape, make
 
 _SERVED = Wanted(
     device="cuda",
@@ -98,18 +98,9 @@ def test_steps_over_latents_are_no_larger_than_their_plan(
         check("flashinfer", wanted, limits)
 
 
-HEADS = {"num_q_heads": 6, "head_dim": 16, "scale": 0.25}
-
-
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_every_known_name_makes_a_backend(name: str) -> None:
-    backend = create_backend(name, make_pool(Shape()), **HEADS)
-    assert (backend.num_q_heads, backend.num_kv_heads, backend.head_dim) == (6, 2, 16)
-
-
 def test_a_backend_that_cannot_read_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=r"flashinfer .*--attention-backend torch"):
-        create_backend("flashinfer", make_pool(Shape()), **HEADS)
+        make(Shape(), "flashinfer")
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")

@@ -17,18 +17,18 @@ MAX_FOLDER_FILES = 15
 CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowered
 # Lines of each package: only ever lowered. What grows makes room for itself in its own package.
 MAX_LINES = {
-    "attention": 2315,
+    "attention": 2291,
     "benchmarks": 2307,
     "decode_server": 600,
     "deploy": 820,
     "engine": 8272,
     "kvcache": 6803,
     "kvcache/transfer": 5544,
-    "model": 2870,
+    "model": 2864,
     "prefill_server": 337,
     "protocol": 5138,
     "proxy": 2463,
-    "tests": 33227,
+    "tests": 33192,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

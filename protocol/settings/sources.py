@@ -93,11 +93,6 @@ def renamed(text: str, name_of: Callable[[str], str | None]) -> str:
     return _OPTION.sub(written, text)
 
 
-def of_group(text: str, group: str, names: Collection[str]) -> str:
-    """`text` with the options `names` as those of a group: --prefill.tp for --tp."""
-    return renamed(text, lambda name: f"{group}.{name}" if name in names else None)
-
-
 def split_list(value: Any) -> Any:
     """Lists may be written as JSON, with commas, or (on the command line) by repeating."""
     if isinstance(value, str):
@@ -275,8 +270,8 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         reason = reason.partition(",")[0]
     if len(path) > 1 and (nested := _nested_model(cls.model_fields[path[0]])):
         # Validators know their own group of options only.
-        names = {name.replace("_", "-") for name in nested.model_fields}
-        reason = of_group(reason, path[0], names)
+        names = (name.replace("_", "-") for name in nested.model_fields)
+        reason = renamed(reason, {name: f"{path[0]}.{name}" for name in names}.get)
     if path and path[-1].endswith("secret"):  # pydantic counts its items
         return reason.replace("items after validation, not", "characters, not")
     if item["type"] in ("value_error", "extra_forbidden"):

@@ -22,8 +22,8 @@ from protocol.settings.sources import (
     ConfigError,
     clean_environment,
     field_paths,
-    of_group,
     option_name,
+    renamed,
     unread_variables,
 )
 
@@ -348,4 +348,5 @@ def test_a_launcher_keeps_its_own_variables_to_itself() -> None:
     ],
 )
 def test_options_of_a_group_get_its_name(text: str, written: str) -> None:
-    assert of_group(text, "decode", {"tp", "kv-convert"}) == written
+    of_decode = {name: f"decode.{name}" for name in ("tp", "kv-convert")}
+    assert renamed(text, of_decode.get) == written

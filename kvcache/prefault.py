@@ -27,74 +27,39 @@ _LATER_PAUSE_S: Final = 0.1
 _LOOK_S: Final = 0.5  # how often to look whether blocks further on are in use
 
 
-class Prefault:
-    """Pages of a pool's blocks, from the first on, a part at a time; may run beside writers.
-
-    Args:
-        address: where a pool of this layout begins.
-    """
-
-    def __init__(self, address: int, layout: KVLayout) -> None:
-        self._address = address
-        self._num_blocks = layout.num_blocks
-        self._block_bytes = layout.byte_strides["B"]  # what lies together of a block
-        self._plane_bytes = self._num_blocks * self._block_bytes
-        self._num_planes = layout.nbytes // self._plane_bytes
-        self._ahead = max(1, _AHEAD_BYTES // (self._block_bytes * self._num_planes))
-        self._reached = self._target = 0
-        self._parts: Iterator[tuple[int, int]] = iter(())
-        self._next: tuple[int, int] | None = None
-        self._libc = ctypes.CDLL(None)
-        self.reach(-1)
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to do until `reach` says otherwise."""
-        return self._next is None and self._reached >= self._target
-
-    def reach(self, block_id: int) -> None:
-        """Blocks up to this one are in use; those after it come next."""
-        self._target = max(self._target, min(self._num_blocks, block_id + 1 + self._ahead))
-
-    def step(self) -> None:
-        """Takes about a millisecond or a few; other threads run meanwhile."""
-        if self._next is None:
-            begin, self._reached = self._reached, self._target
-            self._parts = self._slices(begin, self._reached)
-            self._next = next(self._parts, None)
-        if self._next is None:
-            return
-        address, nbytes = map(ctypes.c_size_t, self._next)
-        self._next = next(self._parts, None)
-        if self._libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):  # refused: never again
-            self._next, self._num_blocks, self._target = None, 0, 0
-
-    def _slices(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Address and size (bytes) of the pages of blocks [begin, end), a slice at a time."""
-        for plane in range(self._num_planes):
-            start = self._address + plane * self._plane_bytes + begin * self._block_bytes
-            stop = start + (end - begin) * self._block_bytes
-            start = start // mmap.PAGESIZE * mmap.PAGESIZE
-            for at in range(start, stop, _SLICE_BYTES):
-                yield at, min(_SLICE_BYTES, stop - at)
-
-
 class PrefaultThread(threading.Thread):
     """Keeps a CPU pool's pages ahead of its highest block in use, for as long as a rank lives."""
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(name="prefault", daemon=True)
         self._pool = pool
-        self._prefault = Prefault(pool.base_address, pool.layout)
         self._stopping = threading.Event()
+        self.num_populated = 0  # blocks, from the first on
 
     def close(self) -> None:
         self._stopping.set()
         self.join()
 
     def run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self._stopping.wait(_LOOK_S if self._prefault.done else pause_s):
-            self._prefault.reach(self._pool.highest_block)
-            self._prefault.step()
-            pause_s = _FIRST_PAUSE_S if self._pool.highest_block < 0 else _LATER_PAUSE_S
+        layout, libc = self._pool.layout, ctypes.CDLL(None)
+        ahead = max(1, _AHEAD_BYTES // layout.block_bytes)
+        while not self._stopping.is_set():
+            stop = min(layout.num_blocks, self._pool.highest_block + 1 + ahead)
+            for part in _slices(self._pool.base_address, layout, self.num_populated, stop):
+                if libc.madvise(*map(ctypes.c_size_t, part), _MADV_POPULATE_WRITE):
+                    return  # so will all others be refused
+                is_used = self._pool.highest_block >= 0
+                if self._stopping.wait(_LATER_PAUSE_S if is_used else _FIRST_PAUSE_S):
+                    return
+            self.num_populated = max(self.num_populated, stop)
+            self._stopping.wait(_LOOK_S)
+
+
+def _slices(address: int, layout: KVLayout, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Address and size (bytes) of the pages of blocks [begin, end) of a pool, a slice at a time."""
+    block_bytes = layout.byte_strides["B"]  # what lies together of a block
+    plane_bytes = layout.num_blocks * block_bytes
+    for plane in range(address, address + layout.nbytes, plane_bytes):
+        start, stop = plane + begin * block_bytes, plane + end * block_bytes
+        for at in range(start // mmap.PAGESIZE * mmap.PAGESIZE, stop, _SLICE_BYTES):
+            yield at, min(_SLICE_BYTES, stop - at)

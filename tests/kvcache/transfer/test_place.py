@@ -1,4 +1,4 @@
-"""Placing staged KV with torch: conversions, bounds, and how many views it takes."""
+"""Placing KV with torch: conversions, and how many views it takes."""
 
 from itertools import product
 from typing import Any
@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.move import place as placing
-from kvcache.transfer.move.place import place
-from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.move.place import _stretches, place
+from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError
-from kvcache.transfer.plan.plan import Planner, Step
-
-# Descriptors cost much and copies nothing, so that everything is staged.
-STAGE = CostModel(1.0, 1e12, 1e15)
+from kvcache.transfer.plan.plan import Planner
 
 
 def endpoint(
@@ -27,13 +23,12 @@ def endpoint(
     return Endpoint(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1, scales)
 
 
-def one_step(p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], **options) -> Step:
-    p_blocks = list(range(p.layout.num_blocks))
-    planner = Planner(d, [p], 2, staging_bytes=1 << 20, **options)
-    plan = planner.plan(planner.take((0, tokens), d_blocks, p_blocks), STAGE)
-    assert plan.path == "staged"
-    (step,) = plan.steps
-    return step
+def transfer_of(
+    p: Endpoint, d: Endpoint, tokens: int, d_blocks: list[int], convert: bool = False
+) -> Transfer:
+    """Out of all blocks of P."""
+    planner = Planner(d, [p], 2, convert=convert)
+    return planner.take((0, tokens), d_blocks, range(p.layout.num_blocks))
 
 
 def filled(end: Endpoint) -> torch.Tensor:
@@ -43,35 +38,24 @@ def filled(end: Endpoint) -> torch.Tensor:
     return torch.linspace(-3, 3, count, dtype=torch.float64).to(dtype).view(layout.shape)
 
 
-def slot_of(step: Step, source: torch.Tensor, lead: int = 0) -> torch.Tensor:
-    """A slot that starts `lead` bytes into its storage, with the step's reads carried out."""
-    slot = torch.zeros(step.slot.nbytes + lead, dtype=torch.uint8)[lead:]
-    lying = source.view(-1).view(torch.uint8)
-    for read in step.reads:
-        for remote, local, length in zip(
-            read.remote_offsets, read.local_offsets, read.lengths, strict=True
-        ):
-            slot[local : local + length] = lying[remote : remote + length]
-    return slot
-
-
 def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
     """[block, N, H, L, C, D]"""
     return pool.permute([end.layout.order.index(axis) for axis in "BNHLCD"])
 
 
-def placed(step: Step, p: Endpoint, d: Endpoint, lead: int = 0) -> torch.Tensor:
+def assert_placed(
+    p: Endpoint, d: Endpoint, values: torch.Tensor, lead: int = 0, convert: bool = False
+) -> None:
+    """Four blocks of 4 tokens of P, which start `lead` bytes into their storage, become blocks 2
+    and 0, of 8 tokens, of D."""
+    source = torch.zeros(p.layout.nbytes + lead, dtype=torch.uint8)[lead:]
+    source.copy_(filled(p).view(-1).view(torch.uint8))
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
-    for copy in step.copies:
-        place(copy, slot_of(step, filled(p), lead), pool, step.transfer.factors)
-    return canonical(pool, d)
-
-
-def assert_placed(p: Endpoint, d: Endpoint, values: torch.Tensor, lead: int = 0, **options) -> None:
-    """Four blocks of 4 tokens of P become blocks 2 and 0, of 8 tokens, of D."""
-    found = placed(one_step(p, d, 16, [2, 0], **options), p, d, lead)[[2, 0]]
-    wanted = values.to(getattr(torch, d.layout.dtype)).reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    transfer = transfer_of(p, d, 16, [2, 0], convert)
+    for copy in transfer.copies():
+        place(copy, source, pool, transfer.factors)
+    wanted = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
+    assert torch.equal(canonical(pool, d)[[2, 0]].view(torch.uint8), wanted.view(torch.uint8))
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -106,20 +90,16 @@ def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, fact
     assert_placed(source, target, scaled, convert=True)
 
 
-def test_equal_scales_move_the_bytes_as_they_are() -> None:
+def test_equal_scales_move_the_bytes_as_they_are_and_others_only_if_told_to_convert() -> None:
     p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
-    assert one_step(p, d, 16, [2, 0]).transfer.factors is None
+    assert transfer_of(p, d, 16, [2, 0]).factors is None
     assert_placed(p, d, canonical(filled(p), p))
-
-
-def test_other_scales_are_refused_unless_told_to_convert() -> None:
-    p, d = endpoint("LBCNHD", 4, 4, FP8, THEIRS), endpoint("BHLCND", 8, 3, FP8, OURS)
     with pytest.raises(PlanError, match=r"KV scales is.*0.001.*300.0.*--kv-convert"):
-        one_step(p, d, 16, [2, 0])
+        transfer_of(endpoint("LBCNHD", 4, 4, FP8, THEIRS), d, 16, [2, 0])
 
 
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])
-def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
+def test_a_source_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
     p, d = endpoint("LBCNHD", 4, 4, "bfloat16"), endpoint("BHLCND", 8, 3, "bfloat16")
     assert_placed(p, d, canonical(filled(p), p), lead)
 
@@ -136,5 +116,5 @@ def test_a_slot_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
 def test_evenly_spaced_pieces_take_one_view(
     p: Endpoint, d: Endpoint, tokens: int, blocks: list[int], views: int
 ) -> None:
-    copies = one_step(p, d, tokens, blocks).copies
-    assert sum(len(list(placing._stretches(copy))) for copy in copies) == views
+    copies = transfer_of(p, d, tokens, blocks).copies()
+    assert sum(len(list(_stretches(copy))) for copy in copies) == views

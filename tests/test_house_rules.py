@@ -22,13 +22,13 @@ MAX_LINES = {
     "decode_server": 600,
     "deploy": 820,
     "engine": 8272,
-    "kvcache": 6803,
+    "kvcache": 6768,
     "kvcache/transfer": 5544,
     "model": 2864,
     "prefill_server": 337,
     "protocol": 5133,
     "proxy": 2463,
-    "tests": 33192,
+    "tests": 33141,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

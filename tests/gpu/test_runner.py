@@ -133,7 +133,7 @@ def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
         if "mla" in name:
             pytest.skip("latents are not read in 8 bits")
         scales = [0.03] * 2 * load_config(MODELS[name]).num_layers
-        options = {"kv_cache_dtype": "float8_e4m3fn", "kv_scales": scales}
+        options = {"kv_cache_dtype": "float8_e4m3fn", "scales": scales}
     with runner_for(MODELS[name], **options) as runner:
         assert runner.graphs is not None
         tokens, logits = decode(runner, 24)

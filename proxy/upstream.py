@@ -53,13 +53,14 @@ class UpstreamError(Exception):
     """The server could not be talked to."""
 
     failure: ClassVar[Failure]
+    told = property(str)  # to clients: without addresses
 
 
 # fmt: off
 class Unreachable(UpstreamError):  # no connection: nothing was sent
-    failure = Failure.UNREACHABLE
+    failure, told = Failure.UNREACHABLE, "unreachable"
 class Exhausted(UpstreamError):  # as that, for want of descriptors or ports here: no server's fault
-    failure = Failure.BUSY
+    failure, told = Failure.BUSY, "exhausted"
 class Lost(UpstreamError):  # the connection ended, or spoke no HTTP, after the request was sent
     failure = Failure.LOST
 class TimedOut(UpstreamError):  # nothing came for the read timeout

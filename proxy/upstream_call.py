@@ -167,14 +167,12 @@ class Upstreams:
             failure: Failure | None
             try:
                 leg = await self._attempt(server, call)
-                answer = leg.response
             except UpstreamError as error:
-                failure, answer, detail = error.failure, None, str(error)
-                has_address = isinstance(error, Unreachable | Exhausted)
-                told = type(error).__name__.lower() if has_address else detail
+                answer, failure, detail, told = None, error.failure, str(error), error.told
             else:
-                failure, detail = failure_of(answer.status, answer.body), str(answer.status)
-                told = detail
+                answer = leg.response
+                failure = failure_of(answer.status, answer.body)
+                detail = told = str(answer.status)
                 if failure is None:
                     if answer.body is not None:
                         self.fleet.succeeded(server)

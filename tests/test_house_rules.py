@@ -27,8 +27,8 @@ MAX_LINES = {
     "model": 2864,
     "prefill_server": 337,
     "protocol": 5133,
-    "proxy": 2463,
-    "tests": 33141,
+    "proxy": 2462,
+    "tests": 33137,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

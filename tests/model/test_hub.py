@@ -17,11 +17,6 @@ from model.hub import DEFAULT_MODEL, build_once, resolve_model
 from tests.ports import kept_ports
 
 
-def test_a_directory_is_itself(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_model(str(tmp_path)) == tmp_path
-
-
 @pytest.mark.parametrize("name", ["./nothing-here", "/no/such/dir", "no-owner", "a/b/c"])
 def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
     with pytest.raises(ModelNotAvailable, match=r"no such directory.*hub id"):

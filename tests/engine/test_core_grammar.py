@@ -156,9 +156,11 @@ def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> N
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
+@pytest.mark.parametrize("slow", [False, True])
 def test_who_is_late_for_too_long_fails_alone(
-    depth: int, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    depth: int, slow: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step waits a moment for a mask, and not at all where the grammar is known to be slow."""
     go_on, compute = threading.Event(), GrammarState._compute
 
     def held(state: GrammarState) -> None:
@@ -166,7 +168,9 @@ def test_who_is_late_for_too_long_fails_alone(
         compute(state)
 
     monkeypatch.setattr(GrammarState, "_compute", held)
-    monkeypatch.setattr(core_grammar, "_BUDGET_S", 0.001)
+    monkeypatch.setattr(core_grammar, "_BUDGET_S", 60.0 if slow else 0.001)
+    if slow:
+        monkeypatch.setattr(engine.text.grammar, "_SLOW_S", -1.0)
     core, out = core_with(compiler, depth, WORDS)
     core.grammars.timeout_s = 0.0
     core.round([constrained("a", WORDS), replace(FREE, max_tokens=20)])

@@ -159,7 +159,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(
     folders: dict[str, Path], name: str, unit: str
 ) -> None:
     tokenizer = Tokenizer(folders[name])
-    text = unit * (150_000 // len(unit))
+    text = unit * (100_000 // len(unit))
     count = len(tokenizer.encode(text))
     for limit in (0, count // 3, count - 1, count):
         bound = tokenizer.at_least(text, limit)

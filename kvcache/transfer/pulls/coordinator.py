@@ -153,8 +153,7 @@ class PullCoordinator:
         return events
 
     def counters(self) -> Counter[str]:
-        more = self._leases.counters
-        return Counter({**self._counters, **more, "pulls_open": len(self._pulls)})
+        return Counter({**self._counters, "pulls_open": len(self._pulls)})
 
     def handshakes(self) -> dict[str, int]:
         """Ended handshakes by outcome: "ok", or the code of the error."""
@@ -266,7 +265,6 @@ class PullCoordinator:
     def _lost(self, address: Address) -> None:
         """Nothing listens there: whatever waits for an answer from there fails now, and the ranks
         forget the peer, whose memory is not freed while it is mapped."""
-        self._counters["connections_lost"] += 1
         now, error = self._clock(), unreachable(address, "cannot be connected to")
         for peer in self._peers.at(address):
             self._forget(peer)
@@ -303,7 +301,6 @@ class PullCoordinator:
         attempt_id, now = new_id(), self._clock()
         state = PullState(pull_id, remote, self._num_ranks, self._settings, attempt_id, now)
         self._pulls[pull_id] = self._attempts[attempt_id] = state
-        self._counters["pulls"] += 1
         return state
 
     def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
@@ -436,7 +433,6 @@ class PullCoordinator:
         if isinstance(reply, Metadata):
             self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
-            self._counters["refused"] += 1
             told = f"{address[0]}:{address[1]} refused us: {reply.reason}"
             self._fail_handshakes(address, PeerUnreachable(told))
         elif state := self._attempts.get(reply.nonce.partition("-")[2]):

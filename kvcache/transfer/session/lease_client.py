@@ -61,7 +61,7 @@ class LeaseClient:
         self._waker, self._closed = Waker(), False
         self._dialled: deque[tuple[_Link, socket.socket | None]] = deque()
         selector.register(self._waker, EVENT_READ, self._take_dialled)
-        self.counters: Counter[str] = Counter(side_channel_full=0, bad_replies=0)
+        self.counters: Counter[str] = Counter(bad_replies=0)
 
     @property
     def has_unsent(self) -> bool:
@@ -92,7 +92,6 @@ class LeaseClient:
             link = self._links[address] = _Link(address, self._clock())
             self._dial(link)
         if len(link.unsent) >= _MAX_UNSENT:
-            self.counters["side_channel_full"] += 1
             return
         if link.wire is not None and link.wire.has_ended():
             self._lost(link)  # else this would be lost with it

@@ -72,13 +72,9 @@ class LocalRank:
         connect_timeout_s: float = 5.0,
     ) -> None:
         on_gpu = pool.device.type == "cuda"
-        self.number, self.total_kv_heads, self.pool, self.mapped = (
-            number,
-            total_kv_heads,
-            pool,
-            mapped,
-        )
-        self.convert, self.costs, self.busy = convert, costs, busy if on_gpu else None
+        self.number, self.total_kv_heads, self.pool = number, total_kv_heads, pool
+        self.mapped, self.convert, self.costs = mapped, convert, costs
+        self.busy = busy if on_gpu else None
         self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp)
         self.staging = None
         if staging_bytes:

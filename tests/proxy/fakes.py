@@ -317,8 +317,8 @@ class Rig:
         await self.client.aclose()
         self.server.should_exit = True
         await self.task
-        assert self._counting() == self.series, "all are exposed before they count anything"
         await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
+        assert self._counting() == self.series, "all are exposed before they count anything"
 
     def _counting(self) -> set[str]:
         """The names and labels of metrics that count with labels."""

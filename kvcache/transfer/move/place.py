@@ -76,13 +76,10 @@ class Placer:
     def retire(self, tokens: deque[Any]) -> None:
         """Takes out launches that have ended, in their order. Raises what one failed with."""
         while tokens:
-            try:
-                if not self.finished(tokens[0]):
-                    return
-            except BaseException:
-                tokens.popleft()
-                raise
-            tokens.popleft()
+            oldest = tokens.popleft()
+            if not self.finished(oldest):
+                tokens.appendleft(oldest)
+                return
 
     def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         assert source.bytes is not None

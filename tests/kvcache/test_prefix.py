@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvcache.blocks import BlockAllocator, BlockState, BlockStateError, IntegrityError
+from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
 from kvcache.prefix import PrefixCursor, PrefixIndex
 
 BLOCK = 4
@@ -30,17 +30,6 @@ def published(index: PrefixIndex, tokens: list[int]) -> list[int]:
     blocks = index.allocator.allocate(len(tokens) // BLOCK)
     index.publish(tokens, blocks, cursor=PrefixCursor())
     return blocks
-
-
-def test_only_full_blocks_are_found_only_from_the_start_and_without_a_reference() -> None:
-    allocator, index = make()
-    tokens = list(range(11))
-    blocks = published(index, tokens)
-    assert index.match(tokens) == index.match(tokens[:8]) == blocks
-    assert index.match(tokens[:7]) == index.match([0, 1, 2, 3, 4, 5, 6, 99]) == blocks[:1]
-    assert index.match(tokens[:3]) == index.match(tokens[4:]) == []  # no prefix of a sequence
-    allocator.release(blocks)
-    assert index.match(tokens) == blocks and allocator.counts()[BlockState.CACHED] == 2
 
 
 def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone() -> None:

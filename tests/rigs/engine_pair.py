@@ -92,28 +92,13 @@ class PoolExecutor(ShadowExecutor):
         return tokens.tolist()
 
 
-class _Placer(MemoryPlacer):
-    """Fails on command."""
-
-    def __init__(self, pool: KVPool) -> None:
-        super().__init__(pool)
-        self.num_failing = self.num_failed = 0
-
-    def launch(self, *args: Any) -> Any:
-        if self.num_failing:
-            self.num_failing -= 1
-            self.num_failed += 1
-            raise RuntimeError("a launch failed")
-        return super().launch(*args)
-
-
 @dataclass
 class Movers:
     """What moves bytes to the ranks of an engine, whichever way: it stalls and fails on command, of
     several ranks some at random."""
 
     agents: list[MemoryAgent]
-    placers: list[_Placer]
+    placers: list[MemoryPlacer]
     rng: random.Random
 
     @property
@@ -262,7 +247,7 @@ class Pair:
             block_size=pools[0].layout.block_size,
         )
         agents = [MemoryAgent(f"d{rank}") for rank in range(tp)]
-        placers = [_Placer(pool) for pool in pools] if launch_bytes else []
+        placers = [MemoryPlacer(pool) for pool in pools] if launch_bytes else []
         mapped = [MappedPath(placer, launch_bytes=launch_bytes) for placer in placers]
         ranks = [
             LocalRank(

@@ -34,6 +34,7 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
+from protocol.errors import BatonError
 from protocol.handshake import (
     PROTOCOL_VERSION,
     CompatRecord,
@@ -358,6 +359,34 @@ class Decode:
             self.woken.clear()
             self.events += self.coordinator.drain()
 
+    def done(self, pull_id: str | None = None) -> PullDone:
+        """The ending of a pull, or of this one, that has ended well."""
+        ending = self.wait(*ENDINGS, pull_id=pull_id)
+        assert isinstance(ending, PullDone), ending
+        return ending
+
+    def failed(self, pull_id: str | None = None) -> BatonError:
+        """Why a pull, or this one, has failed, of which no READ is left."""
+        ending = self.wait(*ENDINGS, pull_id=pull_id)
+        assert isinstance(ending, PullFailed) and ending.drained, ending
+        return ending.error
+
+    def pull(
+        self, pull_id: str, remote: RemotePrefill, start: int, stop: int, blocks: list[int]
+    ) -> PullDone:
+        """A pull that ends well, with every byte as it should be."""
+        self.coordinator.pull(pull_id, remote, start, stop, blocks)
+        done = self.done(pull_id)
+        assert_pulled(self, remote, blocks, start, stop)
+        return done
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Waits for what a thread brings about."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "the state did not come"
+            self.woken.wait(0.001)
+
     def skip(self, seconds: float) -> None:
         """Whatever takes longer by the coordinator's clock is over."""
         self.clock.skip(seconds)
@@ -437,11 +466,7 @@ def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, st
 
 def pulled(decode: Decode, prefill: Prefill, pull_id: str, blocks: list[int]) -> None:
     """Pulls three blocks, exactly."""
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull(pull_id, remote, 0, 24, blocks)
-    done = decode.wait(*ENDINGS, pull_id=pull_id)
-    assert isinstance(done, PullDone), done
-    assert_pulled(decode, remote, blocks, 0, 24)
+    decode.pull(pull_id, prefill.lease([5, 2, 9], 24), 0, 24, blocks)
 
 
 def nixl_agent() -> TransferAgent:

@@ -68,7 +68,7 @@ class MemoryPlacer(Placer):
 
     Attributes:
         stalled: launches made while it is set do not end before it is unset.
-        fail_launches: the next launches raise.
+        num_failing: so many of the next launches raise; `num_failed` of them have.
         rooms: what there is room for, asked one after the other; then all.
         mapped: addresses that are open now.
         unmapped: set whenever one is closed.
@@ -77,7 +77,7 @@ class MemoryPlacer(Placer):
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
         self.stalled = False
-        self.fail_launches = False
+        self.num_failing = self.num_failed = 0
         self.rooms: list[int] = []
         self.mapped: list[int] = []
         self.unmapped = threading.Event()
@@ -98,7 +98,9 @@ class MemoryPlacer(Placer):
         return self.rooms.pop(0) if self.rooms else ALL_BYTES
 
     def launch(self, copy: BlockCopy, source: Memory, factors: Factors) -> Any:
-        if self.fail_launches:
+        if self.num_failing:
+            self.num_failing -= 1
+            self.num_failed += 1
             raise RuntimeError("a launch failed")
         assert source.bytes is not None
         place_units(copy, source.bytes, self._pool.tensor, factors)

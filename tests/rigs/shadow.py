@@ -295,9 +295,12 @@ def add(
     )
 
 
-def run_until_idle(core: EngineCore, max_rounds: int = 2000) -> None:
-    """Rounds until nothing progresses. A core that never settles fails here."""
-    for _ in range(max_rounds):
+def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
+    """A round with these, then rounds until nothing progresses. A core that never settles fails
+    here."""
+    if messages:
+        core.round(messages)
+    for _ in range(2000):
         if not core.round([]) and not awaited_masks(core):
             return
         core.scheduler.check_integrity()

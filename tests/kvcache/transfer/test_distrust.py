@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.pulls.messages import PeerFailed, PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PeerFailed, PullDrained, PullFailed
 from protocol.errors import PeerUnreachable, PullWithheld, TransferFailed
 from tests.rigs.memory_pair import ENDINGS, Decode, Prefill, assert_pulled
 
@@ -14,8 +14,7 @@ def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig: Any) ->
     remote = prefill.lease([5], 8)
     decode.agents[0].stall()
     decode.coordinator.pull("hung", remote, 0, 8, [3])
-    while decode.agents[0].active == 0:
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.agents[0].active)
     decode.skip(30.0)
     assert not decode.wait(PullFailed).drained
     other = prefill.lease([6], 8)
@@ -28,17 +27,14 @@ def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig: Any) ->
     assert isinstance(withheld.error, PullWithheld) and "hang" in withheld.error.message
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("hung")
-    decode.coordinator.pull("again", again := prefill.lease([7], 8), 0, 8, [4])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, again, [4], 0, 8)
+    decode.pull("again", prefill.lease([7], 8), 0, 8, [4])
 
 
 def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(
     rig: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = rig(Prefill), rig(Decode, settings={"backoff_min_s": 100.0})
-    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
@@ -53,12 +49,10 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(
     decode.skip(100.0)
     decode.agents[0].stall()
     decode.coordinator.pull("trial", trial := prefill.lease([6], 8), 0, 8, [3])
-    while decode.agents[0].active == 0:
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.agents[0].active)
     decode.coordinator.pull("beside", prefill.lease([7], 8), 0, 8, [4])
     assert isinstance(decode.wait(*ENDINGS, pull_id="beside").error, PullWithheld)
     decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.done()
     assert_pulled(decode, trial, [3], 0, 8)
-    decode.coordinator.pull("trusted", prefill.lease([7], 8), 0, 8, [4])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("trusted", prefill.lease([7], 8), 0, 8, [4])

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.pulls.messages import PullDone, PullFailed
+from kvcache.transfer.pulls.messages import PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
@@ -59,9 +59,7 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: s
         prefill.clock.skip(remote.lease_s)
     assert prefill.outcomes() == [how]
     gate.opened.set()
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained, failed
-    assert isinstance(failed.error, LeaseGone)
+    assert isinstance(decode.failed(), LeaseGone)
 
 
 def test_of_two_readers_one_may_use_what_both_have_read(rig: Any) -> None:
@@ -73,7 +71,7 @@ def test_of_two_readers_one_may_use_what_both_have_read(rig: Any) -> None:
         reader.coordinator.pull("a", remote, 0, 8, [3])
         assert gate.launched.wait(DEADLINE_S)
     gates[0].opened.set()
-    assert isinstance(readers[0].wait(*ENDINGS), PullDone)
+    readers[0].done()
     assert np.array_equal(readers[0].tokens([3], 0, 8), expected(remote, 0, 8))
     assert prefill.outcomes() == ["completed"]
     gates[1].opened.set()
@@ -91,9 +89,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig: Any) -> None:
     assert gate.launched.wait(DEADLINE_S)
     prefill.close()
     gate.opened.set()
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained, failed
-    assert isinstance(failed.error, PeerUnreachable)
+    assert isinstance(decode.failed(), PeerUnreachable)
 
 
 def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig: Any) -> None:
@@ -105,9 +101,8 @@ def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig: Any) -> None:
     assert gate.launched.wait(DEADLINE_S)
     prefill.signal(signal.SIGSTOP)
     gate.opened.set()
-    while not any(state.phase is Phase.FENCING for state in decode.pulls()):
-        decode.woken.wait(0.01)
+    decode.until(lambda: any(state.phase is Phase.FENCING for state in decode.pulls()))
     prefill.signal(signal.SIGCONT)
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.done()
     assert np.array_equal(decode.tokens([3], 0, 8), expected(remote, 0, 8))
     assert prefill.ask(counters=True)["completed"] == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.pulls.messages import DropPeer, PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import DropPeer, PullDrained, PullFailed
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
@@ -98,11 +98,10 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits)
     peer.link.deadline = 0.0  # it has taken too long
     worker._link.wake()
-    failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert isinstance(failed.error, PeerUnreachable)
+    error = decode.failed("a")
+    assert isinstance(error, PeerUnreachable)
     for name in ("--connect-timeout-s", "UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES"):
-        assert name in failed.error.message
+        assert name in error.message
     pulled(decode, other, "c", [2, 4, 6])
     agent.passes.set()  # the system has given up, or not
     until(lambda: peer.link is None, decode)
@@ -130,7 +129,7 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> 
     until(lambda: worker._num_rounds > rounds + 1, decode)
     assert placers[0].mapped == [prefill.pools[0].base_address]
     placers[0].stalled = False
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.done()
     assert placers[0].unmapped.wait(DEADLINE_S)
     until(lambda: not worker._peers, decode)
 
@@ -181,20 +180,15 @@ gone.server._metadata = msgspec.structs.replace(shown, ranks=ranks)
 
 decode = Decode(nixl_agent, connect_timeout_s=60.0)
 decode.coordinator.pull("a", gone.lease([5, 2], 16), 0, 16, [3, 1])
-while not any(job.waits for job in decode.workers[0]._jobs.values()):
-    decode.woken.wait(0.01)
-remote = other.lease([5, 2, 9], 24)
-decode.coordinator.pull("b", remote, 0, 24, [4, 6, 8])
-assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
-assert_pulled(decode, remote, [4, 6, 8], 0, 24)
+decode.until(lambda: any(job.waits for job in decode.workers[0]._jobs.values()))
+decode.pull("b", other.lease([5, 2, 9], 24), 0, 24, [4, 6, 8])
 peers = decode.workers[0]._peers.values()
 (peer,) = (peer for peer in peers if peer.metadata.engine_id == "gone")
 assert not peer.link.is_ready, "it is not unreachable at all"
 peer.link.deadline = 0.0
 decode.workers[0]._link.wake()
-failed = decode.wait(*ENDINGS, pull_id="a")
-assert isinstance(failed, PullFailed) and failed.drained, failed
-assert isinstance(failed.error, PeerUnreachable), failed
+error = decode.failed("a")
+assert isinstance(error, PeerUnreachable), error
 print("as expected", flush=True)
 os._exit(0)  # the system tries to connect for two minutes
 """

@@ -16,7 +16,6 @@ from tests.rigs.memory_pair import REMOTE, compat, layout
 
 SETTINGS = PullSettings(handshake_timeout_s=4.0, backoff_min_s=1.0, backoff_max_s=60.0)
 COMPAT = compat()
-WHOLE = Stripe(0, 1, 8)
 
 
 def metadata(**changes: Any) -> EngineMetadata:
@@ -33,17 +32,8 @@ def metadata(**changes: Any) -> EngineMetadata:
     return memory_pair.metadata(rank, **{"incarnation": "i", "compat": COMPAT, **changes})
 
 
-HALF = layout(2, block_size=16).to_record()
-
-
-def two_ranks(**changes: Any) -> EngineMetadata:
-    (rank,) = metadata().ranks
-    ranks = [msgspec.structs.replace(rank, rank=number, layout=HALF) for number in range(2)]
-    return metadata(tp_size=2, ranks=ranks, **changes)
-
-
-def table(stripe: Stripe = WHOLE) -> PeerTable:
-    return PeerTable(COMPAT, SETTINGS, False, stripe)
+def table() -> PeerTable:
+    return PeerTable(COMPAT, SETTINGS, False, Stripe(0, 1, 8))
 
 
 def test_the_first_contact_asks_and_later_ones_know() -> None:
@@ -101,39 +91,6 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
     peers.metadata_came(peer, answer, 0.0)
     assert isinstance(peer.error, error)
     assert peer.metadata is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "stripe", "field", "said"),
-    [
-        (
-            two_ranks(dcp_size=2),
-            Stripe(0, 1, 8),
-            "dcp_size",
-            "2 on the prefill server (and 1 here)",
-        ),
-        (two_ranks(dcp_size=2), Stripe(0, 2, 16), "dcp_size", "of dcp_size 1 only"),
-        (metadata(), Stripe(0, 2, 8), "block_size", "block_size is 8 here and 16 on the peer"),
-        (metadata(), Stripe(0, 2, 24), "block_size", "--block-size 16"),
-    ],
-)
-def test_tokens_that_a_rank_cannot_pick_are_refused(
-    answer: EngineMetadata, stripe: Stripe, field: str, said: str
-) -> None:
-    peers = table(stripe)
-    peer = peers.connect(REMOTE, 0.0)
-    peers.metadata_came(peer, answer, 0.0)
-    assert isinstance(peer.error, PeerIncompatible) and peer.error.param == field
-    assert said in peer.error.message
-    assert peers.outcomes["peer_incompatible"] == 1
-
-
-@pytest.mark.parametrize("stripe", [Stripe(0, 1, 5), Stripe(1, 2, 16), Stripe(0, 4, 48)])
-def test_tokens_that_a_rank_can_pick_are_not(stripe: Stripe) -> None:
-    peers = table(stripe)
-    peer = peers.connect(REMOTE, 0.0)
-    peers.metadata_came(peer, metadata(), 0.0)
-    assert peer.metadata is not None
 
 
 def test_handshakes_are_counted_by_outcome() -> None:

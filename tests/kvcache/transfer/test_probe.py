@@ -10,7 +10,7 @@ from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
-from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
@@ -66,8 +66,7 @@ def stalled_probe(rig: Any, pull_ids: list[str], **options: Any) -> tuple[Prefil
         block = 3 * number + 1
         remote = prefill.lease([block, block + 1, block + 2], 20)
         decode.coordinator.pull(pull_id, remote, 0, 20, [block, block + 1, block + 2])
-    while not decode.agents[0].active:  # the probe has begun
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.agents[0].active)  # the probe has begun
     return prefill, decode
 
 
@@ -76,7 +75,7 @@ def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any) -> None:
     decode.coordinator.cancel("a")
     decode.wait(PullDrained, pull_id="a")
     decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+    decode.done("b")
     assert decode.settle() == []
 
 
@@ -98,12 +97,11 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
     decode = rig(Decode, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
-    while not decode.agents[0].active:  # the probe has begun
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.agents[0].active)  # the probe has begun
     pulled(decode, other, "a", BLOCKS)
     pulled(decode, other, "b", BLOCKS)
     decode.agents[0].resume()
-    assert isinstance(decode.wait(*ENDINGS, pull_id="hung"), PullDone)
+    decode.done("hung")
     assert_pulled(decode, remote, [4, 2, 8], 0, 20)
 
 
@@ -140,8 +138,7 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: 
     decode.agents[0].stall()
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 20), 0, 20, [3, 1, 7])
-    while not decode.workers[0]._jobs:
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.workers[0]._jobs)
     decode.agents[0].resume()
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerUnreachable)

@@ -44,11 +44,8 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig: Any, make_agent: Any) ->
     decode.coordinator.connect(remote)
     assert decode.wait(PeerReady, PeerFailed) == PeerReady("P", remote.incarnation)
     decode.coordinator.hold("a", remote)
-    decode.coordinator.pull("a", remote, 0, 20, [3, 1, 7])
-    done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone), done
+    done = decode.pull("a", remote, 0, 20, [3, 1, 7])
     assert done.path == "direct" and done.nbytes == 20 * layout().token_bytes
-    assert_pulled(decode, remote, [3, 1, 7], 0, 20)
     assert prefill.outcomes() == ["completed"]
     assert decode.settle() == []
     assert decode.coordinator.counters()["pulls_open"] == 0
@@ -58,9 +55,7 @@ def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.pools[0].tensor.fill_(-1.0)
-    decode.coordinator.pull("a", remote, 8, 13, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 8, 13)
+    decode.pull("a", remote, 8, 13, [3, 1, 7])
     assert (decode.tokens([3, 1, 7], 0, 8) == -1).all()
     assert (decode.tokens([3, 1, 7], 16, 24) == -1).all()
     assert int((decode.pools[0].tensor != -1).sum()) == 8 * layout().token_bytes // 4  # one block
@@ -69,20 +64,14 @@ def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
 def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
     prefill, decode = rig(Prefill, tp=p_tp), rig(Decode, tp=d_tp)
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+    decode.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
 
 
 def test_pieces_of_any_size_give_the_same_bytes(rig: Any) -> None:
     prefill = rig(Prefill)
     for limits in (ReadWindow(100, 1000, 3), ReadWindow(1 << 30, 1, 1), ReadWindow(1000, 2, 8)):
         decode = rig(Decode, limits=limits)
-        remote = prefill.lease([5, 2, 9], 24)
-        decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-        assert isinstance(decode.wait(*ENDINGS), PullDone)
-        assert_pulled(decode, remote, [3, 1, 7], 0, 24)
+        decode.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
 
 
 def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> None:
@@ -106,7 +95,7 @@ def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
         decode.coordinator.hold(str(index), remote)
         decode.coordinator.pull(str(index), remote, 0, 16, blocks)
     for pull_id, (remote, blocks) in pulls.items():
-        assert isinstance(decode.wait(*ENDINGS, pull_id=pull_id), PullDone)
+        decode.done(pull_id)
         assert_pulled(decode, remote, blocks, 0, 16)
     for side in sides:
         assert side.server.counters()["metadata_sent"] == 1  # one handshake, shared
@@ -126,17 +115,14 @@ def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
             prefill.ended.wait(0.01)
         for side in (prefill.clock, decode):
             side.skip(remote.lease_s / 3)
-    decode.coordinator.pull("a", remote, 0, 24, [3, 1, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", remote, 0, 24, [3, 1, 7])
 
 
 def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([5], 8), lease_id="0" * 32)
     decode.coordinator.hold("a", remote)
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert isinstance(failed.error, LeaseGone)
+    assert isinstance(decode.failed(), LeaseGone)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert decode.settle() == []
     decode.coordinator.cancel("a")
@@ -146,8 +132,7 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -
 def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5], 8)
-    decode.coordinator.pull("a", remote, 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", remote, 0, 8, [3])
     assert prefill.outcomes() == ["completed"]
     decode.coordinator.pull("b", remote, 0, 8, [4])
     failed = decode.wait(*ENDINGS)
@@ -160,8 +145,7 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: s
     settings = dict.fromkeys(late, 1000.0)  # nothing else tells that the first one has gone
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     old = first.lease([5], 8)
-    decode.coordinator.pull("a", old, 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", old, 0, 8, [3])
     decode.agents[0].stall()
     decode.coordinator.pull("b", first.lease([6], 8), 0, 8, [4])
     first.close()
@@ -179,7 +163,7 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: s
         assert isinstance(gone, PullFailed) and isinstance(gone.error, LeaseGone)
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("b")
-    assert isinstance(decode.wait(*ENDINGS, pull_id="c"), PullDone)
+    decode.done("c")
     assert_pulled(decode, fresh, [5], 0, 8)
     assert decode.coordinator.counters()["peer_restarts"] == 1
 
@@ -273,14 +257,9 @@ def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=PATIENT)
     decode.agents[1].fail()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert isinstance(failed.error, TransferFailed)
+    assert isinstance(decode.failed(), TransferFailed)
     assert prefill.outcomes() == ["aborted"]
-    remote = prefill.lease([6], 8)
-    decode.coordinator.pull("b", remote, 0, 8, [4])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert_pulled(decode, remote, [4], 0, 8)
+    decode.pull("b", prefill.lease([6], 8), 0, 8, [4])
 
 
 def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
@@ -288,8 +267,7 @@ def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    while decode.agents[1].active == 0:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[1].active)
     decode.skip(100.0)
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed, PullFailed) and not failed.drained
@@ -310,12 +288,9 @@ def test_reads_that_hang_leave_others_room(rig: Any) -> None:
     agent = decode.agents[0]
     agent.stall(hung.agents[0].name)
     decode.coordinator.pull("hung", hung.lease([5, 6], 16), 0, 16, [3, 4])
-    while agent.active < 2:
-        decode.woken.wait(0.01)
+    decode.until(lambda: agent.active >= 2)
     remote = other.lease([6], 8)
-    decode.coordinator.pull("b", remote, 0, 8, [7])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
-    assert_pulled(decode, remote, [7], 0, 8)
+    decode.pull("b", remote, 0, 8, [7])
     assert agent.active == 2  # so much at once from one peer
     decode.coordinator.cancel("hung")
     assert decode.wait(PullStuck) == PullStuck("hung")
@@ -332,13 +307,10 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
-    while decode.agents[0].active == 0:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active)
     prefill.server.close()
     decode.agents[0].resume()
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert isinstance(failed.error, PeerUnreachable)
+    assert isinstance(decode.failed(), PeerUnreachable)
 
 
 def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
@@ -354,10 +326,8 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
         return reply if len(asked) > 1 else Ok(nonce="of somebody else")
 
     prefill.server._answer = lose_the_first
-    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    while decode.coordinator.counters()["pulls_open"]:
-        decode.woken.wait(0.01)
+    decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
     assert asked[0] == asked[1]
     assert prefill.outcomes() == ["completed"]
 
@@ -367,14 +337,12 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
 ) -> None:
     settings = {f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")}
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
-    decode.coordinator.pull("a", first.lease([5], 8), 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    while decode.coordinator.counters()["pulls_open"]:  # its lease goes home over the connection
-        decode.woken.wait(0.001)
+    decode.pull("a", first.lease([5], 8), 0, 8, [3])
+    # Its lease goes home over the connection.
+    decode.until(lambda: not decode.coordinator.counters()["pulls_open"])
     first.close()
     leases = decode.coordinator._leases
-    while not leases.unconnected():
-        decode.woken.wait(0.001)
+    decode.until(lambda: leases.unconnected())
 
     def wait_for_a_user() -> None:  # or there may be a new one by then
         for link in leases._links.values():
@@ -386,5 +354,5 @@ def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
     decode.clock.skip(12.0)  # in all of which nobody waited
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
     decode.clock.skip(12.0)
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.done()
     assert_pulled(decode, fresh, [4], 0, 8)

@@ -16,13 +16,11 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> N
     prefill, decode = rig(Prefill), rig(Decode, limits=limits)
     decode.agents[0].stall()
     decode.coordinator.pull("a", prefill.lease([5, 6], 16), 0, 16, [3, 4])
-    while decode.agents[0].active < 2:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active >= 2)
     decode.coordinator.cancel("a")
     assert decode.settle() == [] and prefill.server.counters()["held"] == 1
     job, *_ = decode.workers[0]._jobs.values()
-    while not job.is_stopping:  # the rank has been told
-        decode.woken.wait(0.01)
+    decode.until(lambda: job.is_stopping)  # the rank has been told
     decode.agents[0].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
     assert prefill.outcomes() == ["aborted"]
@@ -32,8 +30,7 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> N
 
 def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
-    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for pull_id in ("a", "never seen"):
         decode.coordinator.cancel(pull_id)
         assert decode.wait(*ENDINGS) == PullDrained(pull_id)
@@ -65,8 +62,7 @@ def test_closing_with_pulls_in_flight_aborts_their_leases(rig: Any) -> None:
     decode.agents[0].stall()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
     decode.coordinator.hold("b", prefill.lease([6], 8))
-    while decode.agents[0].active == 0:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active)
     decode.close()
     assert prefill.outcomes(2) == ["aborted", "aborted"]
     decode.close = lambda: None
@@ -78,8 +74,7 @@ def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(r
     read, queued = (msgspec.structs.replace(r, sender_releases=True) for r in remotes[:2])
     ending.agents[0].stall()
     ending.coordinator.pull("read", read, 0, 8, [3])
-    while not ending.agents[0].active:
-        ending.woken.wait(0.01)
+    ending.until(lambda: ending.agents[0].active)
     ending.coordinator.hold("queued", queued)
     ending.coordinator.hold("its own", remotes[2])
     ending.settle()
@@ -87,7 +82,6 @@ def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(r
     ending.close = lambda: None
     assert prefill.outcomes(2) == ["aborted", "aborted"]
     assert prefill.server.counters()["held"] == 1
-    other.coordinator.pull("queued", queued, 0, 8, [4])
-    assert isinstance(other.wait(*ENDINGS), PullDone)
+    other.pull("queued", queued, 0, 8, [4])
     assert prefill.outcomes() == ["completed"]
     ending.agents[0].resume()

@@ -66,18 +66,13 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
     blocks = list(range(1, BLOCKS))[::-1]
     remote = whole(prefill)
     decode.coordinator.pull("a", remote, 0, TOKENS, blocks)
-    while decode.workers[0].counters["posts"] < 3:
-        decode.woken.wait(0.001)
+    decode.until(lambda: decode.workers[0].counters["posts"] >= 3)
     prefill.close()
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and failed.drained, failed
-    assert failed.error.retryable
+    assert decode.failed().retryable
 
     successor = Child("prefill", num_blocks=BLOCKS, port=port)
     fresh = successor.lease([3, 4], 16)
-    decode.coordinator.pull("b", fresh, 0, 16, [8, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
-    assert np.array_equal(decode.tokens([8, 7], 0, 16), expected(fresh, 0, 16))
+    decode.pull("b", fresh, 0, 16, [8, 7])
     successor.close()
     decode.close()
 
@@ -131,9 +126,7 @@ def pull_that_hangs(pull_id, tokens):
     return decode.wait(*ENDINGS)
 
 
-first = prefill.lease([3, 4], 16)
-decode.coordinator.pull("a", first, 0, 16, [8, 7])
-assert isinstance(decode.wait(*ENDINGS), PullDone)
+decode.pull("a", prefill.lease([3, 4], 16), 0, 16, [8, 7])
 
 other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
 remote = whole(prefill)
@@ -150,9 +143,7 @@ assert np.array_equal(decode.tokens([0, 2, 1], 0, 21), expected(elsewhere, 0, 21
 other.close()
 prefill.signal(signal.SIGCONT)
 assert decode.wait(*ENDINGS) == PullDrained("b")
-decode.coordinator.pull("c", spare, 0, 8, [1])
-assert isinstance(decode.wait(*ENDINGS), PullDone)
-assert np.array_equal(decode.tokens([1], 0, 8), expected(spare, 0, 8))
+decode.pull("c", spare, 0, 8, [1])
 
 remote = whole(prefill)
 prefill.signal(signal.SIGSTOP)
@@ -199,21 +190,16 @@ def test_a_peer_stopped_after_its_lease_ran_out() -> None:
         num_blocks=BLOCKS,
         make_mapped=lambda pool: MappedPath(Placer(pool)),
     )
-    first = prefill.lease([3, 4], 16)
-    decode.coordinator.pull("a", first, 0, 16, [8, 7])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("a", prefill.lease([3, 4], 16), 0, 16, [8, 7])
     remote, ran_out = _stopped_with_a_lease(prefill)
     while time.monotonic() < ran_out:
         decode.woken.wait(0.01)
     decode.coordinator.pull("b", remote, 0, 8, [1])
-    while not any(state.phase is Phase.FENCING for state in decode.pulls()):
-        decode.woken.wait(0.01)
+    decode.until(lambda: any(state.phase is Phase.FENCING for state in decode.pulls()))
     decode.skip(100.0)
     ending = decode.wait(*ENDINGS)
     assert isinstance(ending, PullFailed) and ending.drained, ending
     prefill.signal(signal.SIGCONT)
-    again = prefill.lease([6], 8)
-    decode.coordinator.pull("c", again, 0, 8, [2])
-    assert isinstance(decode.wait(*ENDINGS), PullDone)
+    decode.pull("c", prefill.lease([6], 8), 0, 8, [2])
     decode.close()
     prefill.close()

@@ -35,8 +35,8 @@ def test_pulls_share_one_small_buffer_and_none_fails(
         pulls[str(index)] = (remote, blocks)
         decode.coordinator.pull(str(index), remote, 3, 41, blocks)
     for pull_id, (remote, blocks) in pulls.items():
-        done = decode.wait(*ENDINGS, pull_id=pull_id)
-        assert isinstance(done, PullDone) and done.path == "staged", done
+        done = decode.done(pull_id)
+        assert done.path == "staged", done
         assert_pulled(decode, remote, blocks, 3, 41)
     assert prefill.outcomes(count) == ["completed"] * count
 
@@ -49,11 +49,9 @@ def test_a_partly_filled_last_block_is_one_descriptor_too(
     prefill = rig(Prefill, make_agent, tp=p_tp)
     decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
     remote = prefill.lease([5, 2, 9], 21)
-    decode.coordinator.pull("a", remote, 0, 21, [3, 1, 7])
-    done = decode.wait(*ENDINGS)
-    assert isinstance(done, PullDone) and done.path == "direct", done
+    done = decode.pull("a", remote, 0, 21, [3, 1, 7])
+    assert done.path == "direct", done
     assert done.descriptors == 3 * max(p_tp, d_tp)
-    assert_pulled(decode, remote, [3, 1, 7], 0, 21)
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
@@ -66,8 +64,7 @@ def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
     decode.agents[0].stall(hung.agents[0].name)
     remote = hung.lease([1, 3, 2], 41)
     decode.coordinator.pull("hung", remote, 3, 41, [6, 2, 5, 1, 3, 4])
-    while not decode.agents[0].active:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active)
     return other, decode
 
 
@@ -86,14 +83,11 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
         pulls[str(number)] = remote, blocks
         decode.coordinator.pull(str(number), remote, 3, 41, blocks)
     for pull_id, (remote, blocks) in pulls.items():
-        assert isinstance(decode.wait(*ENDINGS, pull_id=pull_id), PullDone)
+        decode.done(pull_id)
         assert_pulled(decode, remote, blocks, 3, 41)
     decode.agents[0].resume()
     assert isinstance(decode.wait(*ENDINGS), PullDrained if given_up else PullDone)
-    remote = other.lease([9, 2], 32)
-    decode.coordinator.pull("last", remote, 0, 32, [9, 12, 10, 11])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="last"), PullDone)
-    assert_pulled(decode, remote, [9, 12, 10, 11], 0, 32)
+    decode.pull("last", other.lease([9, 2], 32), 0, 32, [9, 12, 10, 11])
 
 
 def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_other(
@@ -105,15 +99,10 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
     decode = rig(Decode, staging_bytes=1 << 16, limits=limits, order="LCBNHD")
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("direct", hung.lease([5, 6], 16), 0, 16, [3, 4])
-    while decode.agents[0].active < 2:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active >= 2)
     decode.coordinator.pull("staged", hung.lease([7, 8], 16), 0, 16, [6, 5])
-    while decode.workers[0]._rank.staging.owner != "staged":
-        decode.woken.wait(0.01)
-    remote = other.lease([5, 2, 9], 21)
-    decode.coordinator.pull("a", remote, 0, 21, [1, 2, 7])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="a"), PullDone)
-    assert_pulled(decode, remote, [1, 2, 7], 0, 21)
+    decode.until(lambda: decode.workers[0]._rank.staging.owner == "staged")
+    decode.pull("a", other.lease([5, 2, 9], 21), 0, 21, [1, 2, 7])
     decode.agents[0].resume()
     assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
@@ -127,19 +116,15 @@ def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
     decode = rig(Decode, staging_bytes=1 << 18, convert=True, settings=PATIENT)
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("hung", hung.lease([1, 3], 32), 0, 32, [6, 2, 5, 1])
-    while not decode.agents[0].active:
-        decode.woken.wait(0.01)
+    decode.until(lambda: decode.agents[0].active)
     decode.coordinator.cancel("hung")
     remote = other.lease([1, 3], 32)
     decode.coordinator.pull("a", remote, 0, 32, [7, 8, 9, 10])
-    failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed) and failed.drained
-    assert "staging memory" in failed.error.message
+    assert "staging memory" in decode.failed("a").message
     decode.agents[0].resume()
     assert decode.wait(PullDrained) == PullDrained("hung")
-    remote = other.lease([1, 3], 32)
-    decode.coordinator.pull("b", remote, 0, 32, [7, 8, 9, 10])
-    assert isinstance(decode.wait(*ENDINGS, pull_id="b"), PullDone)
+    decode.coordinator.pull("b", other.lease([1, 3], 32), 0, 32, [7, 8, 9, 10])
+    decode.done("b")
 
 
 def test_a_copy_that_fails_fails_the_pull(rig: Any, monkeypatch: Any) -> None:

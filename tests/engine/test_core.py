@@ -79,8 +79,7 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
     core, _, out = make_core(depth=depth, max_model_len=10)
-    core.round([add("a", prompt, 20, stop_token_ids=[full[3]]), add("b", prompt, 100)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", prompt, 20, stop_token_ids=[full[3]]), add("b", prompt, 100))
     assert out.tokens("a") == full[: full.index(full[3]) + 1] and out.tokens("b") == full[:6]
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["stop", "length"]
 
@@ -95,8 +94,7 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
     core, executor, out = make_core(depth=depth)
     for name in "ab":
         num_steps = executor.num_steps
-        core.round([add(name, list(range(length)), 3)])
-        run_until_idle(core)
+        run_until_idle(core, add(name, list(range(length)), 3))
     assert out.tokens("b") == out.tokens("a") and executor.num_steps == num_steps + 3
     usage = KVUsage(recomputed=recomputed, skipped=skipped, cached_tokens=skipped)
     assert out.terminals("b")[0].usage == usage
@@ -121,8 +119,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int)
 def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: int) -> None:
     core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
     prompt = list(range(16))
-    core.round([add("a", prompt[:8], 1)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", prompt[:8], 1))
     core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
     core.finish_steps(0)
     core.scheduler._preempt(core.sequences["b"], Plan(0))
@@ -141,8 +138,7 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: i
 def test_choices_differ_and_their_prompt_is_computed_once(depth: int, length: int) -> None:
     prompt = PROMPT[:length]
     core, executor, out = make_core(depth=depth)
-    core.round([add("a", prompt, 5, num_choices=3)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", prompt, 5, num_choices=3))
     for choice in range(3):
         assert out.tokens("a", choice) == expected_output(prompt, 5, choice=choice)
     assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
@@ -170,8 +166,7 @@ def test_a_prompt_is_held_once_for_all_choices_that_wait() -> None:
 
 def test_first_tokens_come_in_the_order_of_the_choices() -> None:
     core, _, out = make_core()
-    core.round([add("a", PROMPT, 2, num_choices=3, num_prompt_logprobs=1)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", PROMPT, 2, num_choices=3, num_prompt_logprobs=1))
     assert [bool(d.prompt_logprobs) for d in out.deltas[:2]] == [True, False]
     assert [d.choice for d in out.deltas[1:4]] == [0, 1, 2]
 
@@ -193,28 +188,10 @@ def test_single_choices_can_be_aborted(gone: list[int]) -> None:
 # -- logprobs of the prompt ----------------------------------------------------------------------
 
 
-@either_depth
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 9, 23])
-@pytest.mark.parametrize("max_tokens", [0, 1, 4])
-def test_every_prompt_token_is_scored_once_in_order(
-    depth: int, length: int, max_tokens: int
-) -> None:
-    core, _, out = make_core(depth=depth, max_num_batched_tokens=8)
-    prompt = [(11 * at) % 50 for at in range(length)]
-    core.round([add("a", prompt, max_tokens, num_prompt_logprobs=2)])
-    run_until_idle(core)
-    assert out.prompt_logprobs("a") == expected_scores(prompt, 2)
-    assert out.tokens("a") == expected_output(prompt, max_tokens)
-    (end,) = out.terminals("a")
-    assert end.finish_reason == "length" and end.usage == KVUsage(recomputed=length)
-    assert_all_blocks_home(core)
-
-
 def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some() -> None:
     core, _, out = make_core()
     for name, top in (("a", None), ("b", 0), ("c", None)):
-        core.round([add(name, PROMPT, 0, num_prompt_logprobs=top)])
-        run_until_idle(core)
+        run_until_idle(core, add(name, PROMPT, 0, num_prompt_logprobs=top))
     skipped = [out.terminals(name)[0].usage.skipped for name in "abc"]  # type: ignore[union-attr]
     assert skipped == [0, 0, 8]
     assert out.prompt_logprobs("b") == expected_scores(PROMPT, 0)
@@ -222,8 +199,7 @@ def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some() -> None:
 
 def test_a_prompt_may_fill_the_context_when_nothing_is_drawn() -> None:
     core, _, out = make_core(max_model_len=10)
-    core.round([add("a", PROMPT, 0, num_prompt_logprobs=0)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", PROMPT, 0, num_prompt_logprobs=0))
     assert out.prompt_logprobs("a") == expected_scores(PROMPT, 0)
 
 
@@ -247,8 +223,7 @@ def test_steps_are_launched_before_the_last_ones_tokens_are_known(
     asked: AddRequest, num_steps: int
 ) -> None:
     core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
-    core.round([asked])
-    run_until_idle(core)
+    run_until_idle(core, asked)
     assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
     if asked.num_prompt_logprobs:
         assert out.prompt_logprobs("a") == expected_scores(asked.token_ids, 1)
@@ -263,8 +238,7 @@ def test_choices_that_fork_off_hold_up_only_themselves() -> None:
     while len(out.tokens("a")) < 4:
         core.round([])
     prompt = list(range(20, 30))
-    core.round([add("b", prompt, 6, num_choices=3)])
-    run_until_idle(core)
+    run_until_idle(core, add("b", prompt, 6, num_choices=3))
     assert out.tokens("a") == expected_output(PROMPT, 20)
     for choice in range(3):
         assert out.tokens("b", choice) == expected_output(prompt, 6, choice=choice)

@@ -75,8 +75,7 @@ FREE = add("b", [4, 5, 6], 9)
 
 
 def answered(core: EngineCore, *requests: AddRequest) -> None:
-    core.round(requests)
-    run_until_idle(core)
+    run_until_idle(core, *requests)
     assert core.is_idle
     assert_all_blocks_home(core)
 
@@ -95,8 +94,7 @@ def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
     for _ in range(_NUM_COMPILING):
         compiler._compiling.submit(go_on.wait)
     waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
-    core.round([*waiting, constrained("failed", MISTAKEN), FREE])
-    run_until_idle(core)
+    run_until_idle(core, *waiting, constrained("failed", MISTAKEN), FREE)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
     core.round([AbortRequest("aborted")])
     core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))

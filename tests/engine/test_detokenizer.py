@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,31 +82,29 @@ def test_a_continuation_joins_its_prompt(prompt: list[str], texts: list[str]) ->
     assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
 
 
+@pytest.mark.parametrize(
+    ("ids", "pushed", "rest"),
+    [
+        (ids_of("a€b"), ["a", "", "", "€", "b"], ""),  # a character comes once it is complete
+        (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
+        ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
+    ],
+)
+def test_what_each_token_adds(ids: list[int], pushed: list[str], rest: str) -> None:
+    detokenizer = create_detokenizer(TOKENIZER)
+    assert isinstance(detokenizer, WindowDetokenizer)
+    assert [detokenizer.push(i) for i in ids] == pushed
+    assert [detokenizer.flush(), detokenizer.flush()] == [rest, ""]
+
+
 def test_after_a_special_token_a_text_begins_anew() -> None:
     assert run(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
-
-
-def test_a_character_comes_out_once_it_is_complete() -> None:
-    detokenizer = create_detokenizer(TOKENIZER)
-    assert [detokenizer.push(i) for i in ids_of("a€b")] == ["a", "", "", "€", "b"]
-
-
-def test_an_incomplete_character_ends_as_replacement() -> None:
-    detokenizer = create_detokenizer(TOKENIZER)
-    assert [detokenizer.push(i) for i in ids_of("a€")[:-1]] == ["a", "", ""]
-    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
-    assert detokenizer.flush() == ""
 
 
 def test_endless_invalid_bytes_are_not_held_back_for_ever() -> None:
     detokenizer = create_detokenizer(TOKENIZER)
     lead = PIECES.index("€".encode()[:1])
     assert any(detokenizer.push(lead) for _ in range(20))
-
-
-def test_special_tokens_have_no_text() -> None:
-    detokenizer = create_detokenizer(TOKENIZER)
-    assert [detokenizer.push(i) for i in (0, 2, 0, 2)] == ["", "he", "", " he"]
 
 
 def test_special_tokens_are_text_where_they_are_wanted() -> None:
@@ -120,10 +119,6 @@ class Bytes:
 
     special_ids = frozenset([256])
     token_bytes = (*TOKEN_BYTES[:256], b"<end>")
-
-
-def test_the_vocabulary_decides_how() -> None:
-    assert isinstance(create_detokenizer(TOKENIZER), WindowDetokenizer)
 
 
 def test_an_id_beyond_the_vocabulary_has_no_text() -> None:

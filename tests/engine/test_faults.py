@@ -59,8 +59,7 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length:
     penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
     bad = add("x", [4, 5, 6, 7, 8], 12, SamplingParams(seed=BAD_SEED), num_choices=2)
     core.round([add("a", [1, 2, 3], 12, penalties)])
-    core.round([bad, add("b", [9, 9], 9)])
-    run_until_idle(core)
+    run_until_idle(core, bad, add("b", [9, 9], 9))
     assert_ended_alone(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 12)
     assert out.tokens("b") == expected_output([9, 9], 9)
@@ -113,8 +112,7 @@ def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
     if not taken_in:
         monkeypatch.setattr(ShapeBook, "plan", fails)
     core, _, out = make_core(depth=depth, role=_Role(ValueError("no such reference")))
-    core.round([add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8)])
-    run_until_idle(core)
+    run_until_idle(core, add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8))
     assert_ended_alone(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 8)
     assert out.tokens("b") == expected_output([5], 8)

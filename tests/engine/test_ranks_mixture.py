@@ -143,8 +143,7 @@ def test_two_ranks_answer_like_one(alone: Ranks, shared: Ranks, seed: int) -> No
             max_model_len=LONGEST,
             prefix_caching=False,
         )
-        core.round([request])
-        run_until_idle(core)
+        run_until_idle(core, request)
         ends = out.terminals(name)
         assert all(end.error is None for end in ends)
         is_cut = len(ends) == 0 or any(end.finish_reason == "abort" for end in ends)

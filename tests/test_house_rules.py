@@ -24,7 +24,7 @@ MAX_LINES = {
     "engine": 8272,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
-    "model": 2864,
+    "model": 2900,
     "prefill_server": 337,
     "protocol": 5133,
     "proxy": 2462,

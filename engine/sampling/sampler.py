@@ -230,6 +230,8 @@ class LastSampledTokens:
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] with every -1 - r replaced by what row r drew."""
+        if token_ids.device.type == "cuda":
+            return fused_ops.kernels().fill_in(token_ids, self.token_ids)  # type: ignore[no-any-return]
         drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
         return torch.where(token_ids < 0, drawn, token_ids)
 

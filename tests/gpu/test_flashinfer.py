@@ -31,10 +31,9 @@ from tests.attention.reference import (
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
-check_step = partial(plain.check_step, tolerance=TOLERANCE)
 SCALES = (0.02, 0.5, 0.003, 1.0)  # K and V of two layers; the third cuts the largest keys off
 make = partial(plain.make, name="flashinfer")
-check_step = partial(plain.check_step)
+check_step = partial(plain.check_step, tolerance=TOLERANCE)
 
 
 def gpu_shape(**sizes: object) -> Shape:

@@ -69,6 +69,13 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> 
     assert fused_ops.kernels().first_largest(logits).tolist() == expected
 
 
+def test_tokens_that_the_device_knows_are_filled_in() -> None:
+    drawn = torch.arange(100, 700, device="cuda")
+    token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
+    filled = fused_ops.kernels().fill_in(token_ids, drawn)
+    assert filled.tolist() == [5, 100, 699, 0, *range(100, 599)]
+
+
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
 def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None:
     """Each begins before the one before it has ended, and must yet see what that one wrote."""

@@ -61,21 +61,15 @@ def test_bytes_are_decoded_as_if_at_once(ids: list[int]) -> None:
     assert run(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
 
 
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\n"])))
-def test_windows_are_decoded_as_if_at_once(texts: list[str]) -> None:
-    ids = []
-    for text in texts:
-        ids += [PIECES.index(text)] if text in PIECES else ids_of(text)
-    assert run(create_detokenizer(TOKENIZER), ids) == TOKENIZER.decode(ids)
+TEXTS = ["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\n"]
+WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.sampled_from(["▁he", "llo", "▁", "▁wörld", "a"]), min_size=1, max_size=12),
-    st.lists(st.sampled_from(["▁he", "llo", "▁", "▁wörld", "a", "€"]), max_size=12),
-)
-def test_a_continuation_joins_its_prompt(prompt: list[str], texts: list[str]) -> None:
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
+def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(
+    prompt: list[str], texts: list[str]
+) -> None:
     before = [PIECES.index(text) for text in prompt]
     ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
     text = run(create_detokenizer(TOKENIZER, before), ids)
@@ -129,17 +123,6 @@ def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
 # -- stop strings ------------------------------------------------------------------------------
 
 
-def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    finder = StopFinder(stops)
-    out = ""
-    for piece in pieces:
-        text, found = finder.push(piece)
-        out += text
-        if found:
-            return out, True
-    return out + finder.flush(), False
-
-
 @functools.cache
 def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     """Character by character: cut before the first stop string to be complete."""
@@ -150,24 +133,16 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     return text, False
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=600)
 @given(
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     st.lists(st.text("ab\n", max_size=4), max_size=8),
+    st.booleans(),
 )
-def test_a_stop_is_found_across_any_border(stops: list[str], pieces: list[str]) -> None:
-    assert feed(stops, pieces) == expected_cut(tuple(stops), "".join(pieces))
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.text("ab\n", max_size=4), max_size=8),
-)
-def test_a_stop_that_is_kept_follows_the_text_before_it(
-    stops: list[str], pieces: list[str]
+def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
+    stops: list[str], pieces: list[str], keeps_stop: bool
 ) -> None:
-    finder, text = StopFinder(stops, keeps_stop=True), ""
+    finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
     for piece in pieces:
         emitted, found = finder.push(piece)
         text += emitted
@@ -175,8 +150,8 @@ def test_a_stop_that_is_kept_follows_the_text_before_it(
             break
     before, found = expected_cut(tuple(stops), "".join(pieces))
     assert (finder.found is not None) == found
-    assert text + finder.flush() == before + (finder.found or "")
     assert finder.found is None or finder.found in stops
+    assert text + finder.flush() == before + ((keeps_stop and finder.found) or "")
 
 
 def test_what_may_begin_a_stop_is_held_and_nothing_else() -> None:

@@ -23,6 +23,7 @@ from model.config import load_config, parse_config
 from model.errors import InvalidParallelism, ModelLoadError
 from model.sizes import implied_weights, num_elements
 from tests.make_models import ensure_model
+from tests.rigs.engine_pair import make_config
 
 _SIZES = {
     "vocab_size": 512,
@@ -43,12 +44,7 @@ _LATENTS = {
     "v_head_dim": 128,
 }
 _LATENT_MODEL = parse_config({"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS})
-_CONFIG = EngineConfig(
-    role="decode",
-    engine_id="e",
-    incarnation="i",
-    model_dir="",
-)
+_CONFIG = make_config(role="decode")
 
 
 def _changed(**values: object) -> EngineConfig:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attention.support import UnsupportedPool
-from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
 from engine.worker.load import CannotStart, check_weights_fit, reason_of, starting
 from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
@@ -15,15 +14,9 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
+from tests.rigs.engine_pair import make_config
 
-_BASE = EngineConfig(
-    role="decode",
-    engine_id="e",
-    incarnation="i",
-    model_dir="m",
-    block_size=16,
-    max_num_seqs=4,
-)
+_BASE = make_config(role="decode", block_size=16, max_num_seqs=4)
 
 
 def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:

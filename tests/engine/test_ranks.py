@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,11 @@ def follow(socket_folder: Path) -> Iterator[Follow]:
         yield lambda rank, act: pool.submit(run, rank, act)
 
 
+def _obey(links: RankLinks, runner: Any) -> None:
+    links.agree(0, int, max)
+    links.follow(runner)
+
+
 def _rank_0(socket_folder: Path, size: int, timeout_s: float = _TIMEOUT_S) -> RankLinks:
     return RankLinks(f"ipc://{socket_folder}/ranks", 0, size, timeout_s=timeout_s)
 
@@ -106,11 +112,7 @@ def test_other_ranks_launch_ahead_as_far_as_rank_0_does(
 ) -> None:
     links, ours, theirs = _rank_0(socket_folder, 2), _AheadRunner(), _AheadRunner()
 
-    def act(links: RankLinks) -> None:
-        links.agree(0, int, max)
-        links.follow(theirs)  # type: ignore[arg-type]
-
-    other = follow(1, act)
+    other = follow(1, partial(_obey, runner=theirs))
     links.agree(1, int, max)
     executor = RankExecutor(ours, links)  # type: ignore[arg-type]
     under_way: list[PendingStep] = []
@@ -130,11 +132,7 @@ def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
     monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
     links, theirs, token_ids = _rank_0(socket_folder, 2), _AheadRunner(), list(range(1 << 20))
 
-    def act(links: RankLinks) -> None:
-        links.agree(0, int, max)
-        links.follow(theirs)  # type: ignore[arg-type]
-
-    other = follow(1, act)
+    other = follow(1, partial(_obey, runner=theirs))
     links.agree(1, int, max)
     RankExecutor(_AheadRunner(), links).launch(_step(token_ids))  # type: ignore[arg-type]
     links._links[0].close()

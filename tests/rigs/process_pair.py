@@ -56,6 +56,20 @@ class Child:
         self.process.communicate()
 
 
+def run_program(program: str, **env: str) -> str:
+    """In a process of its own, as UCX reads its environment once; what it printed. It has to end
+    well."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def on_device(agent_kind: Callable[..., TransferAgent], name: str, device: str) -> TransferAgent:
     index = torch.device(device).index
     return agent_kind(name, device_id=index, set_device=torch.cuda.set_device)

@@ -19,6 +19,7 @@ from protocol.errors import TransferFailed
 from tests import stopping
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.nixl_peer import pattern
+from tests.rigs.process_pair import run_program
 
 ROOT = Path(__file__).parents[3]
 NBYTES = 4 << 20
@@ -217,16 +218,8 @@ def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> No
     program = "from kvcache.transfer.link.nixl_agent import CannotStart, NixlAgent\n" + (
         "try: NixlAgent()\nexcept CannotStart as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "UCX_TLS": "nonsense"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    told = done.stdout.splitlines()[-1]
-    assert told.startswith("NIXL cannot start UCX (") and "UCX_TLS=nonsense" in told
+    told = run_program(program, UCX_TLS="nonsense")
+    assert "NIXL cannot start UCX (" in told and "UCX_TLS=nonsense" in told
 
 
 def test_nixl_binds_its_device_on_every_thread_that_uses_it() -> None:
@@ -274,17 +267,12 @@ reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
 handle = stopped_in_mid_read()
 reader.agent.close()  # ends the READ
 reader.peer.close()
-print("as expected", flush=True)
 """
 
 
 def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends() -> None:
-    """Over TCP, where the peer takes part in a READ; in a process, for UCX reads UCX_TLS once."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "UCX_TLS": "tcp,self"}
-    argv = [sys.executable, "-c", READER_OVER_TCP]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
-    assert "as expected" in done.stdout, done.stderr
-    assert done.returncode == 0, done.stderr
+    """Over TCP, where the peer takes part in a READ."""
+    run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 
 def test_idle_nixl_agents_use_no_processor() -> None:

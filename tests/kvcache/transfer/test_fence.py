@@ -13,6 +13,7 @@ from kvcache.transfer.pulls.messages import PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
+from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, PATIENT, Decode, Prefill, expected
 from tests.rigs.process_pair import Child
 
@@ -43,6 +44,13 @@ class Gate:
         mapper.gate, mapper.launched = self.opened, self.launched
         return MappedPath(mapper, required=True)
 
+    def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
+        """A lease all of whose bytes have come, which nobody has seen."""
+        remote: RemotePrefill = prefill.lease([5], 8)
+        decode.coordinator.pull("a", remote, 0, 8, [3])
+        assert self.launched.wait(DEADLINE_S)
+        return remote
+
 
 @pytest.mark.parametrize("how", ["expired", "aborted"])
 def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: str) -> None:
@@ -50,9 +58,7 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: s
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
     decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
-    remote = prefill.lease([5], 8)
-    decode.coordinator.pull("a", remote, 0, 8, [3])
-    assert gate.launched.wait(DEADLINE_S)
+    remote = gate.read(prefill, decode)
     if how == "aborted":
         assert prefill.server.abort(remote.lease_id)
     else:
@@ -84,9 +90,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig: Any) -> None:
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
-    remote = prefill.lease([5], 8)
-    decode.coordinator.pull("a", remote, 0, 8, [3])
-    assert gate.launched.wait(DEADLINE_S)
+    gate.read(prefill, decode)
     prefill.close()
     gate.opened.set()
     assert isinstance(decode.failed(), PeerUnreachable)
@@ -96,9 +100,7 @@ def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig: Any) -> None:
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
     decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
-    remote = prefill.lease([5], 8)
-    decode.coordinator.pull("a", remote, 0, 8, [3])
-    assert gate.launched.wait(DEADLINE_S)
+    remote = gate.read(prefill, decode)
     prefill.signal(signal.SIGSTOP)
     gate.opened.set()
     decode.until(lambda: any(state.phase is Phase.FENCING for state in decode.pulls()))

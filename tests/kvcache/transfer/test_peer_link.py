@@ -1,11 +1,6 @@
 """A link to a peer: what fails or hangs on it ends with it, and no other peer waits for that."""
 
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +13,9 @@ from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, pulled
 from tests.rigs.memory_placer import MemoryPlacer
+from tests.rigs.process_pair import run_program
 
 BLOCKS = [3, 1, 7]
-
-
-def until(condition: Callable[[], bool], decode: Decode) -> None:
-    for _ in range(int(DEADLINE_S / 0.002)):
-        if condition():
-            return
-        decode.woken.wait(0.002)
-    raise AssertionError("the state did not come")
 
 
 def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
@@ -60,10 +48,10 @@ def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
     decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("a", hung.lease([6, 4, 8], 24), 0, 24, BLOCKS)
-    until(lambda: decode.agents[0].active == 1, decode)
+    decode.until(lambda: decode.agents[0].active == 1)
     decode.skip(100.0)
     assert isinstance(decode.wait(PullFailed), PullFailed)
-    until(lambda: decode.agents[0].active == 0, decode)
+    decode.until(lambda: decode.agents[0].active == 0)
     decode.fill(-1.0)
     decode.agents[0].resume()
     pulled(decode, other, "b", [2, 4, 6])
@@ -93,7 +81,7 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     remote = gone.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
-    until(lambda: any(job.waits for job in worker._jobs.values()), decode)
+    decode.until(lambda: any(job.waits for job in worker._jobs.values()))
     pulled(decode, other, "b", [2, 4, 6])
     (peer,) = (job.peer for job in worker._jobs.values() if job.waits)
     peer.link.deadline = 0.0  # it has taken too long
@@ -104,7 +92,7 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
         assert name in error.message
     pulled(decode, other, "c", [2, 4, 6])
     agent.passes.set()  # the system has given up, or not
-    until(lambda: peer.link is None, decode)
+    decode.until(lambda: peer.link is None)
     assert agent.active == 0
 
 
@@ -120,33 +108,18 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> 
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]
-    until(lambda: bool(worker._jobs), decode)
+    decode.until(lambda: bool(worker._jobs))
     (peer,) = worker._peers.values()
     drop = DropPeer(remote.engine_id, remote.incarnation)
     decode.coordinator._call(lambda: decode.coordinator._broadcast(drop))
-    until(lambda: peer.is_dropped, decode)
+    decode.until(lambda: peer.is_dropped)
     rounds = worker._num_rounds
-    until(lambda: worker._num_rounds > rounds + 1, decode)
+    decode.until(lambda: worker._num_rounds > rounds + 1)
     assert placers[0].mapped == [prefill.pools[0].base_address]
     placers[0].stalled = False
     decode.done()
     assert placers[0].unmapped.wait(DEADLINE_S)
-    until(lambda: not worker._peers, decode)
-
-
-@pytest.fixture(scope="module")
-def over_tcp() -> Iterator[Callable[[str], str]]:
-    """Runs a program where UCX reads over TCP, which it decides once a process."""
-
-    def run(program: str) -> str:
-        root = str(Path(__file__).parents[3])
-        env = {**os.environ, "PYTHONPATH": root, "UCX_TLS": "tcp,self"}
-        argv = [sys.executable, "-c", program]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
-        assert "as expected" in done.stdout, done.stdout + done.stderr
-        return done.stdout
-
-    yield run
+    decode.until(lambda: not worker._peers)
 
 
 UNREACHABLE = """
@@ -189,15 +162,12 @@ peer.link.deadline = 0.0
 decode.workers[0]._link.wake()
 error = decode.failed("a")
 assert isinstance(error, PeerUnreachable), error
-print("as expected", flush=True)
 os._exit(0)  # the system tries to connect for two minutes
 """
 
 
-def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other(
-    over_tcp: Callable[[str], str],
-) -> None:
-    over_tcp(UNREACHABLE)
+def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other() -> None:
+    run_program(UNREACHABLE, UCX_TLS="tcp,self")
 
 
 STOPPED = """
@@ -240,13 +210,10 @@ def serves_another(peer):
 t.NBYTES = 64 << 20
 assert late_bytes(closes=False) > t.NBYTES // 10, "nothing is late: this shows nothing"
 assert late_bytes(closes=True) == 0
-print("as expected", flush=True)
 os._exit(0)
 """
 
 
-def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on(
-    over_tcp: Callable[[str], str],
-) -> None:
+def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on() -> None:
     """As it does after its READs were released and its memory was deregistered."""
-    over_tcp(STOPPED)
+    run_program(STOPPED, UCX_TLS="tcp,self")

@@ -118,13 +118,6 @@ def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() ->
     assert peers.connect(REMOTE, 1.5).error
 
 
-def test_a_new_incarnation_is_another_peer() -> None:
-    peers = table()
-    peers.fail(peers.connect(REMOTE, 0.0), PeerUnreachable("x"), 0.0)
-    restarted = msgspec.structs.replace(REMOTE, incarnation="j")
-    assert peers.connect(restarted, 0.1).is_asked
-
-
 def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() -> None:
     peers = table()
     elsewhere = msgspec.structs.replace(REMOTE, port=REMOTE.port + 1, engine_id="other")

@@ -1,5 +1,6 @@
 """Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -65,13 +66,6 @@ def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig
 def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
     prefill, decode = rig(Prefill, tp=p_tp), rig(Decode, tp=d_tp)
     decode.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
-
-
-def test_pieces_of_any_size_give_the_same_bytes(rig: Any) -> None:
-    prefill = rig(Prefill)
-    for limits in (ReadWindow(100, 1000, 3), ReadWindow(1 << 30, 1, 1), ReadWindow(1000, 2, 8)):
-        decode = rig(Decode, limits=limits)
-        decode.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
 
 
 def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> None:
@@ -192,25 +186,40 @@ def edit_compat(**changes: Any) -> Callable[[Any], Any]:
     return edit
 
 
+def edit_dcp(metadata: Any) -> Any:
+    return msgspec.structs.replace(metadata, dcp_size=2)
+
+
+SHARED = {"tp": 2, "dcp": 2}  # of D
+
+
 @pytest.mark.parametrize(
-    ("edit", "field"),
+    ("p", "d", "said"),
     [
-        (edit_compat(model_fingerprint="other"), "model_fingerprint"),
-        (edit_compat(rope='{"theta":1}'), "rope"),
-        (edit_rank(nbytes=100), "layout"),
-        (edit_layout(num_blocks=1 << 20), "layout"),
-        (edit_layout(num_heads=3), "num_heads"),
-        (edit_layout(block_size=4), "remote_block_size"),
+        ({"edit": edit_compat(model_fingerprint="other")}, {}, "model_fingerprint"),
+        ({"edit": edit_compat(rope='{"theta":1}')}, {}, "rope"),
+        ({"edit": edit_rank(nbytes=100)}, {}, "layout"),
+        ({"edit": edit_layout(num_blocks=1 << 20)}, {}, "layout"),
+        ({"edit": edit_layout(num_heads=3)}, {}, "num_heads"),
+        ({"edit": edit_layout(block_size=4)}, {}, "remote_block_size"),
+        ({"block_size": 32}, {**SHARED, "block_size": 16}, r"^block_size: .*is 16 here and 32 on"),
+        ({"block_size": 24}, {**SHARED, "block_size": 32}, r"^block_size: .*--block-size 24"),
+        ({"edit": edit_dcp}, {}, r"^dcp_size: .*is 2 on the prefill server \(and 1 here\)"),
+        ({"edit": edit_dcp}, SHARED, r"^dcp_size: .*\(and 2 here\).* of dcp_size 1 only"),
     ],
 )
-def test_metadata_that_does_not_add_up_reads_nothing(rig: Any, edit: Any, field: str) -> None:
-    prefill, decode = rig(Prefill, edit=edit), rig(Decode)
+def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(
+    rig: Any, p: dict[str, Any], d: dict[str, Any], said: str
+) -> None:
+    prefill, decode = rig(Prefill, **p), rig(Decode, **d)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and isinstance(failed.error, PeerIncompatible)
-    assert field in failed.error.message
-    assert not decode.pools[0].tensor.any()
+    error = decode.failed()
+    assert isinstance(error, PeerIncompatible)
+    assert re.search(said, f"{error.param}: {error.message}")
+    assert not any(pool.tensor.any() for pool in decode.pools)
+    if said.startswith("^"):  # which the handshake shows
+        assert all(worker.counters["posts"] == 0 for worker in decode.workers)
     assert prefill.outcomes() == ["aborted"]  # P has its blocks back at once
 
 

@@ -57,17 +57,6 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any
     assert prefill.server.counters()["held"] == 0
 
 
-def test_closing_with_pulls_in_flight_aborts_their_leases(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode)
-    decode.agents[0].stall()
-    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    decode.coordinator.hold("b", prefill.lease([6], 8))
-    decode.until(lambda: decode.agents[0].active)
-    decode.close()
-    assert prefill.outcomes(2) == ["aborted", "aborted"]
-    decode.close = lambda: None
-
-
 def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig: Any) -> None:
     prefill, ending, other = rig(Prefill), rig(Decode), rig(Decode)
     remotes = [prefill.lease([block], 8) for block in (5, 6, 7)]

@@ -1,9 +1,7 @@
 """Pulls into ranks that share the tokens of every sequence (decode context parallelism)."""
 
-import re
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,9 @@ from kvcache import fp8
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.pulls.messages import PeerFailed, PeerReady, PullFailed
 from kvcache.transfer.worker.peer import MappedPath
-from protocol.errors import PeerIncompatible
-from protocol.handshake import EngineMetadata
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
-    ENDINGS,
     LAYERS,
     Decode,
     Prefill,
@@ -126,36 +120,6 @@ def test_the_dtype_and_the_scales_change_on_the_way(rig: Any, make_mapped: Any) 
     wanted = fp8.stored_as(torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn)
     np.testing.assert_array_equal(decode.tokens(blocks, 16, 53), wanted.float().numpy())
     assert decode.is_only_written_at(blocks, 16, 53)
-
-
-def with_dcp(metadata: EngineMetadata) -> EngineMetadata:
-    return msgspec.structs.replace(metadata, dcp_size=2)
-
-
-@pytest.mark.parametrize(
-    ("p", "d", "field", "said"),
-    [
-        ({"block_size": 32}, {"dcp": 2, "block_size": 16}, "block_size", "is 16 here and 32 on"),
-        ({"block_size": 24}, {"dcp": 2, "block_size": 32}, "block_size", "--block-size 24"),
-        ({"edit": with_dcp}, {}, "dcp_size", r"is 2 on the prefill server \(and 1 here\)"),
-        ({"edit": with_dcp}, {"dcp": 2}, "dcp_size", r"\(and 2 here\).* of dcp_size 1 only"),
-    ],
-)
-def test_what_cannot_be_bridged_is_refused_at_the_handshake(
-    rig: Any, p: dict[str, Any], d: dict[str, Any], field: str, said: str
-) -> None:
-    prefill, decode = rig(Prefill, tp=2, **p), rig(Decode, tp=2, **d)
-    remote = prefill.lease([5, 2], 16)
-    decode.coordinator.hold("a", remote)
-    decode.coordinator.connect(remote)
-    failed = decode.wait(PeerReady, PeerFailed)
-    assert isinstance(failed, PeerFailed) and isinstance(failed.error, PeerIncompatible)
-    assert failed.error.param == field
-    assert re.search(said, failed.error.message)
-    decode.coordinator.pull("a", remote, 0, 16, [3, 1])
-    ended = decode.wait(*ENDINGS)
-    assert isinstance(ended, PullFailed) and ended.drained and ended.error is failed.error
-    assert all(worker.counters["posts"] == 0 for worker in decode.workers)
 
 
 def test_unequal_block_sizes_are_bridged_where_ranks_share_no_tokens(rig: Any) -> None:

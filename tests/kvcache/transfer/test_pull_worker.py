@@ -1,7 +1,5 @@
 """A rank's worker by itself: every order is obeyed or answered, whatever became of others."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from kvcache.transfer.worker.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout, pull_command
+from tests.rigs.process_pair import run_program
 
 
 class Rank:
@@ -208,5 +207,4 @@ print(torch.get_num_threads())
 
 
 def test_torch_starts_threads_for_all_but_the_copying_one() -> None:
-    done = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "2"], done.stderr
+    assert run_program(ONE_CORE).split() == ["1", "2"]

@@ -1,12 +1,11 @@
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from kvcache.transfer.link import ucx_log
 from kvcache.transfer.link.ucx_log import UcxLog, UcxRead, other_lines, parse
+from tests.rigs.process_pair import run_program
 
 # As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.
 PRINTED = """\
@@ -73,24 +72,15 @@ def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix, monkeypatch) 
     assert warning is None if fix is None else warning is not None and fix in warning
 
 
-@pytest.mark.parametrize("tls", ["", "tcp"])
+@pytest.mark.parametrize("tls", ["all", "tcp"])
 def test_what_ucx_reads_with_is_told_by_ucx(tls: str) -> None:
-    """In a process of its own, as UCX reads its environment once."""
     program = (
         "from kvcache.transfer.link.transports import measure;"
         "print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
     )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**environment, **({"UCX_TLS": tls} if tls else {}), "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert done.stdout.strip().startswith("tcp/" if tls else ("cma/", "sysv/", "posix/")), done
-    assert "ucp_get" not in done.stdout + done.stderr  # UCX's tables stay where they are
+    told = run_program(program, UCX_TLS=tls)
+    assert told.strip().startswith("tcp/" if tls == "tcp" else ("cma/", "sysv/", "posix/")), told
+    assert "ucp_get" not in told  # UCX's tables stay where they are
 
 
 def test_where_the_log_goes_is_left_to_those_who_have_said_it(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from engine.core.core import EngineCore
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
@@ -97,6 +96,8 @@ def reference() -> Reference:
 def pair() -> Iterator[RealPair]:
     pair = RealPair(ensure_model("gqa"), p_block_size=8, d_block_size=4)
     yield pair
+    assert pair.p.core.is_idle and pair.d.core.is_idle
+    pair.settle()
     pair.close()
 
 
@@ -172,9 +173,3 @@ def test_a_prompt_is_scored_in_several_chunks(
     prompt = [(37 * at * at + 11) % 500 for at in range(length)]
     request = _request(prompt=prompt, max_tokens=0, num_prompt_logprobs=1)
     reference.check_prompt(request, pair.decode_alone(request).prompt_logprobs("r"))
-
-
-def test_nothing_is_left_behind(pair: RealPair) -> None:
-    cores: list[EngineCore] = [pair.p.core, pair.d.core]
-    assert all(core.is_idle for core in cores)
-    pair.settle()

@@ -258,15 +258,6 @@ async def test_another_thread_wakes_the_engine(socket_folder: Any) -> None:
         assert await waiting == ([], False)
 
 
-async def test_closing_ends_open_requests(socket_folder: Any) -> None:
-    async with connected(socket_folder) as (client, remote):
-        answer = asyncio.create_task(collect(client, add("r")))
-        await remote.receive()
-        await client.close()
-        (last,) = await asyncio.wait_for(answer, WAIT_S)
-        assert last.error is not None and last.error.code == "no_server_available"
-
-
 async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_folder: Any) -> None:
     """It lets go of the KV kept for it, in the middle of the close that ended it."""
 

@@ -116,8 +116,6 @@ async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_cal
 
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         assert (await server.chat(tools=[odd])).status_code == 200
-        refused = await server.chat(tools=[odd], tool_choice="required")
-        assert refused.json()["error"]["param"] == "tools[0].function.parameters"
 
 
 # -- the prompt --------------------------------------------------------------------------------

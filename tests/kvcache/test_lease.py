@@ -33,14 +33,6 @@ def test_a_lease_id_serves_once() -> None:
         table.grant("M", "r", [3], 0.0, now=100.0)
 
 
-def test_going_away_ends_every_lease() -> None:
-    table = table_with()
-    table.grant("M", "s", [3], 10.0, now=100.0)
-    table.abort_all(now=101.0)
-    ended = [(lease.lease_id, lease.outcome) for lease in table.drain_ended()]
-    assert ended == [("L", LeaseState.ABORTED), ("M", LeaseState.ABORTED)]
-
-
 class LeaseMachine(RuleBasedStateMachine):
     """Property: every lease ends once, `ok` is said only for blocks still promised (I3, I4, I5)."""
 

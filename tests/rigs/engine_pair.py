@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from attention.registry import create_backend
 from decode_server.connector import DecodeConnector
 from engine.config import EngineConfig
-from engine.core.batch import PendingStep, StepInput
+from engine.core.batch import StepInput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.worker.memory import RankMemory
@@ -367,21 +368,6 @@ class Pair:
         assert_all_blocks_home(self.d.core)
 
 
-class _Runner:
-    """An executor: one model over a pool."""
-
-    depth = 0
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def blocks_under_way(self) -> set[int]:
-        return set()
-
-    def launch(self, step: StepInput) -> PendingStep:
-        return self._runner.launch(step)
-
-
 class RealPair(Pair):
     """Both engines run `model` in float32; requests are answered one at a time."""
 
@@ -417,7 +403,7 @@ class RealPair(Pair):
             scale=spec.scale,
         )
         runner.memory = RankMemory(pool, backend)
-        return _Runner(runner)
+        return SimpleNamespace(depth=0, blocks_under_way=set, launch=runner.launch)
 
     def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:
         """What D sends with P's reference."""

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, offer, offered
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from kvcache.transfer.worker.peer import MappedPath
@@ -144,14 +144,6 @@ def test_why_a_peer_cannot_be_mapped(rig: Any, changes: Any, reason: str) -> Non
     rank = msgspec.structs.replace(rank, extra={EXTRA_KEY: told} if told else {})
     with pytest.raises(NotMappable, match=reason):
         Placer(prefill.pools[0]).open(rank)
-
-
-def test_an_offer_survives_the_wire(rig: Any) -> None:
-    prefill = rig(Prefill)
-    rank = prefill.metadata.ranks[0]
-    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(rank), type=type(rank))
-    assert offered(copy) == offered(rank)
-    assert offer(prefill.pools[0]) == rank.extra
 
 
 def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any) -> None:

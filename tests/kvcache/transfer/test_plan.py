@@ -212,50 +212,38 @@ def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path() -
     assert case.plan(0, staging_bytes=2 * block).path == "staged"
 
 
-def test_conversion_without_room_for_two_blocks_is_refused_with_both_sizes() -> None:
-    case = with_dtypes(simple(side(1, 16), side(1, 64)), "float32", "float16")
-    with pytest.raises(PlanError, match=r"staging_bytes is 1000; .* use at least \d+"):
-        case.plan(0, convert=True, staging_bytes=1000)
-
-
-def test_unequal_dtypes_need_leave_and_staging_memory() -> None:
-    case = with_dtypes(simple(side(1), side(1)), "float32", "float16")
-    with pytest.raises(PlanError, match="float16 here and float32 on the peer"):
-        case.plan(0, staging_bytes=1 << 20)
-    with pytest.raises(PlanError, match="staging_bytes is None"):
-        case.plan(0, convert=True)
-    assert case.plan(0, convert=True, staging_bytes=1 << 20).path == "staged"
+ALIKE = simple(side(1), side(1))
+MIXED = with_dtypes(simple(side(1, 16), side(1, 64)), "float32", "float16")
+SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("case", "options", "message"),
     [
-        ({"blocks": (1, 2, 3, 4, 5, 6, 7)}, "has 7 blocks of 16 tokens; 128 tokens need 8"),
-        ({"blocks": (1, 2, 3, 4, 5, 6, 7, 9)}, "names block 9; the pool has blocks 0 to 8"),
-        ({"blocks": (1, 2, 3, 4, 5, 6, 7, -1)}, "names block -1"),
+        (MIXED, {"staging_bytes": 1 << 20}, "float16 here and float32 on the peer"),
+        (MIXED, {"convert": True}, "staging_bytes is None"),
+        (MIXED, {"convert": True, "staging_bytes": 1000}, r"is 1000; .* use at least \d+"),
+        (simple(side(1, 32), SHARING, heads=1), {}, "16 here and 32 on the peer"),
+        (simple(SHARING, side(2), heads=1), {}, "dcp is 2 on the peer"),
+        (simple(side(1), side(1), start=-1, stop=4), {}, r"token range is \[-1, 4\)"),
+        (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
+    ],
+)
+def test_what_no_plan_can_do_is_refused(case: Case, options: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        case.plan(0, **options)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ((), "has 7 blocks of 16 tokens; 128 tokens need 8"),
+        ((9,), "names block 9; the pool has blocks 0 to 8"),
+        ((-1,), "names block -1"),
     ],
 )
 @pytest.mark.parametrize("which", ["p", "d"])
-def test_block_tables_that_do_not_fit_are_refused(which, changes, message) -> None:
-    case = simple(side(1), side(1))
-    changed = dataclasses.replace(getattr(case, which), **changes)
+def test_block_tables_that_do_not_fit_are_refused(which, last, message) -> None:
+    changed = dataclasses.replace(side(1), blocks=(1, 2, 3, 4, 5, 6, 7, *last))
     with pytest.raises(PlanError, match=message):
-        dataclasses.replace(case, **{which: changed}).plan(0)
-
-
-@pytest.mark.parametrize(
-    "p, d, message",
-    [
-        (side(1, 32), Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2), "16 here and 32 on the peer"),
-        (Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2), side(2), "dcp is 2 on the peer"),
-    ],
-)
-def test_tokens_that_cannot_be_shared_out_are_refused(p: Side, d: Side, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        simple(p, d, heads=1).plan(0)
-
-
-@pytest.mark.parametrize("start, stop", [(-1, 4), (5, 4)])
-def test_a_token_range_that_is_none_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(PlanError, match=rf"token range is \[{start}, {stop}\)"):
-        simple(side(1), side(1), start=start, stop=stop).plan(0)
+        dataclasses.replace(ALIKE, **{which: changed}).plan(0)

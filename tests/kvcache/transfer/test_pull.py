@@ -62,12 +62,6 @@ def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig
     assert int((decode.pools[0].tensor != -1).sum()) == 8 * layout().token_bytes // 4  # one block
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
-def test_every_rank_gets_its_heads(rig: Any, p_tp: int, d_tp: int) -> None:
-    prefill, decode = rig(Prefill, tp=p_tp), rig(Decode, tp=d_tp)
-    decode.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
-
-
 def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)

@@ -1,8 +1,6 @@
 """Pulls between processes over NIXL: peers killed, stopped and continued; ranks of their own."""
 
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +10,13 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import ReadWindow
 from kvcache.transfer.link.nixl_agent import NixlAgent
-from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import PullDone, PullFailed
-from kvcache.transfer.pulls.pull_state import Phase
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
+from kvcache.transfer.pulls.messages import PullDone
+from kvcache.transfer.worker.peer import LocalRank
 from kvcache.transfer.worker.worker import TransferWorker
-from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     DEADLINE_S,
-    ENDINGS,
     HEADS,
     PATIENT,
     SECRET,
@@ -103,7 +97,7 @@ def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
 
 STOPPED = """
 import os, signal
-from kvcache.transfer.pulls.messages import PullDrained
+from tests.rigs.memory_pair import *
 from tests.kvcache.transfer.test_pull_processes import *
 prefill = Child("prefill", num_blocks=BLOCKS)
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
@@ -155,42 +149,3 @@ os._exit(0)
 def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
     """Over TCP, where a stopped peer's READs stay active."""
     run_program(STOPPED, UCX_TLS="tcp,self")
-
-
-def _stopped_with_a_lease(prefill: Child) -> tuple[RemotePrefill, float]:
-    """A lease that P held when it was stopped, and when it runs out."""
-    while True:
-        granted = time.monotonic()
-        remote = prefill.lease([5], 8, lease_s=1.0)
-        prefill.signal(signal.SIGSTOP)
-        if (stopped := time.monotonic()) < granted + 1.0:
-            return remote, stopped + 1.0
-        prefill.signal(signal.SIGCONT)
-
-
-def test_a_peer_stopped_after_its_lease_ran_out() -> None:
-    """Mapped memory is readable although its owner is stopped, but nobody vouches for it.
-
-    (A READ of UCX's may wait for a stopped peer, though it copies from its memory by itself: it
-    counts as ended when all that was sent over its endpoint before is acknowledged. See STOPPED.)
-    """
-    prefill = Child("prefill", num_blocks=BLOCKS)
-    decode = Decode(
-        agent,
-        settings={"fence_timeout_s": 100.0},
-        num_blocks=BLOCKS,
-        make_mapped=lambda pool: MappedPath(Placer(pool)),
-    )
-    decode.pull("a", prefill.lease([3, 4], 16), 0, 16, [8, 7])
-    remote, ran_out = _stopped_with_a_lease(prefill)
-    while time.monotonic() < ran_out:
-        decode.woken.wait(0.01)
-    decode.coordinator.pull("b", remote, 0, 8, [1])
-    decode.until(lambda: any(state.phase is Phase.FENCING for state in decode.pulls()))
-    decode.skip(100.0)
-    ending = decode.wait(*ENDINGS)
-    assert isinstance(ending, PullFailed) and ending.drained, ending
-    prefill.signal(signal.SIGCONT)
-    decode.pull("c", prefill.lease([6], 8), 0, 8, [2])
-    decode.close()
-    prefill.close()

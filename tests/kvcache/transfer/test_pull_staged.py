@@ -11,6 +11,7 @@ from kvcache.transfer.worker import job as pull_job
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     ENDINGS,
+    HEADS,
     PATIENT,
     Decode,
     Prefill,
@@ -41,9 +42,9 @@ def test_pulls_share_one_small_buffer_and_none_fails(
     assert prefill.outcomes(count) == ["completed"] * count
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_a_partly_filled_last_block_is_one_descriptor_too(
+def test_every_rank_gets_its_heads_and_a_partly_filled_block_is_one_descriptor(
     rig: Any, make_agent: Any, p_tp: int, d_tp: int
 ) -> None:
     prefill = rig(Prefill, make_agent, tp=p_tp)
@@ -51,7 +52,7 @@ def test_a_partly_filled_last_block_is_one_descriptor_too(
     remote = prefill.lease([5, 2, 9], 21)
     done = decode.pull("a", remote, 0, 21, [3, 1, 7])
     assert done.path == "direct", done
-    assert done.descriptors == 3 * max(p_tp, d_tp)
+    assert done.descriptors == 3 * min(max(p_tp, d_tp), HEADS)
 
 
 def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:

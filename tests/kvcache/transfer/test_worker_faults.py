@@ -18,6 +18,7 @@ from kvcache.transfer.worker.job import ReadJob
 from kvcache.transfer.worker.peer import LocalRank
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import TransferFailed
+from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout, pull_command
 
@@ -166,7 +167,8 @@ def test_every_pull_ends_and_none_is_wrong(
             rank.pull("after", prefill)
             rank.wait()
         assert rank.num_complete == 1
-        assert rank.agent.active == 0
+        # A READ that a slow round took for a hanging one ends with its link, in its own thread.
+        wait_until(lambda: rank.agent.active == 0)
     finally:
         faults.odds = 0.0
         rank.worker.close()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -47,24 +48,20 @@ class Ranks:
 
     def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         """What `work` gives for each rank."""
-        results: list = [None] * self.size
 
-        def one(rank: int) -> None:
+        def one(rank: int) -> torch.Tensor:
             try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                results[rank] = error
+                return work(rank)
+            except BaseException:
                 self._barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        errors = [result for result in results if isinstance(result, BaseException)]
+        with ThreadPoolExecutor(self.size) as threads:
+            done = [threads.submit(one, rank) for rank in range(self.size)]
+        errors = [error for each in done if (error := each.exception())]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
-        return results
+        return [each.result() for each in done]
 
 
 class Member:
@@ -248,7 +245,7 @@ ADMITTED = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(ADMITTED))
 def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes) -> None:
     q_heads, kv_heads, tp, dcp = sizes

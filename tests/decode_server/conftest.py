@@ -1,24 +1,30 @@
-"""In-process pairs, closed at the end of their test."""
+"""In-process pairs. At the end of their test every block is home, and they are closed."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.rigs.engine_pair import Pair
 
+MakePair = Callable[..., Pair]
+
 
 @pytest.fixture(params=[0, 1], ids=["synchronous", "ahead"])
-def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
+def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
+    with ExitStack() as stack:
 
-    def make(**options: Any) -> Pair:
-        pairs.append(Pair(depth=request.param, **options))
-        return pairs[-1]
+        def make(**options: Any) -> Pair:
+            pair = Pair(depth=request.param, **options)
+            stack.callback(pair.close)
+            stack.callback(pair.settle)  # P's clock stands still: no lease has to expire
+            stack.callback(pair.d.agent.resume)
+            return pair
 
-    yield make
-    for pair in pairs:
-        pair.close()
+        yield make
 
 
-MakePair = Callable[..., Pair]
+@pytest.fixture
+def pair(make_pair: MakePair) -> Pair:
+    return make_pair()

@@ -27,8 +27,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says when it is over
 
 
-def test_every_series_is_there_before_its_first_event(make_pair: MakePair) -> None:
-    stats = make_pair().d.core.stats()
+def test_every_series_is_there_before_its_first_event(pair: Pair) -> None:
+    stats = pair.d.core.stats()
     paths = [
         f"outcome=done,path={path}" for path in ("direct", "staged", "mapped", "mixed", "none")
     ]
@@ -56,8 +56,7 @@ def test_every_series_is_there_before_its_first_event(make_pair: MakePair) -> No
             assert any(key.startswith(spec.name) for key in stats), spec.name
 
 
-def test_a_stalled_pull_does_not_hold_up_the_running_batch(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair: Pair) -> None:
     pair.d.agent.stall()
     stalled = pair.ask(PROMPT, pair.prefill(PROMPT))
     pair.until(lambda: len(pair.d.out.tokens(stalled)) == 1)
@@ -76,8 +75,7 @@ def test_a_stalled_pull_does_not_hold_up_the_running_batch(make_pair: MakePair) 
         lambda remote: add("a", PROMPT[::-1], 6, kv_rejected="of another", kv_unused=remote),
     ],
 )
-def test_kv_that_is_of_no_use_goes_home_at_once(make_pair: MakePair, refused: Any) -> None:
-    pair = make_pair()
+def test_kv_that_is_of_no_use_goes_home_at_once(pair: Pair, refused: Any) -> None:
     message = refused(kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT))))
     pair.d.core.round([message])
     if isinstance(message, AddRequest):
@@ -87,8 +85,23 @@ def test_kv_that_is_of_no_use_goes_home_at_once(make_pair: MakePair, refused: An
     assert pair.leases.counters()["aborted"] == 1
 
 
-def test_an_expired_lease_is_noticed_by_the_fence(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_kv_of_which_no_answer_can_tell_goes_home_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object, **__: object) -> None:
+        raise ValueError("too large to be told")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_params, "build", cannot)
+        pair.p.core.round([add("a", PROMPT, 1, retain_kv=True, num_choices=2)])
+        pair.until(lambda: pair.p.core.is_idle)
+    (end,) = pair.p.out.terminals("a")
+    assert end.error is not None and end.error.code == "internal_error"
+    pair.until(pair.p.blocks_home)
+    assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))
+
+
+def test_an_expired_lease_is_noticed_by_the_fence(pair: Pair) -> None:
     params = pair.prefill(PROMPT)
     pair.d.agent.stall()
     name = pair.ask(PROMPT, params)
@@ -101,7 +114,6 @@ def test_an_expired_lease_is_noticed_by_the_fence(make_pair: MakePair) -> None:
     pair.d.agent.resume()
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.usage(name) == (0, 14, 0)
-    pair.settle()
 
 
 def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(
@@ -118,16 +130,13 @@ def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_re
     pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(name) == expected_output(whole, 6)
     assert pair.usage(name) == (0, 12, 0)
-    pair.d.agent.resume()
-    pair.settle()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("on_p", "on_d"), [(8, 4), (8, 0), (0, 4), (4, 8)])
 def test_cached_tokens_are_those_that_neither_server_computed(
-    make_pair: MakePair, on_p: int, on_d: int, fails: bool
+    pair: Pair, on_p: int, on_d: int, fails: bool
 ) -> None:
-    pair = make_pair()
     for side, seen in ((pair.p, on_p), (pair.d, on_d)):
         if seen:
             side.core.round([add("warm", PROMPT[: seen + 1], 1)])
@@ -141,7 +150,6 @@ def test_cached_tokens_are_those_that_neither_server_computed(
     assert pair.usage(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
     told = pair.d.out.terminals(name)[0].usage
     assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
-    pair.settle()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -168,8 +176,6 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(
     for name, prompt in names.items():
         assert pair.answer(name) == expected_output(prompt, 6)
     assert 4 <= _num_quarantined(pair) <= 28
-    pair.d.agent.resume()
-    pair.settle()
 
 
 def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(
@@ -191,7 +197,6 @@ def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(
     assert pair.d.core.stats()[withheld] == 3
     pair.d.agent.resume()
     assert pair.answer(hung) == expected_output(large, 2)
-    pair.settle()
 
 
 @pytest.mark.parametrize("failed_before", [False, True])
@@ -269,7 +274,6 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
             again = pair.ask(remote, params, max_tokens=2)
             assert pair.answer(again) == expected_output(remote, 2)
             assert pair.usage(again) == (144, 0, 0)
-    pair.settle()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -290,7 +294,6 @@ def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborte
     pair.d.agent.resume()
     assert pair.answer(first) == expected_output(large, 6)
     assert pair.answer(waiting) == ([] if aborted else expected_output(later, 6))
-    pair.settle()
 
 
 @pytest.mark.parametrize("fingerprint", ["shadow", "other"])
@@ -305,7 +308,6 @@ def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
     assert pair.usage(name)[0] == (len(PROMPT) if fingerprint == "shadow" else 0)
     (end,) = pair.d.out.terminals(gone)
     assert end.finish_reason == "abort"
-    pair.settle()  # P's clock stands still: no lease expires
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
@@ -317,7 +319,6 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.usage(name) == (0, 14, 0)
-    pair.settle()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -336,17 +337,14 @@ def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
         assert "block_size is 4 here and 8 on the peer" in end.error.message
         assert "--block-size 8, or without --dcp" in end.error.message
     assert pair.workers[0].counters["posts"] == 0
-    pair.settle()
 
 
 @pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])
 def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, limit: int, told: bool
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, limit: int, told: bool
 ) -> None:
     monkeypatch.setattr(role, "MAX_TOLD_IDS", limit)
-    pair = make_pair()
     params = pair.prefill(PROMPT, text_digest="ab" * 32)
     assert params["prompt_token_ids"] == (PROMPT if told else None)
     name = pair.ask(PROMPT, params)
     assert pair.answer(name) == expected_output(PROMPT, 6)
-    pair.settle()

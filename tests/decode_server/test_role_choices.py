@@ -4,6 +4,7 @@ import pytest
 
 from protocol.messages import AbortRequest
 from tests.decode_server.conftest import MakePair
+from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output, expected_scores
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -14,10 +15,8 @@ def _expected(prompt: list[int], num_choices: int, max_tokens: int = 6) -> list[
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 14])
-def test_choices_are_prefilled_once_pulled_once_and_forked(
-    make_pair: MakePair, length: int
-) -> None:
-    pair, prompt = make_pair(), PROMPT[:length]
+def test_choices_are_prefilled_once_pulled_once_and_forked(pair: Pair, length: int) -> None:
+    prompt = PROMPT[:length]
     params = pair.prefill(prompt, num_choices=3)
     assert [t["id"] for t in params["first_tokens"]] == [t[0] for t in _expected(prompt, 3)]
     name = pair.ask(prompt, params, num_choices=3)
@@ -26,14 +25,11 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(
     assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [(length, 0, 0)] * 3
     computed = 3 * 5 + 2 * (length % 4)
     assert pair.d.executor.num_tokens == computed, "outputs, and what choices do not share"
-    pair.settle()
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_first_tokens_are_sent_before_any_byte_has_moved(
-    make_pair: MakePair, num_choices: int
-) -> None:
-    pair, choices = make_pair(), range(num_choices)
+def test_first_tokens_are_sent_before_any_byte_has_moved(pair: Pair, num_choices: int) -> None:
+    choices = range(num_choices)
     pair.d.agent.stall()
     name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices)
     first = [tokens[:1] for tokens in _expected(PROMPT, num_choices)]
@@ -41,25 +37,21 @@ def test_first_tokens_are_sent_before_any_byte_has_moved(
     assert not pair.d.out.terminals(name)
     pair.d.agent.resume()
     assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
-    pair.settle()
 
 
-def test_a_full_hit_is_forked_without_a_pull(make_pair: MakePair) -> None:
-    pair, whole = make_pair(), PROMPT[:12]
+def test_a_full_hit_is_forked_without_a_pull(pair: Pair) -> None:
+    whole = PROMPT[:12]
     pair.answer(pair.ask(whole, pair.prefill(whole)))
     pair.d.agent.stall()
     name = pair.ask(whole, pair.prefill(whole, num_choices=3), num_choices=3)
     assert pair.answers(name, 3) == _expected(whole, 3)
-    pair.d.agent.resume()
-    pair.settle()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("survivor", [None, 0, 1, 2])
 def test_choices_that_end_with_their_first_token_cost_nothing_here(
-    make_pair: MakePair, survivor: int | None, max_tokens: int
+    pair: Pair, survivor: int | None, max_tokens: int
 ) -> None:
-    pair = make_pair()
     stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
     params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
     name = pair.ask(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
@@ -67,7 +59,6 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(
     assert pair.answers(name, 3) == expected
     if survivor is None or max_tokens == 1:
         assert pair.d.executor.num_steps == 0
-    pair.settle()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -86,12 +77,10 @@ def test_a_failed_pull_is_up_to_the_policy(
         pair.until(lambda: bool(pair.d.out.terminals(name)))
         (end,) = pair.d.out.terminals(name)
         assert end.error is not None and end.error.code == "transfer_failed"
-    pair.settle()
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
-def test_prompt_logprobs_come_with_the_reference(make_pair: MakePair, num_top: int) -> None:
-    pair = make_pair()
+def test_prompt_logprobs_come_with_the_reference(pair: Pair, num_top: int) -> None:
     params = pair.prefill(PROMPT, num_prompt_logprobs=num_top)
     steps = pair.d.executor.num_tokens
     name = pair.ask(PROMPT, params, num_prompt_logprobs=num_top)
@@ -99,16 +88,15 @@ def test_prompt_logprobs_come_with_the_reference(make_pair: MakePair, num_top: i
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, num_top)
     assert pair.d.out.deltas[0].prompt_logprobs, "before the first token"
     assert pair.d.executor.num_tokens == steps + 5, "D scores nothing"
-    pair.settle()
 
 
 @pytest.mark.parametrize("num_top", [None, 1])
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 14])
 def test_first_tokens_are_drawn_from_kv_that_was_pulled(
-    make_pair: MakePair, length: int, num_choices: int, num_top: int | None
+    pair: Pair, length: int, num_choices: int, num_top: int | None
 ) -> None:
-    pair, prompt = make_pair(), PROMPT[:length]
+    prompt = PROMPT[:length]
     for skipped in (0, (length - 1) // 4 * 4):
         params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
         steps = pair.d.executor.num_tokens
@@ -125,22 +113,20 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 2
 
 
-def test_a_request_that_only_scores_takes_no_token_from_elsewhere(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair: Pair) -> None:
     params = pair.prefill(PROMPT, num_prompt_logprobs=1)
     name = pair.ask(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
     assert pair.answer(name) == []
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, 1)
     assert pair.usage(name) == (13, 1, 0)
-    pair.settle()
 
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
 def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(
-    make_pair: MakePair, length: int
+    pair: Pair, length: int
 ) -> None:
     """Its first token, which a launched step computes with the prompt, may fill a block."""
-    pair, prompt = make_pair(), PROMPT[:length]
+    prompt = PROMPT[:length]
     for rounds in range(4):
         prompt = [rounds, *prompt[1:]]
         params = pair.prefill(prompt, num_choices=2)

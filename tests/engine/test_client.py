@@ -81,28 +81,6 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_a_request_goes_out_and_its_tokens_come_back(socket_folder: Any) -> None:
-    async with connected(socket_folder) as (client, remote):
-        answer = asyncio.create_task(collect(client, add("r")))
-        assert await remote.receive() == add("r")
-        remote.say(_delta("r", 1))
-        remote.say(_delta("r", 2, 3, finish="length"))
-        deltas = await answer
-        assert tokens(deltas) == [1, 2, 3] and deltas[-1].finish_reason == "length"
-        assert client.num_open == 0
-
-
-async def test_several_requests_share_one_subscription(socket_folder: Any) -> None:
-    async with connected(socket_folder) as (client, remote):
-        with_both = client.submit([add("a"), add("b")])
-        assert [await remote.receive(), await remote.receive()] == [add("a"), add("b")]
-        remote.say(_delta("b", 7, finish="stop"), _delta("a", 8, finish="stop"))
-        found = {}
-        while batch := await asyncio.wait_for(with_both.next_batch(), WAIT_S):
-            found.update({delta.request_id: delta.token_ids for delta in batch})
-        assert found == {"a": [8], "b": [7]}
-
-
 async def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any) -> None:
     async with connected(socket_folder) as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:

@@ -54,7 +54,6 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])))
 def test_bytes_are_decoded_as_if_at_once(ids: list[int]) -> None:
     expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode("utf-8", "replace")
@@ -65,7 +64,7 @@ TEXTS = ["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\
 WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
 def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(
     prompt: list[str], texts: list[str]
@@ -133,7 +132,7 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     return text, False
 
 
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     st.lists(st.text("ab\n", max_size=4), max_size=8),

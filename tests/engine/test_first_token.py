@@ -85,7 +85,7 @@ def _digest(params: dict[str, Any], stop: list[int]) -> str:
 @given(
     one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_property_equal_digests_mean_equal_first_tokens(
     compiler: GrammarCompiler, one: Any, changed: Any, stops: Any, data: st.DataObject
 ) -> None:

@@ -55,6 +55,12 @@ async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]
     return whole
 
 
+def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {**counts, "total_tokens": prompt + completion, **details}
+
+
 def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
     """Members of deltas, from texts, and from pairs of a text's tokens and log-probabilities, the
     first of these of the token itself, all of them the likeliest."""
@@ -126,12 +132,7 @@ async def test_token_ids_and_usage(tokenizer: Tokenizer) -> None:
         (choice,) = whole["choices"]
         assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
         assert choice["prompt_token_ids"] == tokenizer.encode("ab")
-        assert whole["usage"] == {
-            "prompt_tokens": 2,
-            "completion_tokens": 8,
-            "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 1},
-        }
+        assert whole["usage"] == usage(prompt=2, completion=8, cached=1)
 
 
 async def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
@@ -294,9 +295,4 @@ async def test_choices_of_several_prompts_have_indices_in_order(
             return
         assert [c["index"] for c in whole["choices"]] == list(range(6))
         assert [c["token_ids"] for c in whole["choices"]] == ids
-        assert whole["usage"] == {
-            "prompt_tokens": 3,
-            "completion_tokens": 12,
-            "total_tokens": 15,
-            "prompt_tokens_details": {"cached_tokens": 2},
-        }
+        assert whole["usage"] == usage(prompt=3, completion=12, cached=2)

@@ -100,7 +100,7 @@ sampling = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(sampling, min_size=1, max_size=6), st.integers(0, 1000), st.data())
 def test_a_row_does_not_depend_on_its_neighbours(
     params: list[SamplingParams], logits_seed: int, data: st.DataObject
@@ -116,7 +116,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert shuffled == [together[i] for i in order]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans())
 def test_a_drawn_token_is_in_the_allowed_set(
     params: SamplingParams, logits_seed: int, is_coarse: bool

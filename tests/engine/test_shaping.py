@@ -92,7 +92,7 @@ _params = st.fixed_dictionaries(
 _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     specs=st.lists(st.tuples(_prompts, _params), min_size=1, max_size=12),
     rounds=st.lists(

@@ -54,23 +54,16 @@ def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
-            r"layers\.1\.mlp\.up_proj\.weight is missing",
-        ),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}),
-            r"model\.norm\.weight has shape \(65,\).*\(64,\)",
-        ),
-        (
-            lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}),
-            r"1 weights are not used.*model\.extra\.weight",
-        ),
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"1\.mlp\.up_proj\.weight is missing"),
+        ({"model.norm.weight": torch.ones(65)}, r"norm\.weight has shape \(65,\).*\(64,\)"),
+        ({"model.extra.weight": torch.ones(3)}, r"1 weights are not used.*model\.extra\.weight"),
     ],
     ids=["missing", "of another shape", "left over"],
 )
 def test_weights_that_do_not_fit_are_named(checkpoint, change, told):
-    rewrite(checkpoint, change)
+    tensors = load_file(checkpoint / "model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=told):
         load(checkpoint)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -185,7 +185,6 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults() -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_property_no_changed_bit_is_accepted(data: st.DataObject) -> None:
     changed = bytearray(seal_request(REQUESTS[2], SECRET))
     bit = data.draw(st.integers(0, len(changed) * 8 - 1))
@@ -195,7 +194,6 @@ def test_property_no_changed_bit_is_accepted(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None)
 def test_property_garbage_is_a_frame_error(message: bytes) -> None:
     for opened in (open_request, open_reply):
         with pytest.raises(FrameError):

@@ -3,7 +3,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import KVParamsRejected
@@ -53,7 +53,6 @@ def test_signature_survives_relays_that_write_json_differently() -> None:
     seed=st.integers(0, 2**63 - 1),
     request_id=st.text(min_size=1, max_size=50),
 )
-@settings(deadline=None)
 def test_property_any_values_survive_a_json_relay(
     logprob: float, lease_s: float, seed: int, request_id: str
 ) -> None:

@@ -169,10 +169,15 @@ def test_required_demands_a_list_of_calls(parallel: bool) -> None:
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 NAMED = {"name": "n", "strict": True, "schema": SCHEMA}
 OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
+REGEX, CHOICE = Grammar("regex", "a"), Grammar("choice", '["é", "b"]')
 
 
 def named(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def structured(**members: Any) -> dict[str, Any]:
+    return {"structured_outputs": members}
 
 
 @pytest.mark.parametrize(
@@ -181,30 +186,14 @@ def named(schema: dict[str, Any]) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
         (named(NAMED), "response_format.json_schema.schema", OF_SCHEMA),
         (named({"name": "n"}), "response_format.json_schema", Grammar("json_object")),
-        (
-            {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
-            "structured_outputs.json",
-            OF_SCHEMA,
-        ),
-        (
-            {"structured_outputs": {"regex": "a+", "json_object": False}},
-            "structured_outputs.regex",
-            Grammar("regex", "a+"),
-        ),
-        (
-            {"structured_outputs": {"choice": ["é", "b"]}},
-            "structured_outputs.choice",
-            Grammar("choice", '["é", "b"]'),
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            "structured_outputs.json_object",
-            Grammar("json_object"),
-        ),
+        (structured(json=json.dumps(SCHEMA), regex=None), "structured_outputs.json", OF_SCHEMA),
+        (structured(regex="a", json_object=False), "structured_outputs.regex", REGEX),
+        (structured(choice=["é", "b"]), "structured_outputs.choice", CHOICE),
+        (structured(json_object=True), "structured_outputs.json_object", Grammar("json_object")),
         ({"guided_json": SCHEMA}, "guided_json", OF_SCHEMA),
         ({"guided_grammar": "start: /a/"}, "guided_grammar", Grammar("grammar", "start: /a/")),
-        ({"guided_choice": ["a"]}, "guided_choice", Grammar("choice", '["a"]')),
-        ({"guided_regex": "a"}, "guided_regex", Grammar("regex", "a")),
+        ({"guided_choice": ["é", "b"]}, "guided_choice", CHOICE),
+        ({"guided_regex": "a"}, "guided_regex", REGEX),
     ],
 )
 def test_every_way_to_say_what_to_match(

@@ -1,4 +1,4 @@
-"""Answers have OpenAI's shapes, whole and as events. tests/engine/test_contract.py has the rest."""
+"""Pieces of answers, and /v1/responses. tests/engine/test_http_answers.py has the other answers."""
 
 import json
 from typing import Any
@@ -6,12 +6,8 @@ from typing import Any
 import msgspec
 
 from protocol.messages import KVUsage
-from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import validate
 from protocol.openai.responses import (
-    ChatWriter,
     ChoicePiece,
-    CompletionWriter,
     TokenReport,
     TokenText,
     Usage,
@@ -22,36 +18,10 @@ from protocol.openai.responses_writer import ResponsesWriter
 from tests.rigs.client import sse_events
 
 USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5))
-BATON_KV = {"transferred": 4, "recomputed": 1, "skipped": 2}
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return validate(CompletionRequest, {"model": "m", "prompt": "a", **fields})
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(text) for _, text in sse_events(data.decode())]
-
-
-def test_a_whole_completion_has_usage_and_extras() -> None:
-    piece = ChoicePiece(0, "Hi", [4, 5], finish_reason="stop", prompt_token_ids=[1])
-    writer = CompletionWriter("x", 12, completion(return_token_ids=True))
-    body = json.loads(writer.full([piece], USAGE, {"kv_transfer_params": {"a": 1}}))
-    choice = {"index": 0, "text": "Hi", "logprobs": None, "finish_reason": "stop"}
-    assert body["choices"] == [{**choice, "token_ids": [4, 5], "prompt_token_ids": [1]}]
-    counts = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 5}}
-    assert body["kv_transfer_params"] == {"a": 1}
-
-
-def test_the_last_event_of_a_stream_tells_where_the_kv_came_from_and_the_usage_if_asked() -> None:
-    writer = ChatWriter("x", 12, completion(stream_options={"include_usage": True}))
-    first, second = ChoicePiece(0, "Hi", first=True), ChoicePiece(0, "", finish_reason="length")
-    chunks = events(writer.chunk(first) + writer.last_chunk(second, USAGE, {}))
-    assert [chunk.get("baton_kv") for chunk in chunks] == [None, None, BATON_KV]
-    assert [c["usage"] and c["usage"]["total_tokens"] for c in chunks] == [None, None, 10]
-    (chunk,) = events(CompletionWriter("x", 12, completion()).last_chunk(second, USAGE, {}))
-    assert chunk["baton_kv"] == BATON_KV and "usage" not in chunk
 
 
 def test_pieces_add_up() -> None:

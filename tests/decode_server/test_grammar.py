@@ -8,11 +8,9 @@ import pytest
 
 from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
-from protocol import kv_params
-from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
-from tests.decode_server.conftest import MakePair
+from protocol.messages import AbortRequest, Grammar, SamplingParams
 from tests.make_models import ensure_model
-from tests.rigs.engine_pair import SECRET, Pair
+from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output
 
 
@@ -27,20 +25,12 @@ class Waiting:
         pair.d.core.grammars.compiler = compiler
 
     def ask(self, prompt: list[int], grammar: Grammar) -> str:
-        params = kv_params.parse(self.pair.prefill(prompt))
-        params.verify(SECRET)
-        request = AddRequest(
-            request_id="a",
-            token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, grammar=grammar),
-            max_tokens=6,
-            remote=kv_params.to_remote_prefill(params),
-        )
-        self.pair.d.core.round([request])
+        sampling = SamplingParams(temperature=0.0, grammar=grammar)
+        name = self.pair.ask(prompt, self.pair.prefill(prompt), sampling=sampling)
         for _ in range(5):
             self.pair.d.core.round([])
         assert not self.pair.d.out.deltas
-        return request.request_id
+        return name
 
     def end(self, name: str) -> tuple[list[int], str | None, str | None]:
         """Tokens, finish reason and error of the one end of a request."""
@@ -51,9 +41,9 @@ class Waiting:
 
 
 @pytest.fixture
-def waiting(make_pair: MakePair) -> Iterator[Waiting]:
+def waiting(pair: Pair) -> Iterator[Waiting]:
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
-    waiting = Waiting(make_pair(), compiler)
+    waiting = Waiting(pair, compiler)
     yield waiting
     waiting.go_on.set()
     compiler.close()
@@ -81,7 +71,6 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
     waiting.go_on.set()
     assert waiting.end(name) == ([token], "stop", None)
     assert lease_ends or waiting.pair.usage(name) == (0, 0, 0)
-    waiting.pair.settle()
 
 
 @pytest.mark.parametrize(("regex", "is_sent"), [("[!]+", True), ("[!", False)])
@@ -92,7 +81,6 @@ def test_a_grammar_that_refuses_the_first_token_or_has_a_mistake_gives_the_lease
     name = waiting.ask(prompt, Grammar("regex", regex))
     waiting.go_on.set()
     assert waiting.end(name) == ([token] * is_sent, None, "grammar_failed")
-    waiting.pair.settle()
 
 
 def test_an_abort_meanwhile_gives_the_lease_back(
@@ -101,6 +89,4 @@ def test_an_abort_meanwhile_gives_the_lease_back(
     name = waiting.ask(told[0], Grammar("regex", "a+"))
     waiting.pair.d.core.round([AbortRequest(name)])
     assert waiting.end(name) == ([], "abort", None)
-    waiting.pair.settle()
-    waiting.go_on.set()
     waiting.pair.settle()

@@ -24,6 +24,7 @@ from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Phase
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
+from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -37,6 +38,7 @@ from protocol.messages import (
 )
 from tests.make_models import ensure_model
 from tests.rigs.fake_coordinator import FakeCoordinator
+from tests.rigs.offers import offer
 from tests.rigs.shadow import (
     ShadowExecutor,
     _masked,
@@ -280,23 +282,18 @@ class _Mixture:
         scores, redrawn = None, not request.max_tokens or rng.random() < 0.2
         if request.num_prompt_logprobs is not None:
             scores = expected_scores(prompt, request.num_prompt_logprobs)
-        remote = RemotePrefill(
-            host="h",
-            port=1,
-            engine_id=rng.choice(["one", "other"]),
-            incarnation="i",
-            request_id="p",
+        offered = offer(
+            b"secret",
+            prompt,
+            remote_engine_id=rng.choice(["one", "other"]),
             lease_id=f"{len(self.content):032x}",
-            lease_s=30.0,
-            block_ids=[1],
-            block_size=4,
-            num_tokens=len(prompt),
-            cached_tokens=rng.randrange(len(prompt)),
-            tp_size=1,
-            first_tokens=[FirstToken(token) for (token,) in firsts if not redrawn],
+            remote_cached_tokens=rng.randrange(len(prompt)),
+            first_tokens=[FirstToken(token) for (token,) in firsts],
             prompt_logprobs=scores,
-            sender_releases=rng.random() < 0.5,
         )
+        remote = to_remote_prefill(parse(offered), sender_releases=rng.random() < 0.5)
+        if redrawn:
+            remote = replace(remote, first_tokens=[])
         self.content[remote.lease_id] = list(prompt)
         self.remotes.append(remote)
         if rng.random() < 0.05:

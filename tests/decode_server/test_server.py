@@ -192,9 +192,7 @@ def _warnings(alarm: RefusalAlarm, begin_s: int, refusals: list[KVParamsRejected
     return [(s, warning) for s, warning in told if warning is not None]
 
 
-def test_while_most_references_are_refused_it_warns_once_a_minute_with_the_commonest_reason() -> (
-    None
-):
+def test_while_most_are_refused_it_warns_once_a_minute_with_the_commonest_reason() -> None:
     found = _warnings(RefusalAlarm(), 1000, [_UNSIGNED, _UNSIGNED, _OTHER_PROMPT, None] * 60)
     assert [s for s, _ in found] == [1060, 1120, 1180]
     for _, warning in found:

@@ -152,13 +152,18 @@ def test_the_clients_streaming_helper_follows_a_chat(
         messages=_MESSAGES,
         max_tokens=60,
         stop=["."],
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
         stream_options={"include_usage": True},
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
-    assert final.choices[0].message.content == text[: text.index(".")]
-    assert final.choices[0].finish_reason == "stop"
-    assert kinds.count("content.delta") > 3
+    for choice in final.choices:
+        assert choice.message.content == text[: text.index(".")]
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs is not None and choice.logprobs.content
+    assert len(final.choices) == 2 and kinds.count("content.delta") > 3
     assert final.usage is not None and final.usage.completion_tokens > 3
 
 

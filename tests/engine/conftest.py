@@ -1,12 +1,15 @@
 """Fixtures of the engine's tests."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.text.grammar import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
+from tests.make_models import ensure_model
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     config = {"eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    """For the tiny model, whose logits are 512 wide."""
+    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    yield compiler
+    compiler.close()

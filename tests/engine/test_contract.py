@@ -6,12 +6,7 @@ one shape for lists, None where null is what the reference shows. Members of our
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
-import msgspec
-import openai
-import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -77,38 +72,3 @@ async def test_models_and_errors(tokenizer: Tokenizer) -> None:
             error = (await server.post(**asked)).json()["error"]
             assert error["type"] == "invalid_request_error"
             assert {type(error[name]) for name in ("message", "param", "code")} == {str}
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-async def test_the_clients_streaming_helper(tokenizer: Tokenizer, num_choices: int) -> None:
-    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        async for delta in hello(request):
-            for choice in range(request.num_choices):
-                reason = delta.finish_reason and "stop"
-                yield msgspec.structs.replace(delta, choice=choice, finish_reason=reason)
-
-    async with serving(tokenizer, script) as server:
-        url = f"{server.http.base_url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
-            asked: dict[str, Any] = {
-                "model": "m",
-                "messages": [{"role": "user", "content": "Hi"}],
-                "n": num_choices,
-                "logprobs": True,
-                "top_logprobs": 1,
-            }
-            seen = dict.fromkeys(range(num_choices), "")
-            state = ChatCompletionStreamState()
-            async for chunk in await client.chat.completions.create(**asked, stream=True):
-                state.handle_chunk(chunk)
-                for choice in chunk.choices:
-                    seen[choice.index] += choice.delta.content or ""
-            assert seen == dict.fromkeys(range(num_choices), "hello")
-            whole = state.get_final_completion()
-            assert [c.message.content for c in whole.choices] == ["hello"] * num_choices
-            async with client.chat.completions.stream(**asked) as stream:
-                texts = [e.delta async for e in stream if e.type == "content.delta"]
-                assert "".join(texts) == "hello" * num_choices or num_choices > 1
-                final = await stream.get_final_completion()
-                content = final.choices[0].logprobs.content  # type: ignore[union-attr]
-                assert content is not None and len(content) == 5

@@ -12,6 +12,7 @@ from engine.core.connector import KVConnector
 from engine.core.scheduler import Plan
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
+from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -21,6 +22,7 @@ from protocol.messages import (
     RemotePrefill,
     SamplingParams,
 )
+from tests.rigs.offers import offer
 from tests.rigs.shadow import (
     MemoryTransport,
     ShadowExecutor,
@@ -278,10 +280,8 @@ class _Pulls(KVConnector):
 
 
 def _remote(prompt: list[int]) -> RemotePrefill:
-    names = dict.fromkeys(("host", "engine_id", "incarnation", "request_id", "lease_id"), "x")
-    sizes = {"block_size": 4, "num_tokens": len(prompt), "cached_tokens": 0, "tp_size": 1}
     first = FirstToken(expected_output(prompt, 1)[0])
-    return RemotePrefill(**names, **sizes, port=1, lease_s=30.0, block_ids=[], first_tokens=[first])
+    return to_remote_prefill(parse(offer(b"secret", prompt, first_tokens=[first])))
 
 
 def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends() -> None:

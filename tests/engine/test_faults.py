@@ -15,7 +15,6 @@ from engine.text.grammar import GrammarCompiler
 from engine.worker.rehearsal import Stage
 from kvcache.blocks import BlockStateError
 from protocol.messages import Grammar, SamplingParams
-from tests.make_models import ensure_model
 from tests.rigs.rank_threads import ranks
 from tests.rigs.shadow import (
     MemoryTransport,
@@ -145,9 +144,9 @@ class _BrokenMatcher:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
+def test_a_matcher_that_raises_ends_its_request(depth: int, compiler: GrammarCompiler) -> None:
     core, _, out = make_core(depth=depth)
-    core.grammars.compiler = compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    core.grammars.compiler = compiler
     grammar = Grammar("regex", "([a-z]{3} ){12}")
     compiler.compiled(grammar).exception()
     request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))
@@ -156,7 +155,6 @@ def test_a_matcher_that_raises_ends_its_request(depth: int) -> None:
     assert state is not None
     state._matcher = _BrokenMatcher(state._matcher)  # type: ignore[assignment]
     run_until_idle(core)
-    compiler.close()
     (end,) = out.terminals("x")
     assert end.error is not None and end.error.code == "grammar_failed"
     assert "out of fuel" in end.error.message

@@ -18,7 +18,6 @@ from engine.geometry import (
     check_weights,
     step_limits,
 )
-from kvcache.layout import LayoutError
 from model.config import load_config, parse_config
 from model.errors import InvalidParallelism, ModelLoadError
 from model.sizes import implied_weights, num_elements
@@ -66,11 +65,6 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp: int, dcp: int, heads
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
     with pytest.raises(InvalidParallelism, match=r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"):
         check_geometry(_changed(tp=3), _MODEL)
-
-
-def test_a_layout_that_is_none_is_refused() -> None:
-    with pytest.raises(LayoutError, match="BHLCD"):
-        check_geometry(_changed(kv_layout="BHLCD"), _MODEL)
 
 
 def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> None:

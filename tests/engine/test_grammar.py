@@ -3,7 +3,7 @@
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,8 @@ CHOICES = ["red", "reddish", "blue", "a longer one"]
 
 
 @pytest.fixture(scope="module")
-def model_dir() -> Path:
-    return ensure_model("gqa")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer(model_dir)
-
-
-@pytest.fixture(scope="module")
-def compiler(model_dir: Path) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(model_dir, VOCAB, lambda: None)
-    yield compiler
-    compiler.close()
+def tokenizer() -> Tokenizer:
+    return Tokenizer(ensure_model("gqa"))
 
 
 def request(
@@ -186,9 +174,9 @@ def test_a_state_is_a_function_of_the_outputs(
     assert masks[0] == masks[1] == masks[2] != set()
 
 
-def test_compiling_happens_elsewhere_and_once(model_dir: Path) -> None:
+def test_compiling_happens_elsewhere_and_once() -> None:
     called = threading.Event()
-    compiler = GrammarCompiler(model_dir, VOCAB, called.set)
+    compiler = GrammarCompiler(ensure_model("gqa"), VOCAB, called.set)
     grammar = Grammar("regex", "[ab]+")
     compiler.compiled(grammar)
     assert called.wait(30)
@@ -214,9 +202,9 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     compiler.close()
 
 
-def test_a_vocabulary_larger_than_the_logits(model_dir: Path, tokenizer: Tokenizer) -> None:
+def test_a_vocabulary_larger_than_the_logits() -> None:
     """Masks have the logits' width; ids beyond it cannot be drawn."""
-    compiler = GrammarCompiler(model_dir, 300, lambda: None)
+    compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
     assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()

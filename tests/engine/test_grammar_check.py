@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-import engine.text.grammar_check
+from engine.text import grammar_check
 from engine.text.grammar_check import GrammarChecker
 from engine.text.grammar_compile import (
     MAX_GBNF_CHARS,
@@ -76,7 +76,7 @@ async def test_what_takes_too_much_is_refused_and_named(
 
 
 async def test_memory_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.text.grammar_check, "MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(grammar_check, "MEMORY_BYTES", 16 << 20)
     async with checking(tokenizer, 60.0) as checker:
         with pytest.raises(InvalidRequest, match="16 MB"):
             await checker.check([schema(4_999_999)])
@@ -119,9 +119,7 @@ async def test_open_requests_grammars_have_a_limit_together(
     async with checking(tokenizer, 30.0) as checker:
         one, other = regex("a+"), regex("b+")
         await checker.check([one, other])
-        monkeypatch.setattr(
-            engine.text.grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar)
-        )
+        monkeypatch.setattr(grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar))
         assert checker.nbytes(other.grammar) > 0
         ends = [checker.hold(one.grammar) for _ in range(2)]
         for end in ends:

@@ -18,8 +18,6 @@ from protocol.process.logging import LineFormatter
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
 
-# -- answers -----------------------------------------------------------------------------------
-
 
 async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as server:
@@ -119,9 +117,8 @@ async def test_a_request_id_is_echoed_and_logged(
     caplog.handler.setFormatter(LineFormatter("decode"))
     async with serving(tokenizer) as server:
         header = {"x-request-id": request_id.encode("latin-1")}
-        body = {"model": "m", "prompt": "ab"}
         for _ in range(2):
-            response = await server.http.post("/v1/completions", json=body, headers=header)
+            response = await server.post(headers=header)
             assert response.headers["x-request-id"] == request_id
         first, second = server.engine.added
         assert first.request_id != second.request_id
@@ -211,9 +208,6 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path: Path) ->
         assert len(third) == len(fourth) + len(second) - len(first)
 
 
-# -- chat --------------------------------------------------------------------------------------
-
-
 async def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}]
 
@@ -275,11 +269,8 @@ async def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> No
     async with serving(tokenizer, origins=(origin,)) as server:
         asked = await server.http.options("/v1/completions", headers=preflight)
         assert asked.headers["access-control-allow-origin"] == origin
-        body = {"model": "m", "prompt": "ab"}
         for sender, allowed in ((origin, origin), ("https://other.example", None)):
-            response = await server.http.post(
-                "/v1/completions", json=body, headers={"origin": sender}
-            )
+            response = await server.post(headers={"origin": sender})
             assert response.headers.get("access-control-allow-origin") == allowed
     async with serving(tokenizer) as server:
         response = await server.http.options("/v1/completions", headers=preflight)

@@ -275,7 +275,7 @@ async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for _ in range(request.max_tokens)
         for choice in range(request.num_choices)
     ]
-    usage = KVUsage(recomputed=len(request.token_ids), cached_tokens=1)
+    usage = KVUsage(transferred=1, recomputed=len(request.token_ids), skipped=2, cached_tokens=1)
     ends = [end(choice, usage=usage) for choice in reversed(range(request.num_choices))]
     async for delta in scripted(*deltas, *ends)(request):
         yield delta
@@ -296,3 +296,5 @@ async def test_choices_of_several_prompts_have_indices_in_order(
         assert [c["index"] for c in whole["choices"]] == list(range(6))
         assert [c["token_ids"] for c in whole["choices"]] == ids
         assert whole["usage"] == usage(prompt=3, completion=12, cached=2)
+        answer = await server.post(**prompts, n=3)
+        assert answer.headers["x-baton-kv"] == "transferred=2, recomputed=3, skipped=4"

@@ -237,8 +237,7 @@ async def test_kv_is_kept_for_a_client_that_has_its_answer(
 ) -> None:
     async with serving(tokenizer, scripted(end()), Retaining(num_bytes)) as server:
         for headers in ({}, {"Connection": "close"}):
-            body = {"model": "m", "prompt": "ab", "max_tokens": 1}
-            answer = await server.http.post("/v1/completions", json=body, headers=headers)
+            answer = await server.post(headers=headers, max_tokens=1)
             assert answer.json()["kv_transfer_params"] == "x" * num_bytes
             assert answer.headers["x-baton-kv"]
         await server.http.get("/health")

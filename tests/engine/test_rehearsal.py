@@ -56,9 +56,8 @@ def test_any_mix_of_prompts_is_of_a_kind_that_was_run() -> None:
     rehearsed = {_kind(step) for step in steps(SERVER)}
     rng = np.random.default_rng(7)
     for _ in range(2000):
-        lens = [1] * int(rng.integers(0, 5)) + (2 ** rng.uniform(1, 12, rng.integers(0, 4))).astype(
-            int
-        ).tolist()
+        longer = 2 ** rng.uniform(1, 12, rng.integers(0, 4))
+        lens = [1] * int(rng.integers(0, 5)) + longer.astype(int).tolist()
         if not lens:
             continue
         stored = [int(rng.integers(0, 2)) * 100 + (n == 1) for n in lens]

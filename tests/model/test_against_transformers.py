@@ -23,6 +23,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 MSCALE = {**YARN, "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DEEPSEEK, DENSE = "DeepseekV2ForCausalLM", {"first_k_dense_replace": 3}
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -35,29 +36,26 @@ CASES = {
     "qwen2": ("Qwen2ForCausalLM", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3ForCausalLM", {"head_dim": 16, "attention_bias": True}),
-    "deepseek-dense": ("DeepseekV2ForCausalLM", {"first_k_dense_replace": 3}),
-    "deepseek-moe": ("DeepseekV2ForCausalLM", {}),
+    "deepseek-dense": (DEEPSEEK, DENSE),
+    "deepseek-moe": (DEEPSEEK, {}),
     # Rows of 23 floats are none that a grouped product takes: every expert sees every token then.
     "deepseek-moe-odd": (
-        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
         {"moe_intermediate_size": 23, "experts_implementation": "eager"},
     ),
-    "deepseek-moe-groups": ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}),
-    "deepseek-q-lora": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24, "first_k_dense_replace": 3}),
-    "deepseek-bias": (
-        "DeepseekV2ForCausalLM",
-        {"q_lora_rank": 24, "attention_bias": True, "first_k_dense_replace": 3},
-    ),
+    "deepseek-moe-groups": (DEEPSEEK, {"topk_method": "group_limited_greedy"}),
+    "deepseek-q-lora": (DEEPSEEK, {"q_lora_rank": 24, **DENSE}),
+    "deepseek-bias": (DEEPSEEK, {"q_lora_rank": 24, "attention_bias": True, **DENSE}),
     "deepseek-yarn": (
-        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
         {"rope_parameters": {**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "deepseek-yarn-mscale": (
-        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
         {"rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
     "deepseek-yarn-plain": (
-        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
         {"rope_parameters": MSCALE, "q_lora_rank": 24, "tie_word_embeddings": True},
     ),
 }

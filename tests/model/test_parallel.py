@@ -134,11 +134,3 @@ def test_groups_that_cannot_share_the_kv_heads_are_refused():
         InvalidParallelism, match=r"--dcp 2 with --tp 12 makes 6 groups .* 4 KV heads"
     ):
         check_parallelism(wide, 12, 2)
-
-
-def test_a_group_of_one_needs_no_connection():
-    parallel = Parallel.connect(0, 1, host="nowhere.invalid", port=0)
-    tensor = torch.ones(2, 3)
-    assert parallel.all_reduce(tensor) is tensor
-    assert parallel.all_gather_last_dim(tensor) is tensor
-    parallel.close()

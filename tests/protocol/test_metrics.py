@@ -30,9 +30,8 @@ def test_a_key_that_the_table_does_not_have_is_our_bug(name: str, labels: dict[s
 
 def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
     metrics = Metrics("server")
-    metrics.update_engine(
-        {"baton_requests_running": 3, stat_key("baton_leases", event="granted"): 1}
-    )
+    granted = stat_key("baton_leases", event="granted")
+    metrics.update_engine({"baton_requests_running": 3, granted: 1})
     metrics.update_engine({"baton_requests_running": 2})
     text = metrics.expose().decode()
     assert "baton_requests_running 2.0" in text
@@ -80,10 +79,7 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
         metrics.inc("baton_prompt_tokens")  # of another process
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["version"] == VERSION
-
-
-def test_a_fingerprint_is_a_function_of_the_model() -> None:
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")

@@ -3,15 +3,10 @@
 import json
 from typing import Any
 
-import msgspec
-
 from protocol.messages import KVUsage
 from protocol.openai.responses import (
     ChoicePiece,
-    TokenReport,
-    TokenText,
     Usage,
-    add_kv,
 )
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
@@ -22,15 +17,6 @@ USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_token
 
 def events(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(text) for _, text in sse_events(data.decode())]
-
-
-def test_pieces_add_up() -> None:
-    one, two = TokenReport(TokenText("a", b"a"), -1.0), TokenReport(TokenText("b", b"b"), -2.0)
-    piece = ChoicePiece(0, "a", [1], [one])
-    piece.extend(ChoicePiece(0, "b", [2], [two], "stop", "b"))
-    assert piece == ChoicePiece(0, "ab", [1, 2], [one, two], "stop", "b")
-    kv = KVUsage(transferred=1, recomputed=2, skipped=3, cached_tokens=4)
-    assert msgspec.structs.astuple(add_kv([kv, kv])) == (2, 4, 6, 8)
 
 
 def responses_writer(**fields: Any) -> ResponsesWriter:

@@ -18,6 +18,7 @@ from protocol.openai.tokenize import TokenizeRequest
 from protocol.short_repr import short_repr
 
 Parse = Callable[..., Any]
+USER = {"role": "user", "content": "Hi"}
 
 
 def completion(**fields: Any) -> Any:
@@ -25,9 +26,7 @@ def completion(**fields: Any) -> Any:
 
 
 def chat(**fields: Any) -> Any:
-    return validate(
-        ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
-    )
+    return validate(ChatRequest, {"model": "m", "messages": [USER], **fields})
 
 
 def responses(**fields: Any) -> Any:
@@ -152,7 +151,6 @@ def test_a_bad_value_is_named_with_the_fix(field: str, value: Any) -> None:
     assert len(caught.value.message) < 400
 
 
-USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 NAMED = {"type": "function", "function": {"name": "g"}}

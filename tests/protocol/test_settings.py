@@ -36,6 +36,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
+SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
         (P, "--kv-load-failure-policy fail", "--kv-load-failure-policy"),
         (UP, "--prefil.tp=2", "--prefill.tp"),
         (UP, "--prefill.staging-bytes=2", "--decode.staging-bytes"),
+        (UP, "--decode 3", "^--decode: must be a group .* as --decode.tp, not 3$"),
         (UP, "--tp 2", r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),
         (UP, "--no-pack-weights", r"mean --no-prefill.pack-weights or --no-decode.pack"),
         (P, "--block 16", "--block"),  # no abbreviations
@@ -53,6 +55,7 @@ P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
         (PROXY, "--no-pack-weights", r"of baton prefill and baton decode\)"),
         (P, "stray", "stray"),
         (P, "--config", "--config: expected one argument"),
+        (P, "--config /no/such/none.yaml", r"none\.yaml"),
         (P, "--kv-layout BHLCD", "--kv-layout: .* lacks axis N"),
         (P, "--kv-layout DBHLCN", "no order of the axes: use each of BHLCND once, D last"),
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
@@ -70,13 +73,9 @@ P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
         (
             D,
             "--tp 2 --dcp 2 --kv-cache-dtype float8_e4m3fn",
-            "--dcp: 2 ranks cannot share tokens stored as float8_e4m3fn",
+            "--dcp: 2 ranks cannot share .*e4m3fn",
         ),
-        (
-            UP,
-            "--decode.tp=2 --decode.dcp=2 --decode.block-size=32",
-            r"multiple of --prefill\.block-size, which is 64",
-        ),
+        (UP, SHARED, r"multiple of --prefill\.block-size, which is 64"),
         *(
             (D, f"--transfer-costs={costs}", "--transfer-costs: .*(is not a list|are not|number)")
             for costs in ("3,8", "3,8,0", "3,8,x", "nan,8,7", "inf,8,7", "[", "[1,2")
@@ -111,8 +110,7 @@ def test_a_value_is_read(cls: type[BatonSettings], argv: str, name: str, value: 
 
 
 def test_shared_tokens_can_be_read_from_blocks_that_divide_those_of_decode_servers() -> None:
-    shared = ["--decode.tp=2", "--decode.dcp=2", "--decode.block-size=32"]
-    assert load(UP, [*shared, "--prefill.block-size=16"]).decode.dcp == 2
+    assert load(UP, [*SHARED.split(), "--prefill.block-size=16"]).decode.dcp == 2
     assert load(UP, ["--decode.block-size=32"]).decode.block_size == 32
 
 
@@ -202,17 +200,10 @@ def test_a_refusal_names_what_the_user_wrote(
     ]
 
 
-def test_a_group_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"^--decode: must be a group .* as --decode.tp, not 3$"):
-        load(UP, ["--decode", "3"])
+def test_a_variable_of_a_group_that_is_no_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_DECODE", "{")
     with pytest.raises(ConfigError, match=r"^BATON_DECODE: not JSON; .* as BATON_DECODE__TP$"):
         load(UP, [])
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml"):
-        load(P, ["--config", str(tmp_path / "none.yaml")])
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
@@ -287,9 +278,7 @@ def test_parse_prints_the_error_and_ends_with_2(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("baton prefill: error: --tp: ")
 
 
-def test_the_line_at_the_start_shows_what_differs_from_the_defaults_and_all_when_debugging() -> (
-    None
-):
+def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> None:
     assert json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"]))) == {
         "port": 1,
         "prefill": {"tp": 2},

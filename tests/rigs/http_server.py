@@ -46,11 +46,13 @@ class Server:
         self.http = http
         self.metrics = metrics
 
-    async def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    async def post(
+        self, path: str = "/v1/completions", headers: Any = None, **fields: Any
+    ) -> httpx.Response:
         body: dict[str, Any] = {"model": "m", "prompt": "ab", **fields}
         if "chat" in path:
             del body["prompt"]
-        return await self.http.post(path, json=body)
+        return await self.http.post(path, json=body, headers=headers)
 
     async def chat(self, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "Hi"}]

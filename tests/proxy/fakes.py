@@ -171,7 +171,6 @@ class Fake:
         behave: Behave,
         *,
         ready: bool = True,
-        address: tuple[str, int] = ("127.0.0.1", 0),
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         role: str | None = None,
@@ -186,7 +185,7 @@ class Fake:
         self.releases: list[Call] = []
         self.polls = 0
         self.silent = False  # to health checks
-        self.listener = socket.create_server(address)
+        self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._task: asyncio.Task[None] | None = None
         self._server: uvicorn.Server | None = None

@@ -144,20 +144,6 @@ async def test_servers_that_end_with_the_proxy_are_no_warning(
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
-async def test_a_server_that_restarts_is_found_again() -> None:
-    async with Rig() as rig:
-        address = rig.prefill[0].listener.getsockname()
-        await rig.prefill[0].stop()
-        await until(lambda: not rig.is_ready(0))
-        assert (await rig.complete()).status_code == 200
-        assert rig.decode_only("no_prefill_server") == 1
-        rig.prefill[0] = Fake(prefills, address=address)
-        rig.prefill[0].start()
-        await until(lambda: rig.is_ready(0))
-        await rig.complete()
-        assert len(rig.prefill[0].calls) == 1
-
-
 async def test_a_bug_is_answered_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

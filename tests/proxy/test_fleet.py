@@ -38,14 +38,6 @@ def failed_times(n: int, health: Health = READY) -> Health:
     return health
 
 
-def test_a_server_is_as_ready_as_it_says_and_not_before_it_was_asked() -> None:
-    assert not Health().ready
-    assert polled(Health(), YES, 0.0).ready
-    health = polled(READY, STARTING, 1.0)
-    assert (health.ready, health.reason) == (False, "the engine is starting")
-    assert polled(health, YES, 2.0) == READY
-
-
 def test_the_room_of_a_server_is_what_it_said_last() -> None:
     told = polled(READY, Said(True, room=Room(300, 8)), 1.0)
     starting = polled(told, STARTING, 2.0)

@@ -101,14 +101,6 @@ async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() ->
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
 
 
-async def test_a_list_of_params_is_relayed() -> None:
-    params = [KV_PARAMS, {**KV_PARAMS, "remote_block_ids": [9]}]
-    async with Rig(prefill=[Fake(answers(200, {"kv_transfer_params": params}))]) as rig:
-        await rig.complete(prompt=["a", "b"])
-        lent = [LENT, {**LENT, "remote_block_ids": [9]}]
-        assert rig.decode[0].calls[0].body["kv_transfer_params"] == lent
-
-
 async def test_params_of_a_client_reach_no_server() -> None:
     async with Rig(prefill=[]) as rig:
         await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -73,45 +72,34 @@ def test_it_says_what_it_cannot_start_without(lacks: str, status: int) -> None:
     assert child.failure == failed.value
 
 
-class _Stopped:
-    """A proxy of its own process before one decode server, and when it stands still."""
-
-    def __init__(self, child: lifecycle.Child, info: dict[str, Any]) -> None:
-        self.child = child
-        self.url: str = info["url"]
-        self.port: int = info["port"]
-
-    @contextlib.asynccontextmanager
-    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-
-    @contextlib.asynccontextmanager
-    async def standing_still(self) -> AsyncIterator[None]:
-        """Stops it for longer than its timeouts; what the block does reaches it meanwhile."""
-        await asyncio.to_thread(stopping.send, self.child.pid, signal.SIGSTOP)
-        try:
-            yield
-            await asyncio.sleep(STOPPED_S)
-        finally:
-            stopping.send(self.child.pid, signal.SIGCONT)
+@contextlib.asynccontextmanager
+async def standing_still(child: lifecycle.Child) -> AsyncIterator[None]:
+    """Stops it for longer than its timeouts; what the block does reaches it meanwhile."""
+    await asyncio.to_thread(stopping.send, child.pid, signal.SIGSTOP)
+    try:
+        yield
+        await asyncio.sleep(STOPPED_S)
+    finally:
+        stopping.send(child.pid, signal.SIGCONT)
 
 
 @contextlib.asynccontextmanager
-async def proxy_of(fake: Fake, *options: str) -> AsyncIterator[_Stopped]:
+async def proxy_of(
+    fake: Fake, *options: str
+) -> AsyncIterator[tuple[lifecycle.Child, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A proxy of its own process before one decode server, and a connection to it."""
     fake.start()
     child, events = start("--decode", fake.url, *options, command=("-c", _PROXY))
     try:
         ready = await asyncio.to_thread(events.get, timeout=60)
         assert ready.kind == "ready"
-        proxy = _Stopped(child, ready.value)
-        async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, verify=False) as client:
+        url = ready.value["url"]
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
             while (await client.get("/ready")).status_code != 200:
                 pass
-        yield proxy
+        reader, writer = await asyncio.open_connection("127.0.0.1", ready.value["port"])
+        yield child, reader, writer
+        writer.close()
     finally:
         child.kill()
         await fake.stop()
@@ -133,11 +121,11 @@ async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
         sent.set()
 
     options = ("--read-timeout-s", str(TIMEOUT_S))
-    async with proxy_of(Fake(waits), *options) as proxy, proxy.connection() as (reader, writer):
+    async with proxy_of(Fake(waits), *options) as (child, reader, writer):
         writer.write(_HEAD + b"\r\n" + _BODY)
         await asked.wait()
         told = await reader.readuntil(b"one") if begun else b""
-        async with proxy.standing_still():
+        async with standing_still(child):
             go_on.set()
             await sent.wait()
         told += await reader.read()
@@ -146,18 +134,18 @@ async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
 
 async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
     options = ("--client-timeout-s", str(TIMEOUT_S))
-    async with proxy_of(Fake(decodes), *options) as proxy, proxy.connection() as (reader, writer):
+    async with proxy_of(Fake(decodes), *options) as (child, reader, writer):
         writer.write(_HEAD + b"Expect: 100-continue\r\n\r\n")
         await reader.readuntil(b"100 Continue\r\n\r\n")
-        async with proxy.standing_still():
+        async with standing_still(child):
             writer.write(_BODY)
         assert b"data: [DONE]" in await reader.read()
 
 
 async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered() -> None:
-    async with proxy_of(Fake(decodes)) as proxy, proxy.connection() as (reader, writer):
+    async with proxy_of(Fake(decodes)) as (child, reader, writer):
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"baton_build_info")
-        async with proxy.standing_still():
+        async with standing_still(child):
             writer.write(_HEAD + b"\r\n" + _BODY)
         assert b"data: [DONE]" in await reader.read()

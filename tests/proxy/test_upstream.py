@@ -18,7 +18,6 @@ import pytest
 from protocol.errors import InvalidRequest
 from proxy import upstream
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
-from tests.proxy.fakes import until
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving, until_closed
 
 CHUNKED = (
@@ -240,43 +239,6 @@ async def test_what_came_before_a_body_broke_off_is_read() -> None:
         with pytest.raises(Lost):
             await response.next_chunk()
         await response.aclose()
-
-
-async def silent(reader: Reader, _: Writer) -> None:
-    await reader.read()  # until the client hangs up
-
-
-async def stalls(reader: Reader, writer: Writer) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
-    await reader.read()
-
-
-async def test_silence_is_timed_before_and_within_a_body() -> None:
-    script = Script(silent, stalls)
-    async with serving(script, read_timeout_s=0.1) as client:
-        with pytest.raises(TimedOut, match=r"0\.1 s"):
-            await client.send(script.url, "GET", "/")
-        response = await client.send(script.url, "GET", "/")
-        assert await response.next_chunk() == b"half"
-        with pytest.raises(TimedOut):
-            await response.next_chunk()
-        await response.aclose()
-        await until_closed(script, 2)
-
-
-async def test_cancelling_and_closing_early_hang_up_at_once() -> None:
-    script = Script(silent, stalls, stalls)
-    async with serving(script) as client:
-        for count in (1, 2):
-            task = asyncio.create_task(ask(client, script))
-            await until(lambda count=count: len(script.requests) == count)
-            await asyncio.sleep(0)
-            task.cancel()
-            await until_closed(script, count)
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await (await client.send(script.url, "GET", "/")).aclose()
-        await until_closed(script, 3)
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])

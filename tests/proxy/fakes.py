@@ -294,7 +294,11 @@ class Rig:
         self.server: ProxyServer = make_server(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         self.client = httpx.AsyncClient(
-            base_url=self.url, timeout=LIMIT_S, trust_env=False, verify=False
+            base_url=self.url,
+            timeout=LIMIT_S,
+            trust_env=False,
+            verify=False,
+            limits=httpx.Limits(max_connections=None),
         )
         if self._wait:
             await until(self._all_known)

@@ -19,13 +19,19 @@ from protocol.http.connections import (
 from tests.proxy.fakes import Call, Fake, Rig, Waits, decodes, until
 
 TIMEOUT_S = 0.4
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\n"
+
+
+def head(length: int, *lines: bytes, version: bytes = b"1.1") -> bytes:
+    first = b"POST /v1/completions HTTP/%s" % version
+    return b"\r\n".join([first, b"Host: x", b"Content-Length: %d" % length, *lines, b"", b""])
+
+
+HEAD = head(400)[:-2]
 
 
 def request(**members: object) -> bytes:
     body = json.dumps({"prompt": "x", **members}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-    return head % len(body) + body
+    return head(len(body)) + body
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -102,8 +108,7 @@ async def test_a_head_without_end_is_refused() -> None:
 async def test_a_body_that_comes_after_its_answer_is_no_head() -> None:
     async with connected() as (_, reader, writer):
         length = 3 * MAX_HEAD_BYTES
-        head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        writer.write(head % length)
+        writer.write(head(length).replace(b"/v1/completions", b"/nowhere"))
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.write(b"z" * length + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         rest = b""
@@ -184,11 +189,6 @@ async def test_offers_of_another_protocol_are_declined_and_the_requests_answered
 
 
 # -- bodies, and other versions of HTTP ------------------------------------------------------------
-
-
-def head(length: int, *lines: bytes, version: bytes = b"1.1") -> bytes:
-    first = b"POST /v1/completions HTTP/%s" % version
-    return b"\r\n".join([first, b"Host: x", b"Content-Length: %d" % length, *lines, b"", b""])
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes], Any]:

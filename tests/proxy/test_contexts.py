@@ -54,6 +54,10 @@ FEW, MANY = (P, None, 4), (P, None, 64)
         ([(P,)], CONTEXTS, {"max_tokens": None}, 200, [4, 2, 2], None),
         ([(P,)], CONTEXTS, {"prompt": ["a", "b"], "max_tokens": 201}, 200, [4, 0, 4], None),
         ([(P,)], CONTEXTS, {"max_tokens": 10**9}, 200, [4, 2, 2], None),  # any of them says so
+        # what generates is not scored: it goes through both
+        ([(P,)], [(D,)], {"max_tokens": 1}, 200, [4, 4], None),
+        ([(P,)], [(D,)], {"max_tokens": 2, "echo": True}, 200, [4, 4], None),
+        ([(P,)], [(D,)], {"echo": True}, 200, [4, 4], None),
         # what is too long for the prefill servers alone is computed by a decode server
         ([(LONG, 100)], ABOVE, {}, 200, [4, 0, 4], "prefill_context"),
         ([(LONG, 100)], ABOVE, {"max_tokens": 0}, 200, [4, 0, 4], "prefill_context"),
@@ -154,15 +158,6 @@ async def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> N
         assert rig.metric("baton_proxy_requests", path="prefill", reason="scored") == 1
         assert rig.in_flight() == 0
         assert (await rig.complete(max_tokens=5)).status_code == 503  # a decode server's
-
-
-@pytest.mark.parametrize(
-    "fields", [{"max_tokens": 1}, {"max_tokens": 2, "echo": True}, {"echo": True}]
-)
-async def test_what_generates_goes_through_both(fields: dict[str, Any]) -> None:
-    async with Rig() as rig:
-        await rig.complete(**fields)
-        assert [len(rig.prefill[0].calls), len(rig.decode[0].calls)] == [1, 1]
 
 
 async def test_without_a_prefill_server_a_decode_server_scores() -> None:

@@ -115,8 +115,13 @@ def test_whatever_happened_a_server_that_works_again_is_used_again(
      (503, "engine_died", Failure.DIED), (503, "overloaded", Failure.BUSY),
      (500, "engine_died", Failure.ERROR)],
 )  # fmt: skip
-def test_only_5xx_is_a_failure(status: int, code: str, failure: Failure | None) -> None:
+def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
+    status: int, code: str, failure: Failure | None
+) -> None:
     assert failure_of(status, b'{"error": {"code": "%s"}}' % code.encode()) is failure
+    if failure in (Failure.ERROR, Failure.BUSY):
+        assert trips_breaker(failure, status) is (status == 500)
+    assert trips_breaker(Failure.TIMEOUT, None)
 
 
 @pytest.mark.parametrize("failure", Failure)
@@ -133,12 +138,6 @@ def test_what_was_not_delivered_may_be_tried_everywhere(kind: Kind) -> None:
     assert may_retry(kind, [Failure.UNREACHABLE, Failure.BUSY] * 10)
     assert not may_retry(kind, [Failure.LOST, Failure.UNREACHABLE, Failure.LOST])
     assert not may_retry(kind, [Failure.DIED, Failure.BUSY, Failure.LOST])
-
-
-def test_a_full_server_or_a_failed_peer_does_not_count_against_a_server() -> None:
-    assert trips_breaker(Failure.ERROR, 500) and trips_breaker(Failure.TIMEOUT, None)
-    for failure, status in ((Failure.BUSY, 503), (Failure.ERROR, 502), (Failure.ERROR, 504)):
-        assert not trips_breaker(failure, status)
 
 
 # -- the fleet

@@ -24,6 +24,13 @@ class Failing:
         raise self.error
 
 
+async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> None:
+    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
+    poller.start()
+    await until(lambda: upstream.asked > num_polls)
+    await poller.close()
+
+
 @pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
 async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     error: UpstreamError, is_told: bool
@@ -33,11 +40,7 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     fleet = Fleet(DECODE, on_silence=lambda _server, is_long: told.append(is_long))
     (server,) = fleet.servers
     fleet.polled(server, Said(True), 0.0)
-    upstream = Failing(error)
-    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
-    poller.start()
-    await until(lambda: upstream.asked > LONG_SILENCE)
-    await poller.close()
+    await watch(fleet, Failing(error), LONG_SILENCE)
     assert server.health.ready is not is_told
     short = LONG_SILENCE - SILENCES
     assert told[: short + 1] == ([False] * short + [True] if is_told else [])
@@ -48,11 +51,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> No
         raise RuntimeError("it cannot be shown")
 
     fleet = Fleet(DECODE, on_change=broken)
-    upstream = Failing(TimedOut("1 s"))
-    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
-    poller.start()
-    await until(lambda: upstream.asked > 2)
-    await poller.close()
+    await watch(fleet, Failing(TimedOut("1 s")), 2)
 
 
 def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:

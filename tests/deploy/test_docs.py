@@ -35,6 +35,7 @@ ALL_PROGRAMS = {
     "baton plan": PlanSettings,
     "baton doctor": DoctorSettings,
 }
+ALL_FIELDS = [fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)]
 # The others name options of other programs.
 OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
@@ -42,8 +43,7 @@ OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_option_that_a_text_names_is_one(path: Path) -> None:
-    programs = ALL_PROGRAMS.values()
-    known = {option_name(fields) for program in programs for fields in field_paths(program)}
+    known = set(map(option_name, ALL_FIELDS))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
     assert named - known - OTHERS == set()
@@ -60,8 +60,7 @@ def test_every_file_that_a_text_names_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
-    programs = ALL_PROGRAMS.values()
-    known = {variable_name(fields) for program in programs for fields in field_paths(program)}
+    known = set(map(variable_name, ALL_FIELDS))
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
     assert named - known - MACHINE_VARIABLES == set()
 

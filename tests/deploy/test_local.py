@@ -194,24 +194,23 @@ def test_waiting_is_explained_and_ends_after_a_while() -> None:
         assert launcher.lines[-1] == f"baton up: error: {told}"
 
 
-def test_a_process_that_dies_later_ends_all_and_is_named() -> None:
-    with launched("serve,serve,serve") as launcher:
-        endpoint = launcher.endpoint()
-        members = family(endpoint)
-        decode = next(url for url in members if url != endpoint)
-        with pytest.raises(OSError):
-            get(f"{decode}/die")
-        assert launcher.end() == 1
-        assert launcher.lines[-1].endswith("prefill-0 ended: out of luck (exit status 3)")
-        assert all(gone(member["pid"]) for member in members.values())
-
-
-def test_a_kill_from_outside_is_named() -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_that_dies_later_ends_all_and_is_named(killed: bool) -> None:
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
-        os.kill(next(reversed(members.values()))["pid"], signal.SIGKILL)
+        _, prefill, decode = members
+        if killed:
+            os.kill(members[decode]["pid"], signal.SIGKILL)
+        else:
+            with pytest.raises(OSError):
+                get(f"{prefill}/die")
         assert launcher.end() == 1
-        assert "decode-0 ended: " in launcher.lines[-1] and "SIGKILL" in launcher.lines[-1]
+        last = launcher.lines[-1]
+        if killed:
+            assert "decode-0 ended: " in last and "SIGKILL" in last
+        else:
+            assert last.endswith("prefill-0 ended: out of luck (exit status 3)")
+        assert all(gone(member["pid"]) for member in members.values())
 
 
 def test_sigkill_of_the_launcher_leaves_no_orphan() -> None:

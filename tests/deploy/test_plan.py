@@ -66,6 +66,9 @@ def test_ranks_that_share_tokens_read_their_own() -> None:
     assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(found)
     found = explain(LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40)  # less than a stripe
     assert (of_ranks(found, "tokens"), of_ranks(found, "remote_ranks")) == ([40, 0], [[0], []])
+    found = explain(LLAMA, geometry(block_size=16), geometry(tp=4, dcp=2), tokens=200)
+    assert of_ranks(found, "tokens") == [128, 72] * 2
+    assert of_ranks(found, "heads") == ["0-3", "0-3", "4-7", "4-7"]
 
 
 def test_a_full_hit_moves_nothing() -> None:
@@ -78,24 +81,6 @@ def test_another_dtype_is_converted_on_demand() -> None:
     sides = geometry(dtype="float32"), geometry(dtype="bfloat16")
     (rank,) = explain(LLAMA, *sides, kv_convert=True)["ranks"]
     assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
-
-
-@pytest.mark.parametrize(
-    ("p", "d", "said"),
-    [
-        ({}, {"tp": 6, "dcp": 2}, "tp / dcp is 3; use a divisor or a multiple of the 8"),
-        ({"tp": 2, "dcp": 2}, {}, "dcp is 2 on the peer"),
-        ({"block_size": 128}, {"tp": 2, "dcp": 2}, "block_size is 64 here and 128 on the"),
-        ({"dtype": "float32"}, {}, "bfloat16 here and float32 on the peer"),
-        ({"tp": 0}, {}, "greater than or equal to 1"),
-        ({}, {"dcp": 0}, "greater than or equal to 1"),
-        ({}, {"tp": 4, "dcp": 3}, "3 does not divide --tp 4: use a divisor"),
-        ({"kv_layout": "BHLND"}, {}, "lacks axis C"),
-    ],
-)
-def test_what_cannot_be_bridged_is_refused(p: dict[str, Any], d: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        explain(LLAMA, geometry(**p), geometry(**d))
 
 
 def test_explaining_needs_no_torch() -> None:
@@ -150,15 +135,6 @@ def test_a_hit_is_not_moved_and_the_text_says_why(
     assert text.count("why: ") == 2
 
 
-def test_ranks_of_d_may_share_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--model", model, "--tokens=200", "--decode.tp=4", "--decode.dcp=2"]
-    assert plan.main([*argv, "--prefill.block-size=16", "--as-json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert of_ranks(found, "tokens") == [128, 72] * 2
-    assert of_ranks(found, "heads") == ["0-1", "0-1", "2-3", "2-3"]
-    assert of_ranks(found, "useful_bytes") == [128 * 2 * HEAD_BYTES, 72 * 2 * HEAD_BYTES] * 2
-
-
 def test_the_costs_of_the_link_decide_the_path(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,7 +150,16 @@ def test_the_costs_of_the_link_decide_the_path(
     ("argv", "status", "told"),
     [
         (["--decode.tp=3"], 1, "decode server: tp is 3; use a divisor or a multiple of the 4"),
-        (["--decode.dtype=bfloat16"], 1, "bfloat16"),
+        (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
+        (["--decode.tp=6", "--decode.dcp=2"], 1, "tp / dcp is 3; use a divisor or a multiple of"),
+        (
+            ["--prefill.block-size=128", "--decode.tp=2", "--decode.dcp=2"],
+            1,
+            "block_size is 64 here and 128 on the",
+        ),
+        (["--decode.tp=4", "--decode.dcp=3"], 2, "3 does not divide --decode.tp 4: use a divisor"),
+        (["--prefill.tp=0"], 2, "--prefill.tp: must be greater than or equal to 1, not 0"),
+        (["--decode.dcp=0"], 2, "--decode.dcp: must be greater than or equal to 1, not 0"),
         (["--prefill.dtype=float8_e4m3fn"], 1, "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], 1, "hit_tokens is 2000"),
         (["--prefill.kv-layout=BHLCD"], 2, '--prefill.kv-layout: "BHLCD" lacks axis N'),

@@ -43,7 +43,7 @@ def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
     """Holds a module to it: once its tests have ended, no server keeps a block for them."""
     yield
     for server in (tiny_cluster.prefill[0], tiny_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
+        wait_until(server.all_blocks_home, 45)  # leases that nobody ends last for 30 s
 
 
 @pytest.fixture(scope="session")

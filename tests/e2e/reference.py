@@ -15,6 +15,24 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._cache: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
+    def text(self, prompt: str, num_tokens: int) -> str:
+        """The greedy continuation of a text, past any end of sequence."""
+        ids = self.generate(self.tokenizer(prompt).input_ids, num_tokens)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """What the template makes of messages, up to where the answer begins."""
+        template = self.tokenizer.apply_chat_template
+        ids: list[int] = template(messages, add_generation_prompt=True, return_dict=False)
+        return ids
+
+    def answer(self, messages: list[dict[str, str]], limit: int) -> tuple[list[int], str]:
+        """The greedy answer to messages, up to its end of sequence: (ids, text)."""
+        ids = self.generate(self.chat(messages), limit)
+        end = self.tokenizer.eos_token_id
+        ids = ids[: ids.index(end) + 1] if end in ids else ids
+        return ids, self.tokenizer.decode(ids, skip_special_tokens=True)
+
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The greedy continuation, exactly `num_tokens` long: ends of sequence are ignored."""
         key = (tuple(prompt), num_tokens)

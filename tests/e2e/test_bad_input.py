@@ -6,7 +6,6 @@ servers are unharmed, every block is home, and a good request still gets the rig
 
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,43 +13,25 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete
-from tests.rigs.cluster import Cluster, Server, wait_until
+from tests.rigs.cluster import Cluster, wait_until
+from tests.rigs.plain_http import http
 
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _GOOD = [5, 9, 300, 41, 17, 8, 222, 64]
 _LEASE_S = 30.0  # the default; a prefill whose decode leg is refused is given back after it
 
-_http = httpx.Client(timeout=60, verify=False)
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _USER = {"role": "user", "content": "Tell a story about Anna and the red ball."}
 
 
-def _servers(cluster: Cluster) -> list[Server]:
-    return [cluster.proxy, cluster.prefill[0], cluster.decode[0]]
-
-
 def _assert_unharmed(cluster: Cluster, reference: Reference, timeout_s: float = 10.0) -> None:
     expected = reference.generate(_GOOD, 6)
-    for server in _servers(cluster):
+    for server in cluster.servers():
         assert complete(server.url, _GOOD, 6).token_ids == expected
     for server in (cluster.prefill[0], cluster.decode[0]):
         wait_until(server.all_blocks_home, timeout_s)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
-    """As many blocks are home after all this as before."""
-    servers = [tiny_cluster.prefill[0], tiny_cluster.decode[0]]
-    for server in _servers(tiny_cluster):  # the first request brings the first figures
-        complete(server.url, _GOOD, 1)
-    for server in servers:
-        wait_until(server.all_blocks_home, _LEASE_S + 15)
-    before = [server.free_blocks() for server in servers]
-    yield
-    _http.close()
-    for server, blocks in zip(servers, before, strict=True):
-        wait_until(lambda s=server, b=blocks: s.free_blocks() == b, _LEASE_S + 15)
 
 
 def _body(path: str, **changes: Any) -> dict[str, Any]:
@@ -87,7 +68,7 @@ _REFUSED_BY_DECODE_ALONE = {
         ["prompt_logprobs", "stream"],
     ),
 }
-_REFUSED_LENGTHS = {
+_REFUSED_BY_BOTH = {
     "ids longer than the context": (_completion(prompt=[7] * 5000), ["prompt", "5000", "4096"]),
     "one of two too long": (_completion(prompt=[[7], [7] * 4096]), ["prompt", "4096", "4095"]),
     "text longer than the context": (_completion(prompt="Anna found " * 9000), ["4096"]),
@@ -95,22 +76,21 @@ _REFUSED_LENGTHS = {
         _chat(messages=[{"role": "user", "content": "ball " * 9000}]),
         ["tokens", "4096"],
     ),
-}
-# A few of each kind; tests/protocol/test_openai_mistakes.py has the rest.
-_REFUSED_PROMPTS = {
+    # A few of each kind; tests/protocol/test_openai_mistakes.py has the rest.
     "no prompt": (_completion(prompt=...), ["prompt", "missing"]),
     "one of two empty": (_completion(prompt=["Anna", ""]), ["prompt", "empty"]),
-    "mixed": (_completion(prompt=[7, "Anna"]), ["prompt"]),
     "negative id": (_completion(prompt=[3, -1]), ["prompt", "-1", "511"]),
     "id out of range": (_completion(prompt=[3, 512]), ["prompt", "512", "511"]),
     "absurd id": (_completion(prompt=[2**40]), ["prompt", str(2**40), "511"]),
     "id beyond 64 bits": (_completion(prompt=[2**70]), ["prompt"]),
     "empty messages": (_chat(messages=[]), ["messages", "empty"]),
-    "message without role": (_chat(messages=[{"content": "x"}]), ["messages[0].role"]),
     "image": (
         _chat(messages=[_USER, {**_USER, "content": [{"type": "image_url", "image_url": {}}]}]),
         ["messages[1].content[0]", "text"],
     ),
+    "no tokens in a chat": (_chat(max_tokens=0), ["max_tokens", "1"]),
+    "more candidates than run": (_completion(best_of=65), ["best_of", "--max-num-seqs", "64"]),
+    "messages in a completion": (_completion(messages=[_USER]), ["messages"]),
 }
 _REFUSED_VALUES: dict[str, list[Any]] = {
     "max_tokens": [-1, "5", 1.5, 10**25],
@@ -128,31 +108,13 @@ _REFUSED_VALUES: dict[str, list[Any]] = {
     "tempreature": [1.0],
     "🦆" * 200: [1],
 }
-_REFUSED_BY_ONE = {
-    "no tokens in a chat": (_chat(max_tokens=0), ["max_tokens", "1"]),
-    "more candidates than run": (_completion(best_of=65), ["best_of", "--max-num-seqs", "64"]),
-    "top logprobs alone": (_chat(top_logprobs=5), ["top_logprobs", "logprobs"]),
-    "a tool with a bad schema": (
-        _chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]),
-        ["tools[0].function.parameters"],
-    ),
-    "a schema and a tool": (
-        _chat(
-            tools=[{"type": "function", "function": {"name": "f"}}],
-            tool_choice="required",
-            response_format={"type": "json_object"},
-        ),
-        ["tools", "response_format"],
-    ),
-    "messages in a completion": (_completion(messages=[_USER]), ["messages"]),
-}
 
 
 def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The error objects of all three servers, which all answer 400."""
     errors = []
-    for server in _servers(cluster):
-        response = _http.post(f"{server.url}{path}", json=body)
+    for server in cluster.servers():
+        response = http.post(f"{server.url}{path}", json=body, timeout=60)
         assert response.status_code == 400, (server.name, response.status_code, response.text)
         errors.append(_error_of(response))
     return errors
@@ -169,7 +131,6 @@ def _error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-_REFUSED_BY_BOTH = {**_REFUSED_LENGTHS, **_REFUSED_PROMPTS, **_REFUSED_BY_ONE}
 _NAMED = {**_REFUSED_BY_DECODE_ALONE, **_REFUSED_BY_BOTH}
 
 
@@ -208,18 +169,20 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(
     ],
 )
 def test_malformed_json_is_a_400(tiny_cluster: Cluster, content: bytes) -> None:
-    for server in _servers(tiny_cluster):
+    for server in tiny_cluster.servers():
         headers = {"content-type": "application/json"}
-        response = _http.post(f"{server.url}{_COMPLETIONS}", content=content, headers=headers)
+        response = http.post(
+            f"{server.url}{_COMPLETIONS}", content=content, headers=headers, timeout=60
+        )
         assert response.status_code == 400, (server.name, response.text)
         _error_of(response)
 
 
 @pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
 def test_an_unknown_model_is_a_404(tiny_cluster: Cluster, path: str) -> None:
-    for server in _servers(tiny_cluster):
+    for server in tiny_cluster.servers():
         body = _body(path, model="gpt-17")
-        response = _http.post(f"{server.url}{path}", json=body)
+        response = http.post(f"{server.url}{path}", json=body, timeout=60)
         assert response.status_code == 404
         error = _error_of(response)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -228,10 +191,10 @@ def test_an_unknown_model_is_a_404(tiny_cluster: Cluster, path: str) -> None:
 
 def test_a_body_of_11_mb_is_a_413(tiny_cluster: Cluster) -> None:
     body = json.dumps(_body(_COMPLETIONS, prompt="a" * 11_000_000)).encode()
-    for server in _servers(tiny_cluster):
-        whole = _http.post(f"{server.url}{_COMPLETIONS}", content=body)
+    for server in tiny_cluster.servers():
+        whole = http.post(f"{server.url}{_COMPLETIONS}", content=body, timeout=60)
         pieces = iter([body[at : at + 65536] for at in range(0, len(body), 65536)])
-        chunked = _http.post(f"{server.url}{_COMPLETIONS}", content=pieces)
+        chunked = http.post(f"{server.url}{_COMPLETIONS}", content=pieces, timeout=60)
         for response in (whole, chunked):
             assert response.status_code == 413
             assert "10000000" in _error_of(response)["message"].replace(",", "")
@@ -248,7 +211,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(
     tiny_cluster: Cluster, tiny_reference: Reference
 ) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
-    for server in _servers(tiny_cluster):
+    for server in tiny_cluster.servers():
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
             connection.sendall(head + b'{"model": "test-model", "prompt"')
     _assert_unharmed(tiny_cluster, tiny_reference, _LEASE_S + 15)
@@ -269,7 +232,7 @@ def test_good_requests_among_bad_ones_get_the_right_tokens(
 ) -> None:
     expected = tiny_reference.generate(_GOOD, 6)
     for number, ((path, body), _) in enumerate(_REFUSED_BY_BOTH.values()):
-        refused = _http.post(f"{tiny_cluster.url}{path}", json={**body, "stream": True})
+        refused = http.post(f"{tiny_cluster.url}{path}", json={**body, "stream": True}, timeout=60)
         assert refused.status_code == 400
         if number % 5 == 0:
             assert complete(tiny_cluster.url, _GOOD, 6).token_ids == expected

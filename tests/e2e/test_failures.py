@@ -47,18 +47,6 @@ def _assert_recomputed(
     wait_until(decode.all_blocks_home)
 
 
-def test_a_reference_is_good_once(
-    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
-) -> None:
-    expected = tiny_reference.generate(prompt, 10)
-    params = prefill(tiny_cluster.prefill[0].url, prompt)
-    first = complete(tiny_cluster.decode[0].url, prompt, 10, kv_transfer_params=params)
-    assert first.token_ids == expected and first.kv["transferred"] == len(prompt)
-    wait_until(tiny_cluster.prefill[0].all_blocks_home)
-    again = complete(tiny_cluster.decode[0].url, prompt, 10, kv_transfer_params=params)
-    assert again.token_ids == expected and again.kv["transferred"] == 0
-
-
 def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
     tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
 ) -> None:

@@ -63,15 +63,9 @@ def test_a_short_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["proxy", "prefill", "decode"])
-def test_a_long_fuzz_finds_no_server_error(
-    short_cluster: Cluster, tmp_path: Path, name: str
-) -> None:
-    server = {
-        "proxy": short_cluster.proxy,
-        "prefill": short_cluster.prefill[0],
-        "decode": short_cluster.decode[0],
-    }[name]
+@pytest.mark.parametrize("at", range(3), ids=["proxy", "prefill", "decode"])
+def test_a_long_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Path, at: int) -> None:
+    server = short_cluster.servers()[at]
     phases = ("--phases", "coverage,fuzzing", "--max-examples", "100", "--seed", "2")
     _fuzz(server.url, tmp_path, *phases)
     _assert_unharmed(short_cluster)

@@ -23,26 +23,6 @@ _GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 _PAST_THE_END = {"ignore_eos": True}  # not OpenAI's, so it goes as extra_body
 
 
-def _text(reference: Reference, prompt: str, num_tokens: int) -> str:
-    """transformers' greedy continuation, past any end of sequence."""
-    ids = reference.tokenizer(prompt).input_ids
-    text: str = reference.tokenizer.decode(
-        reference.generate(ids, num_tokens), skip_special_tokens=True
-    )
-    return text
-
-
-def _answer(reference: Reference, limit: int) -> tuple[list[int], str]:
-    """transformers' greedy answer to the messages, up to its end of sequence: (ids, text)."""
-    prompt = reference.tokenizer.apply_chat_template(
-        _MESSAGES, add_generation_prompt=True, return_dict=False
-    )
-    ids = reference.generate(prompt, limit)
-    end = reference.tokenizer.eos_token_id
-    ids = ids[: ids.index(end) + 1] if end in ids else ids
-    return ids, reference.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
@@ -63,7 +43,7 @@ def test_a_completion_has_transformers_text_and_exact_usage(
 ) -> None:
     answer = _complete(client, max_tokens=24)
     (choice,) = answer.choices
-    assert choice.text == _text(tiny_reference, _PROMPT, 24)
+    assert choice.text == tiny_reference.text(_PROMPT, 24)
     assert (choice.index, choice.finish_reason) == (0, "length")
     assert (answer.object, answer.model) == ("text_completion", MODEL)
     num_prompt = len(tiny_reference.tokenizer(_PROMPT).input_ids)
@@ -78,7 +58,7 @@ def test_a_streamed_completion_joins_to_the_whole_one(
 ) -> None:
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
     *told, last = _complete(client, max_tokens=24, **with_usage)
-    assert "".join(chunk.choices[0].text for chunk in told) == _text(tiny_reference, _PROMPT, 24)
+    assert "".join(chunk.choices[0].text for chunk in told) == tiny_reference.text(_PROMPT, 24)
     assert len(told) > 12, "tokens come as they are made"
     assert [c.choices[0].finish_reason for c in told[-2:]] == [None, "length"]
     assert {chunk.id for chunk in told} == {last.id}
@@ -90,7 +70,7 @@ def test_several_prompts_as_texts_as_ids_and_streamed(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
     prompts = [_PROMPT, "Leo found the golden key", "Ida"]
-    expected = [_text(tiny_reference, prompt, 8) for prompt in prompts]
+    expected = [tiny_reference.text(prompt, 8) for prompt in prompts]
     ids = [tiny_reference.tokenizer(prompt).input_ids for prompt in prompts]
     for given in (prompts, ids):
         answer = _complete(client, given, max_tokens=8)
@@ -113,7 +93,7 @@ def test_several_prompts_as_texts_as_ids_and_streamed(
 def test_a_stop_string_ends_the_text_before_it(
     client: openai.OpenAI, tiny_reference: Reference, stop: Any, stream: bool
 ) -> None:
-    whole = _text(tiny_reference, _PROMPT, 60)
+    whole = tiny_reference.text(_PROMPT, 60)
     stops = [stop] if isinstance(stop, str) else stop
     ends = [whole.index(one) for one in stops if one in whole]
     answer = _complete(client, max_tokens=60, stop=stop, stream=stream)
@@ -122,19 +102,10 @@ def test_a_stop_string_ends_the_text_before_it(
     assert choices[-1].finish_reason == ("stop" if ends else "length")
 
 
-def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    (choice,) = _complete(client, max_tokens=5, logprobs=3).choices
-    assert "".join(choice.logprobs.tokens) == choice.text
-    told = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-    for chosen, top in zip(*told, strict=True):
-        assert chosen == max(top.values()) <= 0, "greedy takes the likeliest"
-        assert len(top) >= 3
-
-
 def test_a_chat_is_the_template_and_a_greedy_generate(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
-    ids, text = _answer(tiny_reference, 120)
+    ids, text = tiny_reference.answer(_MESSAGES, 120)
     answer = _chat(client, max_tokens=120)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text)
@@ -146,7 +117,7 @@ def test_a_chat_is_the_template_and_a_greedy_generate(
 def test_the_clients_streaming_helper_follows_a_chat(
     client: openai.OpenAI, tiny_reference: Reference
 ) -> None:
-    _, text = _answer(tiny_reference, 60)
+    _, text = tiny_reference.answer(_MESSAGES, 60)
     with client.chat.completions.stream(
         **_GREEDY,
         messages=_MESSAGES,
@@ -268,11 +239,3 @@ def test_a_response_is_parsed_as_a_pydantic_model(client: openai.OpenAI) -> None
         model=MODEL, input=_INPUT, text_format=Ball, max_output_tokens=200
     )
     assert isinstance(answer.output_parsed, Ball)
-
-
-def test_what_responses_do_not_support_is_named(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input="x " * 5000)
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")

@@ -8,7 +8,7 @@ import torch
 from tests.e2e.reference import Reference
 from tests.e2e.sampling_reference import draw, logits_of
 from tests.rigs.client import answer_of, complete, stream, streamed_token_ids
-from tests.rigs.cluster import Cluster, Server
+from tests.rigs.cluster import Cluster
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
@@ -26,14 +26,6 @@ def urls(tiny_cluster: Cluster) -> list[str]:
 @pytest.fixture(scope="module")
 def prompt(tiny_reference: Reference) -> list[int]:
     ids: list[int] = tiny_reference.tokenizer(_TEXT).input_ids
-    return ids
-
-
-@pytest.fixture(scope="module")
-def chat_prompt(tiny_reference: Reference) -> list[int]:
-    """What the template makes of the messages."""
-    template = tiny_reference.tokenizer.apply_chat_template
-    ids: list[int] = template(_MESSAGES, add_generation_prompt=True, return_dict=False)
     return ids
 
 
@@ -147,14 +139,15 @@ def test_logprobs_of_a_completion_are_those_of_the_logits(
 
 
 def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(
-    urls: list[str], chat_prompt: list[int], tiny_reference: Reference
+    tiny_cluster: Cluster, tiny_reference: Reference
 ) -> None:
+    chat_prompt = tiny_reference.chat(_MESSAGES)
     expected = draw(tiny_reference, chat_prompt, 12)
-    rows = logits_of(tiny_reference, chat_prompt).log_softmax(-1)
+    rows = _logprobs(tiny_reference, chat_prompt)
     body = {"messages": _MESSAGES, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     body |= {"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 2}
-    for url in urls:
-        answer = answer_of(url, "/v1/chat/completions", **body)
+    for server in tiny_cluster.servers():
+        answer = answer_of(server.url, "/v1/chat/completions", **body)
         content = answer["choices"][0]["logprobs"]["content"]
         text = b"".join(bytes(e["bytes"]) for e in content).decode()
         assert text == tiny_reference.tokenizer.decode(expected.ids)
@@ -168,6 +161,7 @@ def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(
             assert set(entry) == {str(token_id), *map(str, row.topk(2).indices.tolist())}
             for key, told in entry.items():
                 assert told["logprob"] == pytest.approx(float(row[int(key)]), abs=_TOLERANCE)
+            assert sorted(told["rank"] for told in entry.values() if told["rank"]) == [1, 2]
 
 
 @pytest.mark.parametrize("shape", [{}, {"frequency_penalty": 1.2, "logit_bias": {"60": 2}}])
@@ -193,15 +187,10 @@ def test_each_choice_is_drawn_by_its_own_noise_and_the_best_are_the_likeliest(
         assert [choice["token_ids"] for choice in best["choices"]] == [d.ids for d in drawn[:2]]
 
 
-# -- n, echo and prompt_logprobs: the same through P/D, from D alone and from P alone --------------
+# -- n and echo: the same through P/D, from D alone and from P alone --------------
 
 _BOAT = "Ida painted the wooden boat near the old river. Then"
 _DRAWN: dict[str, Any] = {"temperature": 1.2, "seed": 11, "ignore_eos": True}
-
-
-def _servers(cluster: Cluster) -> list[Server]:
-    """The proxy first."""
-    return [cluster.proxy, cluster.decode[0], cluster.prefill[0]]
 
 
 def _logprobs(reference: Reference, ids: list[int]) -> torch.Tensor:
@@ -217,7 +206,7 @@ def test_an_echoed_prompt_is_scored_as_transformers_does(
     everything = ids + tiny_reference.generate(ids, max_tokens) if max_tokens else ids
     table = _logprobs(tiny_reference, everything)
     expected = [table[i - 1, token].item() for i, token in enumerate(everything) if i]
-    for server in _servers(tiny_cluster):
+    for server in tiny_cluster.servers():
         asked = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
         body = answer_of(server.url, prompt=_BOAT, echo=True, logprobs=2, **asked)
         (choice,) = body["choices"]
@@ -237,82 +226,14 @@ def test_an_echoed_prompt_is_scored_as_transformers_does(
         assert body["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_scoring_ends_on_the_prefill_server(tiny_cluster: Cluster) -> None:
-    decode = tiny_cluster.decode[0]
-
-    def served() -> float:
-        return sum(v for k, v in decode.metrics().items() if k.startswith("baton_requests_total"))
-
-    before = served()
-    for asked in ({"max_tokens": 0}, {"max_tokens": 1, "echo": True, "logprobs": 1}):
-        answer_of(tiny_cluster.url, prompt=[_BOAT, "Leo found the key"], **asked)
-    assert served() == before
-    answer_of(tiny_cluster.url, prompt=_BOAT, max_tokens=2, echo=True)
-    assert served() == before + 1
-
-
-def test_a_prompt_that_is_cached_is_scored_all_the_same(tiny_cluster: Cluster) -> None:
-    prompt = _BOAT * 20
-    for server in _servers(tiny_cluster):
-        first = answer_of(server.url, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
-        again = answer_of(server.url, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
-        scores = [a["choices"][0]["logprobs"]["token_logprobs"] for a in (first, again)]
-        assert scores[0][1:] == pytest.approx(scores[1][1:], abs=_TOLERANCE)
-
-
-def test_prompt_logprobs_are_the_same_everywhere(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
-    ids = tiny_reference.tokenizer(_BOAT).input_ids
-    table = _logprobs(tiny_reference, ids)
-    for server in _servers(tiny_cluster):
-        body = answer_of(
-            server.url, prompt=ids, prompt_logprobs=3, max_tokens=4, temperature=0, ignore_eos=True
-        )
-        first, *rest = body["choices"][0]["prompt_logprobs"]
-        assert first is None and len(rest) == len(ids) - 1
-        for at, entries in enumerate(rest):
-            for token_id, entry in entries.items():
-                value = table[at, int(token_id)].item()
-                assert entry["logprob"] == pytest.approx(value, abs=_TOLERANCE)
-            assert str(ids[at + 1]) in entries
-            assert sorted(e["rank"] for e in entries.values() if e["rank"]) == [1, 2, 3]
-
-
-def test_choices_of_a_chat_are_the_same_through_both_and_differ_among_themselves(
-    tiny_cluster: Cluster,
-) -> None:
-    asked = {"messages": [{"role": "user", "content": _BOAT}], "n": 4, "max_tokens": 12, **_DRAWN}
-    answers = [
-        answer_of(server.url, "/v1/chat/completions", **asked) for server in _servers(tiny_cluster)
-    ]
-    assert [answer["usage"]["completion_tokens"] for answer in answers] == [48] * 3
-    texts = [[c["message"]["content"] for c in answer["choices"]] for answer in answers]
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(texts[0])) == 4
-
-
 def test_a_stop_string_ends_one_choice_and_not_the_others(tiny_cluster: Cluster) -> None:
     asked = {"prompt": _BOAT, "n": 4, "max_tokens": 24, **_DRAWN}
     whole = answer_of(tiny_cluster.url, **asked)["choices"]
     stop = whole[2]["text"][5:9]
-    for server in _servers(tiny_cluster):
+    for server in tiny_cluster.servers():
         cut = answer_of(server.url, prompt=_BOAT, n=4, max_tokens=24, stop=stop, **_DRAWN)[
             "choices"
         ]
         for before, after in zip(whole, cut, strict=True):
             assert after["text"] == before["text"].partition(stop)[0]
             assert after["finish_reason"] == ("stop" if stop in before["text"] else "length")
-
-
-def test_choices_share_the_prompt_in_usage(tiny_cluster: Cluster) -> None:
-    prompt = [9 + i % 400 for i in range(200)]
-    for server in _servers(tiny_cluster)[:2]:
-        bodies = [
-            answer_of(server.url, prompt=prompt, n=3, max_tokens=2, **_DRAWN) for _ in range(2)
-        ]
-        for body in bodies:
-            assert body["usage"]["prompt_tokens"] == 200
-            assert body["usage"]["completion_tokens"] == 6
-        cached = bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert 128 <= cached < 200

@@ -1,5 +1,6 @@
 """Under load: servers on hosts of their own that are parted, and servers that are replaced."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,23 @@ from tests.rigs.hosts import Hosts, why_not
 _LEASE_S = 4
 
 
+@contextlib.contextmanager
+def _asking(
+    url: str, prompts: list[list[int]], expected: list[list[int]], num_clients: int
+) -> Iterator[list[Load]]:
+    """Clients that ask all the time until the end of the block, and are then found content."""
+    turned = [(prompts[i:] + prompts[:i], expected[i:] + expected[:i]) for i in range(num_clients)]
+    load = [Load(url, *each) for each in turned]
+    try:
+        yield load
+    finally:
+        for client in load:
+            client.done.set()
+        for client in load:
+            client.join(60)
+    assert [problem for client in load for problem in client.problems] == []
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     if lacking := why_not():
@@ -50,7 +68,6 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
     )
     prompts = [make_prompt(90_000 + seed, 90 + 31 * seed) for seed in range(12)]
     expected = [tiny_reference.generate(prompt, 12) for prompt in prompts]
-    load: list[Load] = []
     p = start_p()
     d = hosts.start("d", "decode_server", *model, "--tp", "2", "--block-size", "32")
     x = hosts.start("x", "proxy", "--prefill", p.url, "--decode", d.url)
@@ -58,11 +75,7 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
         cluster = Cluster([p], [d], x, tiny_model)
         wait_until(lambda: all_ready(x))
         assert complete(x.url, prompts[0], 12).kv["transferred"] == len(prompts[0])
-        try:
-            load += [
-                Load(x.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
-                for at in range(4)
-            ]
+        with _asking(x.url, prompts, expected, 4) as load:
             _wait_for_more(cluster, _pulls)
             hosts.part("d", "p")
             _wait_for_more(cluster, _failures, 1)
@@ -74,12 +87,6 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
                 _wait_for_more(cluster, _pulls)
-        finally:
-            for client in load:
-                client.done.set()
-            for client in load:
-                client.join(60)
-        assert [problem for client in load for problem in client.problems] == []
         for server in (p, d):
             wait_until(server.all_blocks_home)
 
@@ -119,30 +126,21 @@ def test_a_rolling_restart_under_load_is_not_noticed(
     with started(*starts) as servers, running(proxy := start_proxy(servers[:2], servers[2:])):
         prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
         expected = [reference.generate(prompt, 24) for prompt in prompts]
-        load = [
-            Load(proxy.url, prompts[at:] + prompts[:at], expected[at:] + expected[:at])
-            for at in range(_CLIENTS)
-        ]
         cluster = Cluster(servers[:2], servers[2:], proxy, model)
         successors: list[Server] = []
         try:
-            for server, start in zip(servers, starts, strict=True):
-                before = sum(client.num_right for client in load)
-                wait_until(
-                    lambda before=before: sum(c.num_right for c in load) >= before + 4 * _CLIENTS
+            with _asking(proxy.url, prompts, expected, _CLIENTS) as load:
+                answers = partial(
+                    _wait_for_more, cluster, lambda _: sum(c.num_right for c in load), 4 * _CLIENTS
                 )
-                at = servers.index(server)
-                name = f"{'prefill' if at < 2 else 'decode'}-{at % 2}"
-                assert server.stop() == 0
-                successors.append(start())
-                cluster.wait_until_ready(name)
-            before = sum(client.num_right for client in load)
-            wait_until(lambda: sum(c.num_right for c in load) >= before + 4 * _CLIENTS)
-            for client in load:
-                client.done.set()
-            for client in load:
-                client.join(60)
-            assert [problem for client in load for problem in client.problems] == []
+                for server, start in zip(servers, starts, strict=True):
+                    answers()
+                    at = servers.index(server)
+                    name = f"{'prefill' if at < 2 else 'decode'}-{at % 2}"
+                    assert server.stop() == 0
+                    successors.append(start())
+                    cluster.wait_until_ready(name)
+                answers()
             for server in successors:
                 wait_until(server.all_blocks_home)
             fresh = make_prompt(81_000, 130)
@@ -150,7 +148,5 @@ def test_a_rolling_restart_under_load_is_not_noticed(
             assert answer.token_ids == reference.generate(fresh, 6)
             assert answer.kv["transferred"] == len(fresh)
         finally:
-            for client in load:
-                client.done.set()
             for server in successors:
                 server.stop()

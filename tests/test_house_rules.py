@@ -28,7 +28,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5133,
     "proxy": 2462,
-    "tests": 32267,
+    "tests": 31951,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

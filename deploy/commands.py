@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import BaseModel
 
 from deploy.healthcheck import LOOPBACK
+from protocol.settings.options import ModelOptions
 from protocol.settings.settings import PROGRAMS as SETTINGS
-from protocol.settings.settings import ModelOptions, ProxySettings, UpSettings, to_argv
+from protocol.settings.settings import ProxySettings, UpSettings, to_argv
 
 Kind = Literal["prefill", "decode", "proxy"]
 SERVERS: tuple[Kind, ...] = ("prefill", "decode")

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from kvcache.transfer.link.transports import Host, Link, look, measure
 from kvcache.transfer.link.ucx_log import GPU_FIX
-from protocol.settings.settings import BatonSettings, DecodeOptions, parse
+from protocol.settings.options import DecodeOptions
+from protocol.settings.settings import BatonSettings, parse
 
 # Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
 _SLOW_GPU_BYTES_PER_S = 15e9

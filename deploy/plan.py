@@ -17,15 +17,14 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
 from kvcache.transfer.plan.plan import Planner, TransferPlan
 from model.config import load_config
-from protocol.settings.settings import (
-    BatonSettings,
+from protocol.settings.options import (
     ContextParallelism,
     DType,
     GeometryOptions,
     LinkOptions,
     ModelName,
-    parse,
 )
+from protocol.settings.settings import BatonSettings, parse
 
 
 class Model(NamedTuple):

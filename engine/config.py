@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from protocol.settings.settings import DecodeOptions, Device, DType, ModelOptions, PrefillOptions
+from protocol.settings.options import DecodeOptions, Device, DType, ModelOptions, PrefillOptions
 
 
 class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):

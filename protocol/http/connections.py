@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from protocol import errors
 from protocol.ipc.wire import keep_alive
 from protocol.process.logging import request_context
-from protocol.settings.settings import ListenOptions
+from protocol.settings.options import ListenOptions
 
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer

@@ -17,7 +17,7 @@ from protocol.http.connections import bounded_protocol
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
-from protocol.settings.settings import ListenOptions
+from protocol.settings.options import ListenOptions
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 

@@ -1,5 +1,6 @@
 """Every error a client or a peer can see, as one tree; proxy/errors.py has the proxy's own."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 _BY_CODE: dict[str, type["BatonError"]] = {}  # the most general of each code
@@ -11,6 +12,7 @@ class BatonError(Exception):
     Args:
         message: a sentence for the client that names the field, the value and the fix.
         param: the request field at fault, where there is one.
+        headers: of the answer, beside those of every answer.
     """
 
     status: ClassVar[int] = 500
@@ -25,10 +27,13 @@ class BatonError(Exception):
             setattr(cls, name, value)
         _BY_CODE.setdefault(cls.code, cls)
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.headers = headers or {}
 
     def to_openai(self) -> dict[str, Any]:
         """The error object of OpenAI's API, with our phase and retryable flag beside it."""
@@ -51,6 +56,18 @@ class RequestError(  # the client's fault, never retried
 class InvalidRequest(RequestError): ...  # names the field
 class ContextLengthExceeded(RequestError, code="context_length_exceeded"): ...  # both lengths
 class GrammarFailed(RequestError, phase="engine", code="grammar_failed"): ...  # nothing can match
+class Unauthorized(  # no API key, or an unknown one
+    RequestError, status=401, phase="access", code="invalid_api_key"
+): ...
+class Forbidden(  # a key that may do other things
+    RequestError, status=403, phase="access", type="permission_error",
+    code="insufficient_permissions",
+): ...
+class LengthRequired(RequestError, status=411, phase="access", code="length_required"): ...
+class RateLimited(  # beyond what the key may use; `retry-after` says when it may again
+    RequestError, status=429, retryable=True, phase="access", type="rate_limit_error",
+    code="rate_limit_exceeded",
+): ...
 class ModelNotFound(RequestError, status=404, code="model_not_found"): ...
 class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"): ...  # body
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large"): ...

@@ -19,5 +19,5 @@ class UnknownPath(RequestError, status=404, code="unknown_path"): ...
 
 class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
     def __init__(self, method: str, allowed: Sequence[str]) -> None:
-        super().__init__(f"method {method} is not allowed here; use {allowed[0]}")
-        self.allowed = allowed
+        told = f"method {method} is not allowed here; use {allowed[0]}"
+        super().__init__(told, headers={"allow": ", ".join(allowed)})

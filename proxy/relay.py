@@ -14,7 +14,6 @@ import msgspec
 
 from protocol.errors import BatonError
 from protocol.http import sse
-from proxy.errors import MethodNotAllowed
 from proxy.upstream import Headers, Response, UpstreamError
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -143,8 +142,7 @@ class Reply:
             return
         if self.status is None:
             headers = [(b"retry-after", b"1")] if error.status == 503 else []
-            if isinstance(error, MethodNotAllowed):
-                headers.append((b"allow", ", ".join(error.allowed).encode()))
+            headers += [(name.encode(), text.encode()) for name, text in error.headers.items()]
             await self.answer_json(error.status, error.to_openai(), headers)
         else:
             self.is_broken = True

@@ -126,7 +126,7 @@ class _HttpError(RequestError, code="http_error"): ...  # any other that the fra
 
 def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
     """An error as an HTTP response in OpenAI's shape."""
-    return JSONResponse(error.to_openai(), error.status, headers)
+    return JSONResponse(error.to_openai(), error.status, {**error.headers, **(headers or {})})
 
 
 def refusal_of(raised: BatonError | RecursionError) -> BatonError:

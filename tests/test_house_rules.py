@@ -28,8 +28,8 @@ MAX_LINES = {
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 4894,
-    "proxy": 2462,
+    "protocol": 5182,
+    "proxy": 2460,
     "tests": 31953,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

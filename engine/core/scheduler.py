@@ -6,7 +6,8 @@ Policy, in order:
 3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
    available; each takes what the prefix index holds and only allocates the rest. One that would
    not even fit into what is not quarantined, or is to be pulled beside too much that is being
-   written to, lets others pass until it does.
+   written to, lets others pass until it does. So does one whose beginning a running sequence is
+   computing just now, until that has computed it or runs no more: it finds it in the index then.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
 its blocks are released and it waits, at the head of the queue, to be computed again. A sequence
 that fits the pool alone therefore always ends.
@@ -28,6 +29,8 @@ from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.metrics import stat_key
+
+_MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class Scheduler:
             if is_remote and not is_locked_out:
                 needed = sequence.num_blocks_for(sequence.num_prompt_tokens, self.limits.block_size)
                 pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
-            if is_locked_out or (is_remote and pulls_wait):  # in turn
+            if is_locked_out or (is_remote and pulls_wait) or self._awaits_prefix(sequence):
                 passed += 1
                 continue
             if not self._admit(sequence):
@@ -196,6 +199,34 @@ class Scheduler:
             else:
                 self._run(sequence)
                 plan.add(sequence, min(sequence.num_uncomputed, plan.budget))
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence computes much of what this one would compute as well."""
+        if self.prefix is None or sequence.remote is not None or sequence.is_scoring:
+            return False
+        if sequence.awaited is not None:  # each round, so this is all it takes
+            owner, stop = sequence.awaited
+            if owner.phase is Phase.RUNNING and owner.num_computed < stop:
+                return True
+            sequence.awaited = None
+        owners = [s for s in self.running if s.num_computed < s.num_prompt_tokens]
+        if not owners:
+            return False
+        start = len(self._match(sequence)) * self.limits.block_size
+        for owner in owners:
+            shared = self._num_shared(sequence, owner, start)
+            if shared and shared >= min(_MUCH_SHARED, (len(sequence.token_ids) - start) // 2):
+                sequence.awaited = owner, start + shared
+                return True
+        return False
+
+    def _num_shared(self, sequence: Sequence, owner: Sequence, start: int) -> int:
+        """Tokens of full blocks from `start` on that are the same, after the same ones."""
+        size, mine, other = self.limits.block_size, sequence.token_ids, owner.token_ids
+        at, limit = start, min(len(mine) - 1, owner.num_prompt_tokens) - size
+        while at <= limit and mine[at : at + size] == other[at : at + size]:
+            at += size
+        return at - start if at > start and mine[:start] == other[:start] else 0
 
     def is_locked_out(self, sequence: Sequence) -> bool:
         """Whether only the end of READs that hang can give a waiting sequence its blocks."""

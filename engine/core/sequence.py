@@ -72,6 +72,8 @@ class Sequence:
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_logprobs_sent: int = 0
+    # Who computes what this one begins with as well, and up to which token, while it waits for it.
+    awaited: "tuple[Sequence, int] | None" = None
     sits_out: bool = False  # it is not known yet what it may draw next
     grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
 

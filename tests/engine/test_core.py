@@ -103,6 +103,38 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
 
 
 @either_depth
+@pytest.mark.parametrize("gone", [None, "abort", "preempt"])
+def test_prompts_that_come_together_compute_what_they_share_once(
+    depth: int, gone: str | None
+) -> None:
+    """Also where the one that computes it ends, or loses its blocks, halfway."""
+    core, executor, out = make_core(depth=depth, num_blocks=64)
+    shared, names = list(range(40)), "abcdef"
+    prompts = {name: [*shared, index, 7, 7] for index, name in enumerate(names)}
+    core.round([add(name, prompt, 3) for name, prompt in prompts.items()])
+    core.round([])
+    assert len(core.scheduler.running) == 1
+    core.finish_steps(0)
+    if gone == "abort":
+        core.round([AbortRequest("a")])
+    elif gone == "preempt":
+        core.scheduler._preempt(core.sequences["a"], Plan(0))
+    run_until_idle(core)
+    for name in names[gone == "abort" :]:
+        assert out.tokens(name) == expected_output(prompts[name], 3)
+    usages = [end.usage for name in names for end in out.terminals(name)]
+    computed = sum(usage.recomputed for usage in usages if usage)
+    assert computed <= 43 + 5 * 3, "the prefix once, and of each what is its own"
+    assert_all_blocks_home(core)
+
+
+def test_prompts_that_share_little_are_computed_side_by_side() -> None:
+    core, _, _ = make_core(num_blocks=64, max_num_batched_tokens=64)
+    core.round([add(name, [1, 2, 3, 4, *[first] * 20], 3) for first, name in enumerate("ab")])
+    assert len(core.scheduler.running) == 2
+
+
+@either_depth
 def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int) -> None:
     core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])

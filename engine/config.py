@@ -24,6 +24,7 @@ class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
+    itl_target_s: float = 0.025
     transfer: Literal["auto", "nixl", "mapped"] = "auto"
 
     role: str  # "prefill" | "decode"

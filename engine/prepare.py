@@ -119,6 +119,7 @@ def engine_config(
         options["side_channel_advertise"] = settings.advertised_host
     if isinstance(settings, DecodeSettings):
         options["transfer"] = settings.transfer_for(device)
+        options["itl_target_s"] = settings.itl_target_for(device)
     return EngineConfig(**options)
 
 

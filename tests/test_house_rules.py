@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2307,
     "decode_server": 600,
     "deploy": 823,
-    "engine": 8274,
+    "engine": 8403,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5182,
+    "protocol": 5190,
     "proxy": 2460,
-    "tests": 31953,
+    "tests": 32053,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

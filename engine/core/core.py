@@ -194,7 +194,7 @@ class EngineCore(CoreServices):
             if step.num_tokens >= _MANY_TOKENS:
                 self._seconds_per_token = seconds / step.num_tokens
             self._last_finish_s = now_s
-            self.scheduler.step_finished()
+            self.scheduler.step_finished(seconds)
             self._commit(step, output)
 
     def _wait_for(self, pending: PendingStep) -> None:

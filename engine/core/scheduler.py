@@ -2,7 +2,8 @@
 
 Policy, in order:
 1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
-2. Prompts that are under way get what is left of the token budget, in order of admission.
+2. Prompts that are under way get what is left of the token budget, in order of admission. Beside
+   streams that is what keeps the step within `itl_target_s`, by the times of steps before.
 3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
    available; each takes what the prefix index holds and only allocates the rest. One that would
    not even fit into what is not quarantined, or is to be pulled beside too much that is being
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 
+from engine.core.pace import Load, Pace
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
@@ -41,6 +43,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int  # tokens, prompt and outputs
     block_size: int  # tokens
+    itl_target_s: float | None = None  # of a step with streams; None: however long prompts make it
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
+        self._pace = Pace(limits.itl_target_s) if limits.itl_target_s else None
+        self._loads: deque[Load] = deque()  # of the launched steps
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
@@ -124,7 +129,19 @@ class Scheduler:
         going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
         decoding = [s for s in going_on if s.is_decoding]
         prefilling = [s for s in going_on if not s.is_decoding]
-        for sequence in (*decoding, *prefilling):
+        self._go_on(decoding, plan)
+        if self._pace is not None and (prefilling or self.waiting):
+            if plan.scheduled or self.receiving:  # one that is pulled is a stream already
+                load = _load_of(plan.scheduled)
+                room = self._pace.prompt_tokens(load.streams, load.held)
+                plan.budget = min(plan.budget, room)
+        self._go_on(prefilling, plan)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        return plan
+
+    def _go_on(self, sequences: list[Sequence], plan: Plan) -> None:
+        for sequence in sequences:
             if plan.budget == 0:
                 break
             if sequence.phase is not Phase.RUNNING:
@@ -132,9 +149,6 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed, plan.budget)
             if self._make_room(sequence, num_tokens, plan):
                 plan.add(sequence, num_tokens)
-        if not plan.preempted:
-            self._admit_waiting(plan)
-        return plan
 
     def admit_remote(self) -> Plan:
         """Admits whoever waits in front with KV to be pulled: that needs no step."""
@@ -356,6 +370,7 @@ class Scheduler:
     def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
         """The step was launched; steps finish in the order of their launches."""
         self._num_launched_steps += 1
+        self._loads.append(_load_of(scheduled))
         row = 0
         for item in scheduled:
             sequence = item.sequence
@@ -366,9 +381,13 @@ class Scheduler:
                 sequence.awaited_row = row
                 row += len(item.draws)
 
-    def step_finished(self) -> None:
-        """The oldest launched step reads and writes no block any more, on any rank."""
+    def step_finished(self, seconds: float | None = None) -> None:
+        """The oldest launched step, which took so long, reads and writes no block any more, on any
+        rank."""
         self._num_finished_steps += 1
+        load = self._loads.popleft()
+        if self._pace is not None and seconds is not None:
+            self._pace.measured(load, seconds)
         deferred, self._deferred = self._deferred, []
         for due, blocks in deferred:
             if due <= self._num_finished_steps:
@@ -447,3 +466,11 @@ class Scheduler:
         self.allocator.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()
+
+
+def _load_of(scheduled: Sequenceable[Scheduled]) -> Load:
+    """A token after the prompt is a stream's."""
+    streams = [item for item in scheduled if item.start >= item.sequence.num_prompt_tokens]
+    held = sum(item.start + item.num_tokens for item in scheduled)
+    num_tokens = sum(item.num_tokens for item in scheduled)
+    return Load(len(streams), held, num_tokens - len(streams))

@@ -55,6 +55,7 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=rank.longest_sequence(),
         block_size=config.tokens_per_block,
+        itl_target_s=config.itl_target_s if config.role == "decode" else None,
     )
     metadata = EngineMetadata(
         protocol_version=PROTOCOL_VERSION,

@@ -194,6 +194,9 @@ class DecodeOptions(EngineOptions, LinkOptions):
     dcp: ContextParallelism = 1
     """decode context parallelism: size of the groups of ranks that hold the same KV heads and share
     every sequence's tokens (ranks, a divisor of --tp)"""
+    itl_target_s: Seconds | None = None
+    """time between tokens that streams keep while prompts are computed beside them: these are cut
+    to it (s; None: 0.025 on GPU, 0.5 on CPU)"""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """what to do when KV cannot be pulled: recompute here, or fail"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
@@ -213,6 +216,10 @@ class DecodeOptions(EngineOptions, LinkOptions):
     def transfer_for(self, device: str) -> str:
         """How an engine on `device` ("cpu" or "cuda") moves KV."""
         return self.transfer or ("nixl" if device == "cpu" else "auto")
+
+    def itl_target_for(self, device: str) -> float:
+        """Seconds between tokens that an engine on `device` keeps."""
+        return self.itl_target_s or (0.5 if device == "cpu" else 0.025)
 
 
 class ListenOptions(Options):
@@ -266,6 +273,7 @@ class RoutingOptions(Options):
     disaggregate: Literal["always", "auto", "never"] = "always"
     """auto: a decode server computes a prompt where that is sooner; never: it always does"""
     itl_target_s: Seconds = 0.025
-    """time between tokens that disaggregate=auto keeps (s)"""
+    """time between tokens that streams keep while a decode server computes prompts beside them; as
+    these servers have it (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""

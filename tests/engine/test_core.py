@@ -108,7 +108,7 @@ def test_prompts_that_come_together_compute_what_they_share_once(
     depth: int, gone: str | None
 ) -> None:
     """Also where the one that computes it ends, or loses its blocks, halfway."""
-    core, executor, out = make_core(depth=depth, num_blocks=64)
+    core, _, out = make_core(depth=depth, num_blocks=64)
     shared, names = list(range(40)), "abcdef"
     prompts = {name: [*shared, index, 7, 7] for index, name in enumerate(names)}
     core.round([add(name, prompt, 3) for name, prompt in prompts.items()])

@@ -117,6 +117,7 @@ def test_shared_tokens_can_be_read_from_blocks_that_divide_those_of_decode_serve
 def test_how_kv_moves_and_the_size_of_a_step_follow_the_device() -> None:
     assert [load(D, []).transfer_for(device) for device in ("cpu", "cuda")] == ["nixl", "auto"]
     assert load(D, ["--transfer=auto"]).transfer_for("cpu") == "auto"
+    assert [load(D, []).itl_target_for(device) for device in ("cpu", "cuda")] == [0.5, 0.025]
     assert [load(P, []).batched_tokens_for(device) for device in ("cpu", "cuda")] == [512, 8192]
     assert load(D, []).batched_tokens_for("cuda") == 2048
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9

@@ -244,12 +244,14 @@ def make_core(
     role: KVConnector | None = None,
     depth: int = 0,
     executor: ShadowExecutor | None = None,
+    itl_target_s: float | None = None,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
+        itl_target_s=itl_target_s,
     )
     scheduler = Scheduler.of_blocks(limits, num_blocks, cached=prefix_caching)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)

@@ -1,0 +1,68 @@
+"""How many tokens of prompts a step may have beside streams, learnt from the times of steps.
+
+What a step takes is taken to be a sum: what each step has, and what each stream, each token of KV
+that it reads and each token of a prompt add. Its terms follow what is measured (a Kalman filter),
+and a single step that took far too long changes them little.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_UNITS: Final = np.array([1.0, 64.0, 65536.0, 1024.0])  # that the terms are for
+_GUESS_S: Final = np.array([4e-3, 1e-3, 2e-3, 25e-3])  # until something was measured
+_LEAST_S: Final = np.array([1e-5, 0.0, 0.0, 1e-4])
+_DOUBT_S: Final = 0.1  # of each guess
+_NOISE: Final = 0.1  # of a step, as a share of it
+_DRIFT: Final = 1e-2  # of the terms from step to step, likewise
+_LEAST_SHARE: Final = 0.25  # of what streams take that prompts get in any case
+_LEAST_TOKENS: Final = 16
+
+
+class Load(NamedTuple):
+    """What one step does: streams, the tokens of KV that it reads, and tokens of prompts."""
+
+    streams: int
+    held: int
+    prompts: int
+
+
+class Pace:
+    """
+    Args:
+        target_s: what a step with streams may take.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._terms = _GUESS_S.copy()
+        self._doubt = np.eye(len(_UNITS)) * _DOUBT_S**2
+
+    def measured(self, load: Load, seconds: float) -> None:
+        """What a step took."""
+        expected = self.seconds(load)
+        sizes = _sizes(load)
+        if (
+            self._doubt.trace() < len(sizes) * _DOUBT_S**2
+        ):  # what is not seen gets doubtful, no more
+            self._doubt += np.eye(len(sizes)) * (_DRIFT * expected) ** 2
+        gain = self._doubt @ sizes
+        scale = sizes @ gain + (_NOISE * expected) ** 2
+        self._terms += gain / scale * np.clip(seconds - expected, -expected, expected)
+        np.maximum(self._terms, _LEAST_S, out=self._terms)
+        self._doubt -= np.outer(gain, gain) / scale
+
+    def seconds(self, load: Load) -> float:
+        """What a step is expected to take."""
+        return float(self._terms @ _sizes(load))
+
+    def prompt_tokens(self, streams: int, held: int) -> int:
+        """Tokens of prompts beside these streams; some in any case, so that prompts end."""
+        streams_s = self.seconds(Load(streams, held, 0))
+        room_s = max(self._target_s - streams_s, _LEAST_SHARE * streams_s)
+        return max(int(room_s * _UNITS[-1] / self._terms[-1]), _LEAST_TOKENS)
+
+
+def _sizes(load: Load) -> npt.NDArray[np.float64]:
+    return np.array([1, load.streams, load.held, load.prompts]) / _UNITS

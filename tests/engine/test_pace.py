@@ -1,0 +1,65 @@
+"""What is learnt from times of steps, and what prompts get beside streams by it."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.pace import Load, Pace
+from engine.core.sequence import Phase
+from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
+
+
+def h200(load: Load) -> float:
+    """Seconds of a step of an 8B shape (docs/performance.md)."""
+    prompts_s = (1e-3 + 23e-6 * load.prompts) if load.prompts else 0.0
+    return 4.0e-3 + 11e-6 * load.streams + 31e-9 * load.held + prompts_s
+
+
+def cpu(load: Load) -> float:
+    return 0.035 + 2e-3 * load.streams + 1.4e-3 * load.prompts
+
+
+@pytest.mark.parametrize(("seconds", "target_s"), [(h200, 0.025), (h200, 0.012), (cpu, 0.5)])
+def test_steps_keep_the_target_once_some_were_measured(
+    seconds: Callable[[Load], float], target_s: float
+) -> None:
+    """Streams come and go, prompts take what room there is, one step in 50 is disturbed."""
+    rng, pace, streams, shares = random.Random(1), Pace(target_s), 8, []
+    for step in range(800):
+        streams = min(max(streams + rng.choice([-1, 0, 1]), 1), 64)
+        held = streams * 1500
+        prompts = min(pace.prompt_tokens(streams, held), 2048) if step % 5 else 0
+        load = Load(streams, held, prompts)
+        if step > 100 and 16 < prompts < 2048:
+            shares.append(seconds(load) / target_s)
+        disturbed = 20 if rng.random() < 0.02 else 1
+        pace.measured(load, seconds(load) * rng.uniform(0.97, 1.03) * disturbed)
+    shares.sort()
+    assert 0.8 < shares[len(shares) // 20] and shares[-len(shares) // 20] < 1.15
+
+
+def test_prompts_progress_beside_streams_that_are_past_the_target() -> None:
+    pace = Pace(0.010)
+    for step in range(200):
+        load = Load(64, 64_000, 16 * (step % 2))
+        pace.measured(load, 0.040 + 1e-3 * load.prompts)
+    assert 8 <= pace.prompt_tokens(64, 64_000) <= 20
+
+
+def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then() -> None:
+    core, executor, out = make_core(
+        num_blocks=200, max_num_batched_tokens=256, max_model_len=512, itl_target_s=1e-6
+    )
+    prompts = [*range(200)], [*range(300, 500)]
+    core.round([add("a", prompts[0], 40)])
+    assert executor.max_tokens_in_step == 200
+    core.round([add("b", prompts[1], 4)])
+    for _ in range(3):
+        core.round([])
+    waiting = core.sequences["b"]
+    assert waiting.phase is Phase.RUNNING and waiting.num_computed <= 4 * 16
+    assert len(out.tokens("a")) >= 4, "each of these steps had a token for the stream"
+    run_until_idle(core)
+    for name, prompt, count in zip("ab", prompts, (40, 4), strict=True):
+        assert out.tokens(name) == expected_output(prompt, count)

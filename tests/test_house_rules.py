@@ -23,7 +23,7 @@ MAX_LINES = {
     "benchmarks": 2307,
     "decode_server": 600,
     "deploy": 823,
-    "engine": 8405,
+    "engine": 8407,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,

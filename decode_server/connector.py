@@ -226,12 +226,17 @@ class DecodeConnector(KVConnector):
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
         self._transfer_seconds.observe(event.seconds)
+        times = sequence.times
+        if times.admitted is not None:  # the pull began with that
+            times.pulled = times.admitted + event.seconds
+            times.read = times.pulled - event.fence_s
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return
+        sequence.times.pulled = time.monotonic()
         if sequence.phase is Phase.RECEIVING:
             self._recover_blocks(sequence, event)
             return

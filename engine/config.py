@@ -4,7 +4,9 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from attention.support import chosen
 from protocol.settings.options import DecodeOptions, Device, DType, ModelOptions, PrefillOptions
+from protocol.version import VERSION
 
 
 class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
@@ -50,3 +52,17 @@ class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
     def tokens_per_block(self) -> int:
         """Tokens in one block of a block table, on all ranks that share it."""
         return self.block_size * self.dcp
+
+    @property
+    def geometry(self) -> dict[str, str | int]:
+        """What a server tells of its engine at GET /ready."""
+        return {
+            "version": VERSION,
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
+            "kv_layout": self.kv_layout,
+            "tp": self.tp,
+            "dcp": self.dcp,
+            "attention_backend": chosen(self.attention_backend, self.device),
+        }

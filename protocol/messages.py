@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from protocol.errors import BatonError, from_code
+from protocol.numbers import PhaseTimes
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -137,7 +138,7 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request. `usage` is set on the last delta."""
+    """New tokens of one request. `usage` and `times` are set on the last delta."""
 
     request_id: str
     choice: int = 0  # index among the request's num_choices
@@ -148,6 +149,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     error: ErrorInfo | None = None
     usage: KVUsage | None = None
+    times: PhaseTimes | None = None
     kv_transfer_params: dict[str, Any] | None = None  # prefill role, on the last delta
 
 
@@ -159,6 +161,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     max_model_len: int  # tokens
     vocab_size: int
     side_channel_port: int | None = None
+    geometry: dict[str, str | int] = {}  # see EngineConfig.geometry
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -231,6 +231,11 @@ class Metrics:
         suffix = "_total" if spec.kind == "counter" else ""
         return self._registry.get_sample_value(name + suffix, labels) or 0.0
 
+    def values(self, *names: str) -> dict[str, float]:
+        """The current values of some metrics of this process, by the keys of `stat_key`."""
+        families = (family for name in names for family in self._own[name].collect())
+        return {_key(one.name, one.labels): one.value for each in families for one in each.samples}
+
     def expose(self) -> bytes:
         """The Prometheus text format, to be served as CONTENT_TYPE."""
         return generate_latest(self._registry)

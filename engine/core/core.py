@@ -322,6 +322,8 @@ class EngineCore(CoreServices):
             for choice, token in zip(item.draws, tokens, strict=True)
             if not choice.has_ended
         ]
+        if draws and sequence.times.drawn is None:
+            sequence.times.drawn = time.monotonic()
         self.scheduler.fork_choices(sequence)
         for draw in draws:
             if draw.sequence.phase is Phase.FINISHED:

@@ -74,6 +74,7 @@ class OutputProcessor:
                 logprobs=None if logprobs is None else [logprobs],
                 finish_reason=draw.reason,
                 usage=None if draw.reason is None else sequence.usage(),
+                times=None if draw.reason is None else sequence.choices[0].times,
                 kv_transfer_params=params,
             )
         )
@@ -99,6 +100,8 @@ class CoreStats:
 
     def admitted(self, sequence: Sequence) -> None:
         """Its blocks are there, and what the prefix cache had of them is known."""
+        if sequence.times.admitted is None:
+            sequence.times.admitted = time.monotonic()
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)
         self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
         self._totals["baton_prefix_cache_hit_tokens"] += hits

@@ -28,6 +28,7 @@ from protocol.messages import (
     SamplingParams,
     TokenLogprobs,
 )
+from protocol.numbers import PhaseTimes
 
 
 class Phase(Enum):
@@ -66,6 +67,7 @@ class Sequence:
     num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
     num_transferred: int = 0
     num_recomputed: int = 0
+    times: PhaseTimes = field(default_factory=PhaseTimes)
     was_admitted: bool = False
     has_ended: bool = False  # its terminal event is out, or about to be
     is_parent_only: bool = False  # it has ended, and computes its prompt for its children

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from engine.http.request_stats import ServerMetrics
 from engine.http.text_encoder import TextEncoder
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import NoServerAvailable
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
-from protocol.metrics import Metrics
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
@@ -111,7 +111,7 @@ class Api:
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics("server")
+        self.metrics = ServerMetrics()
         self.texts = TextEncoder(self.tokenizer)
         self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
 

@@ -8,6 +8,7 @@ GET  /openapi.json, /docs                      protocol/openai/openapi.py
 GET  /health     this process and its engine are alive
 GET  /ready      the engine can serve; says what it is
 GET  /metrics    Prometheus
+GET  /stats      numbers and the times of the last requests, for the proxy's page
 """
 
 import time
@@ -66,6 +67,7 @@ def create_app(api: Api) -> FastAPI:
         "/health": pages.health,
         "/ready": pages.ready,
         "/metrics": pages.metrics,
+        "/stats": pages.stats,
         "/openapi.json": pages.openapi_json,
         "/docs": pages.docs,
     }
@@ -118,20 +120,31 @@ class _Pages:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        engine = self._client.ready
-        common = {"role": self._api.hooks.role, "model": self._api.model_name}
-        if engine is None or not self._client.healthy:
+        if self._client.ready is None or not self._client.healthy:
             reason = self._client.failure or "the engine is starting"
-            return JSONResponse({"ready": False, "reason": reason, **common}, 503)
+            return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
+        stats = self._client.stats
+        work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
+        return JSONResponse({"ready": True, **self._about(), **work})
+
+    def _about(self) -> dict[str, Any]:
+        """What this server is, as far as its engine has told."""
+        common = {"role": self._api.hooks.role, "model": self._api.model_name}
+        engine = self._client.ready
+        if engine is None:
+            return common
         sizes = {
             "num_blocks": engine.num_blocks,
             "block_size": engine.block_size,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": self._api.settings.max_num_seqs,
         }
-        stats = self._client.stats
-        work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
-        return JSONResponse({"ready": True, **common, **sizes, **work})
+        return {**common, **sizes, **engine.geometry}
+
+    async def stats(self, request: Request) -> Response:
+        since, values = request.query_params.get("since", "0"), self._client.stats
+        told = self._api.metrics.numbers(since, self._about(), values)
+        return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         self._api.metrics.update_engine(self._client.stats)

@@ -303,8 +303,9 @@ class HttpRequestState:
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
         usage = self._usage()
-        extra = self._hooks.finish(self._finals())
-        self.stats.finished(usage, finish_reason or "stop")
+        finals = self._finals()
+        extra = self._hooks.finish(finals)
+        self.stats.finished(usage, finish_reason or "stop", finals[0].times if finals else None)
         return usage, extra
 
     def _finals(self) -> list[TokenDelta]:

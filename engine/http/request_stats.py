@@ -2,18 +2,30 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from protocol.errors import BatonError, RequestError
+from protocol.errors import BatonError, InvalidRequest, RequestError
 from protocol.http.connections import ClientDisconnected
 from protocol.metrics import Metrics
+from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
 from protocol.openai.responses import Usage, kv_header
-from protocol.process.logging import get_logger
+from protocol.process.logging import current_request_id, get_logger
+from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
 
 _OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error")
 _SOURCES = ("transferred", "recomputed", "skipped")
+MAX_RECENT = 256
+_TOLD = (
+    "baton_requests_in_progress",
+    "baton_generation_tokens",
+    "baton_cached_prompt_tokens",
+    "baton_kv_tokens",
+    "baton_inter_token_seconds",
+)
 
 
 def expose_from_start(metrics: Metrics, endpoints: Iterable[str]) -> None:
@@ -26,21 +38,49 @@ def expose_from_start(metrics: Metrics, endpoints: Iterable[str]) -> None:
         metrics.begin("baton_kv_tokens", source=source)
 
 
+class ServerMetrics(Metrics):
+    """The metrics of a server's HTTP process, and its last MAX_RECENT requests that have ended."""
+
+    def __init__(self) -> None:
+        super().__init__("server")
+        self._recent: deque[Served] = deque(maxlen=MAX_RECENT)
+        self.num_ended = 0
+
+    def ended(self, served: Served) -> None:
+        self._recent.append(served)
+        self.num_ended += 1
+
+    def numbers(
+        self, since: str, server: dict[str, Any], engine_values: dict[str, float]
+    ) -> Numbers:
+        """What GET /stats answers: of the requests those from the number `since` on, or all where
+        that has not been reached yet, as it was an earlier start's. Raises InvalidRequest."""
+        if not since.isdecimal():
+            told = f"since is {short_repr(since)}: give the `next` of the answer before, or 0"
+            raise InvalidRequest(told, param="since")
+        number = int(since[:18])
+        start = 0 if number > self.num_ended else number
+        served = [one for one in self._recent if one.number >= start]
+        return Numbers(server, engine_values | self.values(*_TOLD), served, self.num_ended)
+
+
 class RequestStats:
     """One request's metrics and its closing log line."""
 
-    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+    def __init__(self, metrics: ServerMetrics, endpoint: str) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
-        self._start_s = time.perf_counter()
+        self._start_s = time.monotonic()
         self._last_s: float | None = None  # when tokens came last
         self._first_s: float | None = None
-        self._num_prompt_tokens = 0
+        self._accepted_s: float | None = None
+        self._num_prompt_tokens = self._num_generated = 0
         self._closed = False
         self._at_end: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
     def accepted(self, num_prompt_tokens: int) -> None:
+        self._accepted_s = time.monotonic() - self._start_s
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
 
@@ -50,7 +90,8 @@ class RequestStats:
 
     def tokens(self, count: int) -> None:
         """Some tokens arrived just now."""
-        now = time.perf_counter()
+        now = time.monotonic()
+        self._num_generated += count
         self._metrics.inc("baton_generation_tokens", count)
         if self._last_s is None:
             self._first_s = now - self._start_s
@@ -59,14 +100,15 @@ class RequestStats:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_s)
         self._last_s = now
 
-    def finished(self, usage: Usage, finish_reason: str) -> None:
+    def finished(self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None) -> None:
         """The request ended as it should."""
         if not self._close():
             return
         for source, count in usage.baton_kv().items():
             self._metrics.inc("baton_kv_tokens", count, source=source)
         self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens)
-        self._report(finish_reason, f"generated={usage.completion_tokens} kv={kv_header(usage)}")
+        detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
+        self._report(finish_reason, detail, times, usage.baton_kv())
 
     def close(self, error: BaseException) -> None:
         """The request ended in any other way; does nothing once it is finished."""
@@ -75,7 +117,7 @@ class RequestStats:
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
             detail = f"status={error.status} error={error.code}: {error.message}"
-            self._report(outcome, detail)
+            self._report(outcome, detail, error=error.code)
         elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
             self._report("abort", "the client has gone")
         else:
@@ -90,8 +132,15 @@ class RequestStats:
             callback()
         return True
 
-    def _report(self, outcome: str, detail: str) -> None:
-        seconds = time.perf_counter() - self._start_s
+    def _report(
+        self,
+        outcome: str,
+        detail: str,
+        times: PhaseTimes | None = None,
+        kv: dict[str, int] | None = None,
+        error: str | None = None,
+    ) -> None:
+        seconds = time.monotonic() - self._start_s
         self._metrics.inc("baton_requests_in_progress", -1)
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
         if self._last_s is not None:
@@ -99,3 +148,18 @@ class RequestStats:
         first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
         told = f"prompt={self._num_prompt_tokens} first_ms={first} total_ms={seconds * 1000:.1f}"
         log.info("%s %s %s %s", self._endpoint, outcome, told, detail)
+        here = {"accepted": self._accepted_s, "first": self._first_s, "end": seconds}
+        known = {name: round(at, 6) for name, at in here.items() if at is not None}
+        self._metrics.ended(
+            Served(
+                number=self._metrics.num_ended,
+                id=(current_request_id() or "")[:MAX_ID_CHARS],
+                endpoint=self._endpoint,
+                outcome=outcome,
+                error=error,
+                times=known | (times.since(self._start_s) if times else {}),
+                prompt_tokens=self._num_prompt_tokens,
+                generated=self._num_generated,
+                kv=kv or {},
+            )
+        )

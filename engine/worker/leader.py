@@ -80,5 +80,6 @@ def _build(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
         side_channel_port=connector.side_channel_port(),
+        geometry=config.geometry,
     )
     return core, rank, ready

@@ -99,6 +99,19 @@ def test_kv_of_which_no_answer_can_tell_goes_home_at_once(
     assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))
 
 
+def test_the_times_of_a_requests_phases_are_told_in_their_order(pair: Pair) -> None:
+    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    assert pair.answer(name)
+    pair.d.core.round([add("local", [1, 2, 3], 2)])
+    assert pair.answer("local")
+    pulled, local = (pair.d.out.terminals(each)[0].times for each in (name, "local"))
+    assert pulled is not None and local is not None
+    order = ["admitted", "read", "pulled", "drawn"]
+    told = pulled.since(0.0)
+    assert list(told) == order and sorted(told, key=lambda phase: told[phase]) == order
+    assert list(local.since(0.0)) == ["admitted", "drawn"], "nothing was pulled"
+
+
 def test_an_expired_lease_is_noticed_by_the_fence(pair: Pair) -> None:
     params = pair.prefill(PROMPT)
     pair.d.agent.stall()

@@ -6,17 +6,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
+from engine.http.request_stats import MAX_RECENT
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineReady, EngineStats, TokenDelta
 from protocol.metrics import ENGINE_TOTALS, stat_key
+from protocol.numbers import STATS_PATH, Numbers
 from protocol.process.logging import LineFormatter
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import CONTEXT, USAGE, chunks, saying, serving
+from tests.rigs.http_server import CONTEXT, READY, USAGE, chunks, saying, serving
 
 
 async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
@@ -165,8 +168,39 @@ async def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
             assert f"\n{line}\n" in text, line
 
 
+async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(
+    tokenizer: Tokenizer,
+) -> None:
+    async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
+
+        async def stats(since: int) -> Numbers:
+            response = await server.http.get(STATS_PATH, params={"since": since})
+            assert "Hello" not in response.text
+            return msgspec.json.decode(response.content, type=Numbers)
+
+        server.engine.say(EngineStats({"baton_requests_running": 2.0}))
+        await server.post(headers={"x-request-id": "mine" * 99})
+        await server.post(temperature=-1)
+        told = await stats(0)
+        assert told.values["baton_requests_running"] == 2.0
+        assert told.values["baton_inter_token_seconds_count"] == 4.0
+        done, refused = told.served
+        assert (done.id, done.outcome, done.generated) == (("mine" * 99)[:128], "length", 5)
+        assert done.kv == {"transferred": 1, "recomputed": 1, "skipped": 0}
+        assert sorted(done.times, key=done.times.__getitem__) == ["accepted", "first", "end"]
+        assert (refused.outcome, refused.error) == ("rejected", "invalid_request")
+        for _ in range(MAX_RECENT):
+            await server.post(temperature=-1)
+        assert (await stats(told.next - 1)).served[0].number == 2, "the first two are forgotten"
+        assert [(await stats(at)).served for at in (MAX_RECENT + 2,)] == [[]]
+        assert len((await stats(10**6)).served) == MAX_RECENT, "of a later start: all there are"
+        wrong = await server.http.get(STATS_PATH, params={"since": "-1"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
+
+
 async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, hooks=RecordingHooks()) as server:
+    ready_engine = replace(READY, geometry={"tp": 2})
+    async with serving(tokenizer, hooks=RecordingHooks(), ready=ready_engine) as server:
         ready = (await server.http.get("/ready")).json()
         assert ready == {
             "ready": True,
@@ -176,6 +210,7 @@ async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None
             "block_size": 16,
             "max_model_len": CONTEXT,
             "max_num_seqs": 8,
+            "tp": 2,
             **dict.fromkeys(ENGINE_TOTALS, 0.0),
         }
         (card,) = (await server.http.get("/v1/models")).json()["data"]

@@ -73,6 +73,7 @@ class PullDone(msgspec.Struct, frozen=True):
     descriptors: int
     seconds: float  # from `pull` until the fence was passed
     path: str  # of PATHS
+    fence_s: float = 0.0  # of these, from the last byte on
 
 
 class PullFailed(msgspec.Struct, frozen=True):

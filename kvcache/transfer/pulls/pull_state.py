@@ -263,4 +263,5 @@ class PullState:
         descriptors = sum(report.descriptors for report in self._reports)
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
-        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path)
+        fence_s = now - (self._timeout - self._settings.fence_timeout_s)
+        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence_s)

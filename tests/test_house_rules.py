@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2307,
-    "decode_server": 600,
+    "decode_server": 605,
     "deploy": 823,
-    "engine": 8407,
+    "engine": 8509,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5190,
+    "protocol": 5260,
     "proxy": 2460,
-    "tests": 32053,
+    "tests": 32101,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

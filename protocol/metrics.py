@@ -4,6 +4,7 @@ Metrics whose origin is "engine" are counted in the engine's process and arrive 
 keyed by `stat_key`. docs/metrics.md has the table for those who read dashboards.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,6 +122,9 @@ TABLE = (
          "(503 as its engine died), error (other 5xx).", ("leg", "reason")),
     Spec("baton_proxy_upstream_ready", "gauge", "proxy",
          "1 while the server is ready.", ("role", "server")),
+    Spec("baton_proxy_upstream_circuit", "gauge", "proxy",
+         "0 closed, 1 half open (one request tries it), 2 open (the server comes last).",
+         ("role", "server")),
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to a server.", ("role", "server")),
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
@@ -207,6 +211,11 @@ class Metrics:
     def begin(self, name: str, **labels: str) -> Any:
         """A series, which is exposed from now on: a counter or a gauge with 0 at first."""
         return self._own[name].labels(**labels) if labels else self._own[name]
+
+    def end(self, name: str, **labels: str) -> None:
+        """The series is not exposed any more."""
+        with contextlib.suppress(KeyError):
+            self._own[name].remove(*(labels[label] for label in SPECS[name].labels))
 
     def inc(self, name: str, amount: float = 1, **labels: str) -> None:
         """Adds to a counter or a gauge."""

@@ -17,9 +17,9 @@ from protocol.near_names import suggestion
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
-from proxy.health import Health
+from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
-from proxy.membership import Fleet, Kind, Server
+from proxy.membership import LISTED, Fleet, Kind, Server, Watch
 from proxy.pd_request import PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
@@ -50,9 +50,13 @@ class ProxyApp:
         self.settings = settings
         self.metrics = Metrics("proxy")
         self.fleet = Fleet(
-            {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode},
-            on_change=self._on_change,
-            on_silence=lambda server, is_long: self._upstreams.on_silence(server, is_long),
+            watch=Watch(
+                self._on_join,
+                self._on_left,
+                self._on_change,
+                self._on_circuit,
+                lambda server, is_long: self._upstreams.on_silence(server, is_long),
+            )
         )
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
@@ -73,10 +77,10 @@ class ProxyApp:
         self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics, self.knowledge)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for server in self.fleet.servers:
-            self._show_ready(server)
-        for name, labels in _known_series(self.fleet.servers):
+        for name, labels in _known_series():
             self.metrics.begin(name, **labels)
+        listed = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
+        self.fleet.name_members(LISTED, listed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -214,8 +218,10 @@ class ProxyApp:
             missing.append("shutting down")
         ready = bool(counts["decode"]["ready"]) and not self.shutting_down
         servers = {server.name: server.health.ready for server in self.fleet.servers}
+        circuits = {server.name: server.circuit for server in self.fleet.servers}
+        details = {"servers": servers, "circuits": circuits}
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
-        await reply.answer_json(200 if ready else 503, {**status, **counts, "servers": servers})
+        await reply.answer_json(200 if ready else 503, {**status, **counts, **details})
 
     def _record(self, path: str, reply: Reply) -> None:
         trace, total_s = reply.trace, reply.trace.elapsed_s()
@@ -232,11 +238,28 @@ class ProxyApp:
             "" if reply.finished else " unfinished",
         )  # fmt: skip
 
-    def _show_ready(self, server: Server) -> None:
-        self.metrics.set("baton_proxy_upstream_ready", server.health.ready, **server.labels)
+    def _on_join(self, server: Server) -> None:
+        self.metrics.set("baton_proxy_upstream_ready", 0, **server.labels)
+        self.metrics.set("baton_proxy_upstream_circuit", 0, **server.labels)
+        self.metrics.begin("baton_proxy_upstream_in_flight", **server.labels)
+        self._poller.watch(server)
+        logger.info("%s joins (%s)", server, ", ".join(server.sources))
+
+    def _on_left(self, server: Server) -> None:
+        self._poller.leave(server)
+        self.knowledge.left(server)
+        for name in ("ready", "circuit", "in_flight"):
+            self.metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
+        logger.info("%s has left", server)
+
+    def _on_circuit(self, server: Server) -> None:
+        state = CIRCUITS.index(server.circuit)
+        self.metrics.set("baton_proxy_upstream_circuit", state, **server.labels)
+        if server.circuit != "half_open":
+            logger.warning("the circuit of %s is %s", server, server.circuit)
 
     def _on_change(self, server: Server, old: Health, new: Health) -> None:
-        self._show_ready(server)
+        self.metrics.set("baton_proxy_upstream_ready", new.ready, **server.labels)
         if new.ready:
             logger.info("%s is ready", server)
             return
@@ -276,7 +299,7 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _known_series(servers: list[Server]) -> Iterator[tuple[str, dict[str, str]]]:
+def _known_series() -> Iterator[tuple[str, dict[str, str]]]:
     """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
     see the event with which a series appears, and what alerts wait for may happen once."""
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
@@ -296,8 +319,6 @@ def _known_series(servers: list[Server]) -> Iterator[tuple[str, dict[str, str]]]
         for failure in Failure:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels
-    for server in servers:
-        yield "baton_proxy_upstream_in_flight", server.labels
 
 
 def _statuses(root: type[BatonError]) -> set[int]:

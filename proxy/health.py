@@ -17,9 +17,11 @@ from proxy.knowledge import Totals
 
 SILENCES = 3  # health checks without an answer, in a row, that make a server not ready
 LONG_SILENCE = 10  # so many of them: it will not answer what it was asked before either
+MAX_PAUSE = 5.0  # of the usual interval, between checks of a server that answers nothing
 FAILURES = 5  # in a row, that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
+CIRCUITS = ("closed", "half_open", "open")  # by number in the metric
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Said:
     room: Room | None = None  # None: it did not say, as while it starts
     capacity: int | None = None  # tokens of KV
     totals: Totals | None = None
+    answered: bool = True  # False: no connection could be had
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Health:
     reason: str = "not checked yet"  # why it is not ready
     room: Room = Room()
     silences: int = 0  # health checks without an answer, in a row
+    misses: int = 0  # those, and those that found no connection
     changed_at: float = float("-inf")  # when a connection error took readiness back
     failures: int = 0  # in a row
     openings: int = 0  # of the circuit, since it was last closed
@@ -68,15 +72,16 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     if said.ready and started_at < health.changed_at:
         return health
     reason, room = "" if said.ready else said.reason, said.room or health.room
-    return replace(health, ready=said.ready, reason=reason, silences=0, room=room)
+    misses = 0 if said.answered else health.misses + 1
+    return replace(health, ready=said.ready, reason=reason, silences=0, misses=misses, room=room)
 
 
 def silent(health: Health, reason: str) -> Health:
     """A health check got no answer in time: one that is merely busy stays ready for a while."""
-    silences = health.silences + 1
-    if health.ready and silences < SILENCES:
-        return replace(health, silences=silences)
-    return replace(health, ready=False, reason=reason, silences=silences)
+    health = replace(health, silences=health.silences + 1, misses=health.misses + 1)
+    if health.ready and health.silences < SILENCES:
+        return health
+    return replace(health, ready=False, reason=reason)
 
 
 def unreachable(health: Health, reason: str, now: float) -> Health:
@@ -110,6 +115,19 @@ def succeeded(health: Health) -> Health:
 def admits(health: Health, now: float) -> bool:
     """Whether the circuit lets one more request through."""
     return health.open_until is None or now >= max(health.open_until, health.trial_until)
+
+
+def circuit(health: Health, now: float) -> str:
+    """One of CIRCUITS."""
+    if health.open_until is None:
+        return "closed"
+    return "open" if now < health.open_until else "half_open"
+
+
+def pause_s(health: Health, interval_s: float) -> float:
+    """Until the next check: longer for a server that has answered none for a while."""
+    beyond = min(max(health.misses - LONG_SILENCE, 0), 8)
+    return interval_s * min(2.0**beyond, MAX_PAUSE)
 
 
 def began(health: Health, now: float) -> Health:

@@ -74,10 +74,13 @@ class Work:
 
 
 class _Loads(dict[object, Load]):
-    """By server; each gets an index of its own."""
+    """By server; each gets an index of its own, the smallest that no other has: indices are bits
+    of PrefixIndex, which must not grow while servers come and go."""
 
     def __missing__(self, server: object) -> Load:
-        return self.setdefault(server, Load(len(self)))
+        taken = {load.index for load in self.values()}
+        index = next(index for index in range(len(taken) + 1) if index not in taken)
+        return self.setdefault(server, Load(index))
 
 
 class Knowledge:
@@ -107,6 +110,13 @@ class Knowledge:
     def forget(self, server: object) -> None:
         """What it had cached is not there any more: it has restarted, or left."""
         self._prefixes.forget(self.loads[server].index)
+
+    def left(self, server: object) -> None:
+        """It is no member any more, and has nothing to do."""
+        if server in self.loads:
+            self.forget(server)
+            del self.loads[server]
+        self._totals.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""

@@ -1,9 +1,16 @@
-"""The servers behind the proxy and what is known of each. Does no I/O."""
+"""The servers behind the proxy and what is known of each. Does no I/O.
 
+A server is a member as long as one source names it: the command line, a file, a DNS name, its own
+registration, an operator. One that leaves gets no new requests, and is gone when those that it has
+have ended; so it is with one that is drained, but that it stays.
+"""
+
+import bisect
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from proxy import health
 from proxy.health import Health, Said
@@ -14,19 +21,29 @@ class Kind(Enum):
     DECODE = "decode"
 
 
+LISTED = "listed"  # the source that is the command line
+
+
 @dataclass(eq=False)
 class Server:
-    """One server. Clients are told its name; its URL is for the log alone.
+    """One server. Clients are told its name; its URL is for the log and for operators alone.
 
     Attributes:
-        index: its place among those of its kind, as the operator gave them.
-        health: changed by its Fleet alone.
+        index: the smallest that no other of its kind had when it joined.
+        health: changed by its Fleet alone, as are the others.
+        sources: who names it; none: it leaves.
+        drained: an operator took it out.
+        in_flight: requests that it has from this proxy.
     """
 
     kind: Kind
     url: str
     index: int = 0
     health: Health = field(default_factory=Health)
+    sources: set[str] = field(default_factory=set)
+    drained: bool = False
+    in_flight: int = 0
+    circuit: str = "closed"
 
     @property
     def name(self) -> str:
@@ -37,38 +54,29 @@ class Server:
         """Of its metrics."""
         return {"role": self.kind.value, "server": self.name}
 
+    @property
+    def accepts(self) -> bool:
+        """Whether it may be given requests."""
+        return self.health.ready and bool(self.sources) and not self.drained
+
     def __str__(self) -> str:
         return f"{self.name} {self.url}"
 
 
-class Fleet:
-    """All servers, not ready until a health check says so.
+class Pool:
+    """Those servers of a fleet that may get a request, and their turns."""
 
-    Args:
-        urls: by kind, in the order in which they take turns; one may be of both kinds.
-        on_change: called with (server, old, new) when a server becomes ready or stops being so, and
-            when the reason why it is not ready is another.
-        on_silence: called with (server, whether that is a LONG_SILENCE) at each health check
-            without an answer, once they have made a server not ready.
-    """
+    def __init__(self, fleet: "Fleet") -> None:
+        self.fleet = fleet
 
-    def __init__(
-        self,
-        urls: Mapping[Kind, Iterable[str]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[Server, Health, Health], None] = lambda *_: None,
-        on_silence: Callable[[Server, bool], None] = lambda *_: None,
-    ) -> None:
-        self._clock = clock
-        self._on_change = on_change
-        self._on_silence = on_silence
-        self.of = {kind: _servers(kind, urls.get(kind, ())) for kind in Kind}
-        self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
+    def has(self, server: Server) -> bool:
+        return True
 
-    @property
-    def servers(self) -> list[Server]:
-        return [server for kind in Kind for server in self.of[kind]]
+    def members(self, kind: Kind) -> list[Server]:
+        return [server for server in self.fleet.of[kind] if self.has(server)]
+
+    def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
+        return [s for s in self.members(kind) if s.accepts and s not in exclude]
 
     def choose(
         self,
@@ -85,20 +93,7 @@ class Fleet:
             rotation: of requests that are alike. Each has its turns for itself: with one for all,
                 a client that asks in a rhythm would give one server all of its long requests.
         """
-        now = self._clock()
-        start = self._next.get((kind, rotation), 0)
-        in_turn = self.of[kind][start:] + self.of[kind][:start]
-        ready = [s for s in in_turn if s.health.ready and s not in exclude]
-        usable = [s for s in ready if health.admits(s.health, now)] or ready
-        if not usable:
-            return None
-        server = first(usable)
-        self._next[kind, rotation] = server.index + 1
-        self._set(server, health.began(server.health, now))
-        return server
-
-    def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
-        return [s for s in self.of[kind] if s.health.ready and s not in exclude]
+        return self.fleet.take(kind, self.ready(kind, exclude), rotation, first)
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
@@ -108,7 +103,127 @@ class Fleet:
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
         """The servers that are known to have a shorter context than that, or fewer sequences."""
-        return [s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)]
+        return [s for s in self.members(kind) if not s.health.room.holds(num_tokens, num_choices)]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a fleet tells; each is called with the server first.
+
+    Attributes:
+        on_join, on_left: it is a member; it is none any more, and has nothing to do.
+        on_change: (server, old, new) when it becomes ready or stops being so, and when the reason
+            why it is not ready is another.
+        on_circuit: when its circuit is another.
+        on_silence: (server, whether that is a LONG_SILENCE) at each health check without an
+            answer, once they have made a server not ready.
+    """
+
+    on_join: Callable[[Server], None] = _nothing
+    on_left: Callable[[Server], None] = _nothing
+    on_change: Callable[[Server, Health, Health], None] = _nothing
+    on_circuit: Callable[[Server], None] = _nothing
+    on_silence: Callable[[Server, bool], None] = _nothing
+
+
+class Fleet(Pool):
+    """All servers, not ready until a health check says so.
+
+    Args:
+        urls: by kind, in the order in which they take turns; one may be of both kinds.
+    """
+
+    def __init__(
+        self,
+        urls: Mapping[Kind, Iterable[str]] = {},
+        watch: Watch = Watch(),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(self)
+        self._clock = clock
+        self._watch = watch
+        self.of: dict[Kind, list[Server]] = {kind: [] for kind in Kind}  # by index
+        self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
+        self.name_members(LISTED, urls)
+
+    @property
+    def servers(self) -> list[Server]:
+        return [server for kind in Kind for server in self.of[kind]]
+
+    # members
+
+    def find(self, kind: Kind, url: str) -> Server | None:
+        return next((server for server in self.of[kind] if server.url == url), None)
+
+    def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
+        """These are all that the source names now."""
+        named = [(kind, url) for kind in Kind for url in urls.get(kind, ())]
+        for kind, url in named:
+            self.join(kind, url, source)
+        for server in self.servers:
+            if source in server.sources and (server.kind, server.url) not in named:
+                self.leave(server, source)
+
+    def join(self, kind: Kind, url: str, source: str) -> Server:
+        """The member of that URL, which the source names from now on."""
+        server = self.find(kind, url)
+        if server is not None:
+            server.sources.add(source)
+            return server
+        taken = {each.index for each in self.of[kind]}
+        index = next(index for index in range(len(taken) + 1) if index not in taken)
+        server = Server(kind, url, index, sources={source})
+        bisect.insort(self.of[kind], server, key=lambda each: each.index)
+        self._watch.on_join(server)
+        return server
+
+    def leave(self, server: Server, source: str) -> None:
+        """The source names it no more."""
+        server.sources.discard(source)
+        self._end(server)
+
+    def begun(self, server: Server) -> None:
+        """It was given a request."""
+        server.in_flight += 1
+
+    def ended(self, server: Server) -> None:
+        """It has nothing more to do for one of them."""
+        server.in_flight -= 1
+        self._end(server)
+
+    def _end(self, server: Server) -> None:
+        if server.sources or server.in_flight or server not in self.of[server.kind]:
+            return
+        self.of[server.kind].remove(server)
+        self._watch.on_left(server)
+
+    # turns
+
+    def take(
+        self,
+        kind: Kind,
+        ready: Collection[Server],
+        rotation: str,
+        first: Callable[[list[Server]], Server],
+    ) -> Server | None:
+        """One of these servers, in turn; see `choose`."""
+        now = self._clock()
+        start = self._next.get((kind, rotation), 0)
+        in_turn = sorted(ready, key=lambda server: (server.index < start, server.index))
+        usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
+        if not usable:
+            return None
+        server = first(usable)
+        self._next[kind, rotation] = server.index + 1
+        self._set(server, health.began(server.health, now))
+        return server
+
+    # what is heard of them
 
     def polled(self, server: Server, said: Said, started_at: float) -> None:
         self._set(server, health.polled(server.health, said, started_at))
@@ -116,7 +231,7 @@ class Fleet:
     def silent(self, server: Server, reason: str) -> None:
         self._set(server, health.silent(server.health, reason))
         if not server.health.ready and server.health.silences >= health.SILENCES:
-            self._on_silence(server, server.health.silences >= health.LONG_SILENCE)
+            self._watch.on_silence(server, server.health.silences >= health.LONG_SILENCE)
 
     def unreachable(self, server: Server, reason: str) -> None:
         self._set(server, health.unreachable(server.health, reason, self._clock()))
@@ -129,9 +244,9 @@ class Fleet:
 
     def _set(self, server: Server, new: Health) -> None:
         old, server.health = server.health, new
+        circuit = health.circuit(new, self._clock())
+        if circuit != server.circuit:
+            server.circuit = circuit
+            self._watch.on_circuit(server)
         if (old.ready, old.reason) != (new.ready, new.reason):
-            self._on_change(server, old, new)
-
-
-def _servers(kind: Kind, urls: Iterable[str]) -> list[Server]:
-    return [Server(kind, url, index) for index, url in enumerate(dict.fromkeys(urls))]
+            self._watch.on_change(server, old, new)

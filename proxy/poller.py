@@ -1,4 +1,4 @@
-"""Asks every server of the fleet whether it is ready, again and again."""
+"""Asks every member of the fleet whether it is ready, again and again."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import msgspec
 
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
-from proxy.health import Room, Said
+from proxy.health import Room, Said, pause_s
 from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
@@ -31,20 +31,36 @@ class Poller:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._hurry = {server: asyncio.Event() for server in self.fleet.servers}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._hurry: dict[Server, asyncio.Event] = {}
+        self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._is_running = False
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._poll(server)) for server in self._hurry]
+        self._is_running = True
+        for server in self.fleet.servers:
+            self.watch(server)
+
+    def watch(self, server: Server) -> None:
+        """Checks a member until it has left; before `start` nothing is checked."""
+        if self._is_running and server not in self._tasks:
+            self._hurry[server] = asyncio.Event()
+            self._tasks[server] = asyncio.create_task(self._poll(server))
+
+    def leave(self, server: Server) -> None:
+        self._hurry.pop(server, None)
+        if task := self._tasks.pop(server, None):
+            task.cancel()
 
     def hurry(self, server: Server) -> None:
         """Asks at once: a connection broke, which may be all that is wrong with the server."""
-        self._hurry[server].set()
+        if server in self._hurry:
+            self._hurry[server].set()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        self._is_running = False
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _poll(self, server: Server) -> None:
         hurry = self._hurry[server]
@@ -54,7 +70,8 @@ class Poller:
                 await self._check(server)
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("what the health check of %s found", server)
-            interval_s = self.interval_s * random.uniform(1 - JITTER, 1 + JITTER)
+            jitter = random.uniform(1 - JITTER, 1 + JITTER)
+            interval_s = pause_s(server.health, self.interval_s) * jitter
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
@@ -66,7 +83,7 @@ class Poller:
                 response = await self.upstream.send(server.url, "GET", "/ready")
                 said = _said(server.kind, response.status, await response.read())
         except (Unreachable, Lost) as error:
-            said = Said(False, f"{error.failure.value}: {error}")
+            said = Said(False, f"{error.failure.value}: {error}", answered=False)
             self.fleet.polled(server, said, started_at)
         except (TimeoutError, TimedOut):
             self.fleet.silent(server, f"no answer within {self.timeout_s:g} s")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -131,7 +132,8 @@ class Upstreams:
     knowledge: Knowledge
 
     def __post_init__(self) -> None:
-        self._patience: dict[Server, set[asyncio.Timeout]] = {}  # of whom it keeps waiting
+        # Of those that keep waiting for it.
+        self._patience = WeakKeyDictionary[Server, set[asyncio.Timeout]]()
         self._giving_back: set[asyncio.Task[None]] = set()
         self._num_alone = 0  # requests in a row that found no prefill server to take them
 
@@ -204,6 +206,7 @@ class Upstreams:
 
     async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:
         self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
+        self.fleet.begun(server)
         work = None
         if call.ask is not None:
             work = self.knowledge.begin(
@@ -263,6 +266,7 @@ class Upstreams:
         self.metrics.inc("baton_proxy_upstream_in_flight", -1, **server.labels)
         if work is not None:
             self.knowledge.ended(work)
+        self.fleet.ended(server)
 
     def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""

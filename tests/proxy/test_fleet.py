@@ -24,7 +24,7 @@ from proxy.health import (
     succeeded,
     unreachable,
 )
-from proxy.membership import Fleet, Kind, Server
+from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.upstream import Failure
 from proxy.upstream_call import failure_of, may_retry, trips_breaker
 
@@ -212,9 +212,8 @@ def test_a_url_given_twice_is_one_server() -> None:
 
 def test_changes_of_readiness_and_of_what_bars_it_are_told_once() -> None:
     told: list[tuple[bool, bool, str]] = []
-    fleet = fleet_of(
-        "a", on_change=lambda _server, old, new: told.append((old.ready, new.ready, new.reason))
-    )
+    watch = Watch(on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason)))
+    fleet = fleet_of("a", watch=watch)
     for reason in ("refused", "refused", "loading"):
         fleet.unreachable(fleet.servers[0], reason)
     assert told == [(False, True, ""), (True, False, "refused"), (False, False, "loading")]

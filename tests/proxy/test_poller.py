@@ -4,7 +4,7 @@ import pytest
 
 from proxy.health import LONG_SILENCE, SILENCES, Room, Said
 from proxy.knowledge import Knowledge
-from proxy.membership import Fleet, Kind
+from proxy.membership import Fleet, Kind, Watch
 from proxy.poller import Poller, _said
 from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import until
@@ -37,7 +37,7 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
 ) -> None:
     told: list[bool] = []
 
-    fleet = Fleet(DECODE, on_silence=lambda _server, is_long: told.append(is_long))
+    fleet = Fleet(DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long)))
     (server,) = fleet.servers
     fleet.polled(server, Said(True), 0.0)
     await watch(fleet, Failing(error), LONG_SILENCE)
@@ -50,7 +50,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> No
     def broken(*_change: object) -> None:
         raise RuntimeError("it cannot be shown")
 
-    fleet = Fleet(DECODE, on_change=broken)
+    fleet = Fleet(DECODE, Watch(on_change=broken))
     await watch(fleet, Failing(TimedOut("1 s")), 2)
 
 

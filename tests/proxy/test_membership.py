@@ -1,0 +1,113 @@
+"""Servers that come and go: who is a member, what is kept of each, and what ends with it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.health import LONG_SILENCE, MAX_PAUSE, Health, Said, pause_s, polled, silent
+from proxy.knowledge import Knowledge, ask_of
+from proxy.membership import Fleet, Kind, Server, Watch
+
+YES = Said(True)
+ASK = ask_of(b"", b"x" * 4096, 1)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["join", "leave", "begin", "end"]),
+        st.sampled_from("abcdef"),
+        st.sampled_from(["file", "dns"]),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(
+    steps: list[tuple[str, str, str]],
+) -> None:
+    knowledge, left = Knowledge("auto"), list[Server]()
+
+    def on_left(server: Server) -> None:
+        left.append(server)
+        knowledge.left(server)
+
+    fleet = Fleet(watch=Watch(on_left=on_left))
+    named: dict[str, set[str]] = {}
+    works: dict[Server, list[object]] = {}
+    most = 0
+    for step, url, source in steps:
+        server = fleet.find(Kind.DECODE, url)
+        match step:
+            case "join":
+                named.setdefault(url, set()).add(source)
+                fleet.polled(fleet.join(Kind.DECODE, url, source), YES, 0.0)
+            case "leave" if server is not None:
+                named[url].discard(source)
+                fleet.leave(server, source)
+            case "begin" if server is not None and server.accepts:
+                fleet.begun(server)
+                begun = knowledge.begin(server, ASK, computes=True, generates=True)
+                works.setdefault(server, []).append(begun)
+            case "end" if server is not None and works.get(server):
+                knowledge.ended(works[server].pop())  # type: ignore[arg-type]
+                fleet.ended(server)
+        members = fleet.of[Kind.DECODE]
+        most = max(most, len(members))
+        busy = {server.url for server, some in works.items() if some}
+        assert {each.url for each in members} == {u for u in named if named[u]} | busy
+        assert {each.url for each in fleet.ready(Kind.DECODE)} == {u for u in named if named[u]}
+        assert len({each.index for each in members}) == len(members)
+        assert all(each.index < most for each in members)
+        assert not set(left) & set(members) & set(knowledge.loads)
+        assert all(load.index < most for load in knowledge.loads.values())
+
+
+def test_who_comes_takes_the_place_that_another_left() -> None:
+    fleet = Fleet({Kind.DECODE: "abc"})
+    fleet.name_members("listed", {Kind.DECODE: "ac"})
+    assert [each.name for each in fleet.servers] == ["decode-0", "decode-2"]
+    assert str(fleet.join(Kind.DECODE, "d", "file")) == "decode-1 d"
+    for server in fleet.servers:
+        fleet.polled(server, YES, 0.0)
+    turns = [fleet.choose(Kind.DECODE) for _ in range(4)]
+    assert [each and each.url for each in turns] == ["a", "d", "c", "a"]
+
+
+@pytest.mark.parametrize(("sources", "drained", "accepts"), [("ab", 0, 1), ("", 0, 0), ("a", 1, 0)])
+def test_who_leaves_or_is_drained_gets_nothing_new(
+    sources: str, drained: bool, accepts: bool
+) -> None:
+    fleet = Fleet({Kind.DECODE: "u"})
+    (server,) = fleet.servers
+    fleet.polled(server, YES, 0.0)
+    fleet.begun(server)
+    server.drained = bool(drained)
+    for source in sources:
+        fleet.join(Kind.DECODE, "u", source)
+    fleet.leave(server, "listed")
+    assert (fleet.choose(Kind.DECODE) is server) is bool(accepts)
+    fleet.ended(server)
+    assert (server in fleet.servers) is bool(sources)
+
+
+def test_who_answers_nothing_for_a_while_is_asked_less_often() -> None:
+    health, pauses = Health(), list[float]()
+    for _ in range(LONG_SILENCE + 6):
+        health = silent(health, "no answer")
+        pauses.append(pause_s(health, 2.0))
+    assert pauses[:LONG_SILENCE] == [2.0] * LONG_SILENCE
+    assert pauses == sorted(pauses) and pauses[-1] == 2.0 * MAX_PAUSE
+    assert pause_s(polled(health, Said(False, "refused", answered=False), 1.0), 1.0) == MAX_PAUSE
+    assert pause_s(polled(health, Said(False, "it starts"), 1.0), 2.0) == 2.0
+
+
+def test_a_circuit_is_told_when_it_changes() -> None:
+    now, told = 0.0, list[str]()
+    watch = Watch(on_circuit=lambda server: told.append(server.circuit))
+    fleet = Fleet({Kind.DECODE: "a"}, watch, clock=lambda: now)
+    (server,) = fleet.servers
+    for _ in range(6):
+        fleet.failed(server)
+    now = 5.0
+    fleet.polled(server, YES, 5.0)
+    fleet.succeeded(server)
+    assert told == ["open", "half_open", "closed"]

@@ -4,7 +4,9 @@
 - A client that owes the rest of a request and is silent, or slower than MIN_BODY_BYTES_PER_S: it is
   told so, or the connection is closed.
 - Many bodies that are not all there yet: beyond a sum, the one that began first is refused.
-- A body that is declared too long, or a head that HTTP/1.1 forbids: refused before the body.
+- A body that is declared too long, or a head that HTTP/1.1 forbids: refused before the body. Where
+  two servers might not agree on its end, the connection is closed, too.
+- Trailers and what chunks say beside their sizes: dropped, and not without end.
 - A body whose request is answered: the rest is dropped, so that the client sees the answer.
 - Hundreds of requests ahead of their answers: the connection is closed.
 - A client that leaves after it has sent requests ahead: the running one is told of it, too.
@@ -14,11 +16,13 @@
 """
 
 import asyncio
+import re
 import resource
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import httptools
 import msgspec
@@ -31,6 +35,7 @@ from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
 
 MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+MAX_HEADERS = 200
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 MAX_TARGET_BYTES = 8192  # of a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
@@ -39,6 +44,10 @@ _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
 _PARTS = 4  # of a countdown
+_FRAMING = 8  # bytes that a byte of a body may need to come in a chunk
+_NAME = rb"[\w.~!$&'()*+,;=%-]"
+_HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_NAME, _NAME))
+_TARGET = re.compile(rb"(?:(?i:https?)://[^/?#@]+)?((?:/|(?<=.)\?|$)[^#]*)")
 
 
 def bound_clients(listener: socket.socket, timeout_s: float) -> None:
@@ -204,19 +213,27 @@ class _BoundedHttp(HttpToolsProtocol):
         known: dict[object, object] = {"transport": self.transport, "refusal": None}
         self.scope["extensions"] = {_CONNECTION: known}
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer: what it says was to be known before the body
+        if len(self.headers) >= MAX_HEADERS:
+            raise httptools.HttpParserError(f"more than {MAX_HEADERS} headers")
+        super().on_header(name, value)
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             if not self.transport.is_closing():
-                self.send_400_response("Invalid HTTP request received.")
+                cause = error.__context__ or error
+                self.send_400_response(f"Invalid HTTP request received: {str(cause)[:200]}.")
         if self.transport.is_closing():
             return
         self._time(len(data))
-        self._head_bytes = 0 if self._in_body else self._head_bytes + len(data)
+        self._head_bytes = max(0, self._head_bytes + len(data))
         if self._head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("The request's head is too long.")
+            self.send_400_response("The request's head, or what frames its body, is too long.")
 
     def _time(self, num_bytes: int) -> None:
         """Expects what the client owes now that more has come."""
@@ -233,25 +250,57 @@ class _BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_AHEAD:
             self.transport.abort()
             raise httptools.HttpParserError("too many requests ahead")  # parses no more
+        self._check_framing()
         if self.parser.should_upgrade():
             return
+        fault = self._take_target()
         super().on_headers_complete()
         self._stop_expecting()
         self._in_body, self._is_given_up, self._head_bytes = True, False, 0
-        _known(self.scope)["refusal"] = self._fault()
+        _known(self.scope)["refusal"] = fault or self._fault()
         # A client that is answered before its body is all there goes on sending, and would not see
         # the answer if it was hung up on; one that waits to be told to send will not.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
+    def _check_framing(self) -> None:
+        """Raises HttpParserError for a head behind which two servers might look for another end."""
+        version = self.parser.get_http_version()
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if version not in ("1.0", "1.1"):
+            raise httptools.HttpParserError("the version must be HTTP/1.1 or HTTP/1.0")
+        if codings and (codings != [b"chunked"] or version == "1.0"):
+            raise httptools.HttpParserError("Transfer-Encoding may be `chunked`, in HTTP/1.1 alone")
+        if version == "1.0":
+            self.expect_100_continue = False
+
+    def _take_target(self) -> errors.BatonError | None:
+        """What is wrong with the target. An absolute one loses its host, a wrong one all."""
+        sent, self.url = self.url, b"/"
+        if len(sent) > MAX_TARGET_BYTES:
+            told = f"path and query have {len(sent)} bytes"
+            return errors.TargetTooLong(f"{told}, the limit is {MAX_TARGET_BYTES} bytes")
+        found = _TARGET.fullmatch(sent)
+        path = unquote_to_bytes(found[1].partition(b"?")[0]) if found else b".."
+        if not found or not {b".", b".."}.isdisjoint(re.split(rb"[/\\]", path)):
+            # Servers behind this one may resolve dots, and end up at what is not for clients.
+            return errors.InvalidRequest(
+                f"the target is {sent[:80]!r}; send a path, without `.` or `..`, and no fragment"
+            )
+        self.url = found[1] if found[1].startswith(b"/") else b"/" + found[1]
+        return None
+
     def _fault(self) -> errors.BatonError | None:
-        """What is wrong with the head that has come."""
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
-            return errors.InvalidRequest(f"the request has {num_hosts} headers `Host`; send one")
-        if len(self.url) > MAX_TARGET_BYTES:
-            sent = f"path and query have {len(self.url)} bytes"
-            return errors.TargetTooLong(f"{sent}, the limit is {MAX_TARGET_BYTES} bytes")
+        """What else is wrong with the head that has come."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            return errors.InvalidRequest(f"the request has {len(hosts)} headers `Host`; send one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            return errors.InvalidRequest(f"`Host` is {hosts[0][:80]!r}; send HOST or HOST:PORT")
+        if sum(name == b"authorization" for name, _ in self.headers) > 1:
+            return errors.InvalidRequest(
+                "the request has several headers `Authorization`; send one"
+            )
         declared = next((int(v) for name, v in self.headers if name == b"content-length"), 0)
         limit = self.options.max_body_bytes
         if declared > limit + self.beside_bytes:
@@ -261,6 +310,7 @@ class _BoundedHttp(HttpToolsProtocol):
         return None
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes -= (1 + _FRAMING) * len(body)
         if self.cycle.response_complete or self._is_given_up:
             self._dropped_bytes += len(body)
             if self._dropped_bytes > MAX_DROPPED_BYTES:
@@ -276,6 +326,7 @@ class _BoundedHttp(HttpToolsProtocol):
             return
         self._in_body, self._dropped_bytes = False, 0
         self.unfinished.remove(self)
+        self._keeps_alive &= self.parser.should_keep_alive()  # a trailer may say that, too
         self.cycle.keep_alive = self._keeps_alive
         if self.cycle.response_complete and not self._keeps_alive:
             self.transport.close()

@@ -69,6 +69,7 @@ async def serving(
     origins: tuple[str, ...] = (),
     max_body: int = MAX_BODY,
     config: GenerationConfig | None = None,
+    client_timeout_s: float = WAIT_S,
 ) -> AsyncIterator[Server]:
     engine = ScriptedEngine(script, ready)
     await engine.start()
@@ -81,7 +82,7 @@ async def serving(
         fingerprint,
         config or GenerationConfig(),
     )
-    options = ListenOptions(max_body_bytes=max_body, client_timeout_s=WAIT_S)
+    options = ListenOptions(max_body_bytes=max_body, client_timeout_s=client_timeout_s)
     http = bounded_protocol(options, KV_PARAMS_BYTES)
     config = uvicorn.Config(create_app(api), port=0, log_level="warning", lifespan="off", http=http)
     server = uvicorn.Server(config)

@@ -1,0 +1,228 @@
+"""The table against the proxy, a prefill and a decode server, and all three chained."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+import pytest
+
+from decode_server.server import DecodeHooks
+from engine.text.tokenizer import Tokenizer
+from prefill_server.server import PrefillHooks
+from protocol.messages import AddRequest, TokenDelta
+from protocol.settings.settings import ProxySettings
+from proxy.__main__ import make_server
+from proxy.app import ProxyApp
+from tests.engine.malformed import HEALTH, MAYBE, ROWS, Row
+from tests.proxy.fakes import KV_PARAMS, until
+from tests.rigs.http_server import serving
+from tests.rigs.offers import offer
+
+TIMEOUT_S = 0.5  # of clients that owe something
+AT_ONCE = 32
+SECRET = b"secret"
+
+
+# The prompts that each of the servers behind a port was asked for.
+Prompts = Callable[[], list[list[str]]]
+
+
+async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
+    """An answer's status, once it is all there and says what answers must. Empty at the end."""
+    try:
+        told = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+    except asyncio.IncompleteReadError as error:
+        return repr(error.partial) if error.partial else ""
+    except ConnectionError:
+        return ""
+    first, *rest = told.split(b"\r\n")
+    headers = dict(line.lower().split(b": ", 1) for line in rest)
+    status = first.split()[1].decode()
+    if status == "100":
+        return status
+    if headers.get(b"x-request-id") == b"trailer":
+        return f"{status} with a trailer"
+    length = int(headers[b"content-length"])
+    body = await reader.readexactly(length) if has_body else b""
+    if b"x-request-id" not in headers and status != "200":
+        return f"{status} without an id"
+    if body and status != "200" and "message" not in json.loads(body)["error"]:
+        return f"{status} without a message"
+    return status if has_body else status + "-"
+
+
+async def answers_to(row: Row, port: int, tag: bytes) -> str:
+    """As in the table: what comes, and whether the connection is of use afterwards."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    found: list[str] = []
+    try:
+        writer.write(row.raw.replace(b"@@@@", tag))
+        expected = row.expected.rstrip("!").split()
+        for want in expected:
+            found.append(await read_answer(reader, not want.endswith("-")))
+        if not row.expected.endswith("!"):
+            writer.write(HEALTH)
+        while status := await read_answer(reader, True):
+            if status == "200" and not row.expected.endswith("!"):
+                return " ".join(found)
+            found.append(status)
+        return " ".join(filter(None, found)) + "!"
+    finally:
+        writer.close()
+
+
+async def failures(port: int, prompts: Prompts) -> list[str]:
+    """The rows that are not as the table says, and what they were instead."""
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def answers(row: Row, tag: str) -> str:
+        async with turn:
+            try:
+                async with asyncio.timeout(15):
+                    return await answers_to(row, port, tag.encode())
+            except (TimeoutError, asyncio.IncompleteReadError, KeyError, ValueError) as error:
+                return repr(error)
+
+    tags = [f"~{at:03}" for at in range(len(ROWS))]
+    found = await asyncio.gather(*map(answers, ROWS, tags))
+    asked = prompts()
+    wrong = [text for texts in asked for text in texts if not any(tag in text for tag in tags)]
+    for row, tag, told in zip(ROWS, tags, found, strict=True):
+        times = {sum(tag in text for text in texts) for texts in asked}
+        if told != row.expected or not times <= ({0, 1} if row.asked == MAYBE else {row.asked}):
+            wrong.append(f"{row.name}: {told} {times}, expected {row.expected} {row.asked}")
+    return wrong
+
+
+@dataclass
+class Recorder:
+    """A server that reads strictly, with another parser than ours, and keeps what it is asked."""
+
+    answer: Any
+    bodies: list[bytes] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER)
+        body = bytearray()
+        try:
+            while True:
+                match connection.next_event():
+                    case h11.NEED_DATA:
+                        connection.receive_data(await reader.read(65536))
+                    case h11.Request() as request:
+                        head, body = request, bytearray()
+                    case h11.Data(data=data):
+                        body += data
+                    case h11.EndOfMessage():
+                        if head.target == b"/v1/completions":
+                            self.bodies.append(bytes(body))
+                        told = json.dumps(self.answer if head.method == b"POST" else {}).encode()
+                        headers = [("content-length", str(len(told)))]
+                        for event in (
+                            h11.Response(status_code=200, headers=headers),
+                            h11.Data(data=told),
+                            h11.EndOfMessage(),
+                        ):
+                            writer.write(connection.send(event) or b"")
+                        connection.start_next_cycle()
+                    case _:
+                        return
+        except h11.RemoteProtocolError as error:
+            self.problems.append(str(error))
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def proxying(prefill: str, decode: str) -> AsyncIterator[int]:
+    """The port of a proxy in front of these, once both are ready."""
+    app = ProxyApp(
+        ProxySettings(
+            prefill=(prefill,),
+            decode=(decode,),
+            health_interval_s=0.05,
+            client_timeout_s=TIMEOUT_S,
+            max_body_bytes=20_000,
+            disaggregate="always",
+        )
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = make_server(app)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: all(server.health.ready for server in app.fleet.servers))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+async def says(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    params = offer(SECRET, request.token_ids, request.sampling)
+    yield TokenDelta(request_id=request.request_id, token_ids=[42])
+    yield TokenDelta(
+        request_id=request.request_id,
+        finish_reason="length",
+        kv_transfer_params=params if request.retain_kv else None,
+    )
+
+
+@contextlib.asynccontextmanager
+async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
+    """A proxy between two recorders."""
+    recorders = [Recorder({"kv_transfer_params": KV_PARAMS}), Recorder({"text": "x"})]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for recorder in recorders:
+            server = await asyncio.start_server(recorder, "127.0.0.1", 0)
+            stack.callback(server.close)
+            urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with proxying(*urls) as port:
+            yield port, lambda: [[b.decode() for b in one.bodies] for one in recorders]
+    assert [problem for one in recorders for problem in one.problems] == []
+
+
+@contextlib.asynccontextmanager
+async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, Prompts]]:
+    """Servers of these roles; of several, a proxy in front of them."""
+    hooks = {"prefill": PrefillHooks(SECRET), "decode": DecodeHooks(SECRET, "recompute")}
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        servers = [
+            await enter(serving(tokenizer, says, hooks=hooks[role], client_timeout_s=TIMEOUT_S))
+            for role in roles
+        ]
+        urls = [server.http.base_url for server in servers]
+        alone = len(servers) == 1
+        port = urls[0].port if alone else await enter(proxying(*(str(u).rstrip("/") for u in urls)))
+        yield (
+            port,
+            lambda: [
+                [tokenizer.decode(add.token_ids) for add in server.engine.added]
+                for server in servers
+            ],
+        )
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [(), ("prefill",), ("decode",), ("prefill", "decode")],
+    ids=lambda roles: "-".join(roles) or "proxy",
+)
+async def test_no_request_is_read_in_two_ways(roles: tuple[str, ...], tokenizer: Tokenizer) -> None:
+    async with served(tokenizer, *roles) if roles else recorded() as (port, prompts):
+        wrong = await failures(port, prompts)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_rows_have_names_of_their_own() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS) >= 140

@@ -13,7 +13,6 @@ from typing import Any
 from protocol.errors import BatonError, InternalError, InvalidRequest, RequestError
 from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
-from protocol.near_names import suggestion
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
@@ -23,6 +22,7 @@ from proxy.membership import LISTED, Fleet, Kind, Server, Watch
 from proxy.pd_request import PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
+from proxy.ui.site import Site
 from proxy.upstream import Failure, HttpUpstream
 from proxy.upstream_call import Upstreams
 
@@ -75,6 +75,7 @@ class ProxyApp:
             timeout_s=settings.health_timeout_s,
         )
         self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics, self.knowledge)
+        self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
         for name, labels in _known_series():
@@ -103,6 +104,7 @@ class ProxyApp:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self._poller.close()
+        await self._site.close()
         await self._upstreams.close()
         await self._upstream.close()
         await send({"type": "lifespan.shutdown.complete"})
@@ -120,6 +122,8 @@ class ProxyApp:
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         path = scope["path"]
+        if path in GENERATE_PATHS:
+            self._site.began(path, reply)
         try:
             if error := refusal(scope):
                 raise error
@@ -150,10 +154,10 @@ class ProxyApp:
     async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         method, path = scope["method"], scope["path"]
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
-        allowed = ("GET", "HEAD") if is_read or path in OWN_PATHS else ("POST",)
-        if not (is_read or path in OWN_PATHS or path in CLIENT_PATHS):
-            near = suggestion(path[:80].rstrip("/"), CLIENT_PATHS)
-            raise UnknownPath(f"no such path: {method} {path}{near}; GET /docs lists all paths")
+        is_own = path in OWN_PATHS or path in self._site.paths
+        allowed = ("GET", "HEAD") if is_read or is_own else ("POST",)
+        if not (is_read or is_own or path in CLIENT_PATHS):
+            raise UnknownPath(method, path, CLIENT_PATHS)
         if method not in allowed:
             raise MethodNotAllowed(method, allowed)
         match path:
@@ -164,6 +168,8 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
+            case _ if path in self._site.paths:
+                await self._site.answer(scope, reply)
             case _:
                 await self._pass(scope, receive, reply, is_read)
 
@@ -226,6 +232,7 @@ class ProxyApp:
     def _record(self, path: str, reply: Reply) -> None:
         trace, total_s = reply.trace, reply.trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
+        self._site.ended(reply, status)
         self.metrics.inc("baton_proxy_responses", status=status)
         self.metrics.observe("baton_proxy_request_seconds", total_s)
         if reply.is_stream and trace.first_byte_s is not None:

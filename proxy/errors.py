@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from protocol.errors import RequestError, ServiceError
+from protocol.near_names import suggestion
 
 
 # fmt: off
@@ -13,8 +14,13 @@ class DecodeServerTimeout(  # it was silent for longer than --read-timeout-s
     ServiceError, status=504, phase="decode", code="decode_server_timeout"
 ): ...
 class ShuttingDown(ServiceError, phase="shutdown", code="shutting_down"): ...  # this proxy
-class UnknownPath(RequestError, status=404, code="unknown_path"): ...
 # fmt: on
+
+
+class UnknownPath(RequestError, status=404, code="unknown_path"):
+    def __init__(self, method: str, path: str, known: Sequence[str]) -> None:
+        near = suggestion(path[:80].rstrip("/"), known)
+        super().__init__(f"no such path: {method} {path}{near}; GET /docs lists all paths")
 
 
 class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):

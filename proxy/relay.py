@@ -42,6 +42,7 @@ class RequestTrace:
     phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
+    legs: list[tuple[str, float]] = field(default_factory=list)  # servers asked, and when (s)
     first_byte_s: float | None = None
 
     def begin(self) -> None:

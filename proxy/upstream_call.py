@@ -166,6 +166,7 @@ class Upstreams:
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
+            trace.legs.append((server.name, trace.elapsed_s()))
             failure: Failure | None
             try:
                 leg = await self._attempt(server, call)

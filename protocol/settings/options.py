@@ -277,3 +277,5 @@ class RoutingOptions(Options):
     these servers have it (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
+    ui: bool = True
+    """serve the page that shows the cluster, at the proxy's /"""

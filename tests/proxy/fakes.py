@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.http.connections import bound_clients
 from protocol.metrics import TABLE
+from protocol.numbers import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
@@ -49,6 +50,7 @@ class Call:
     path: str
     headers: dict[str, str]
     raw: bytes
+    query: str
     receive: Any = field(repr=False)
     send: Any = field(repr=False)
 
@@ -183,6 +185,8 @@ class Fake:
         self.room = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
         self.calls: list[Call] = []
         self.releases: list[Call] = []
+        self.on_stats: Behave = answers(404, {})
+        self.looks: list[Call] = []  # of the proxy's page
         self.polls = 0
         self.silent = False  # to health checks
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -196,7 +200,8 @@ class Fake:
             message = await receive()
             raw, more = raw + message.get("body", b""), message.get("more_body", False)
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(scope["path"], headers, raw, receive, send)
+        query = scope["query_string"].decode()
+        call = Call(scope["path"], headers, raw, query, receive, send)
         if call.path == "/ready":
             self.polls += 1
             if self.silent:
@@ -207,6 +212,10 @@ class Fake:
                 told["role"] = self.role
             told.update((name, n) for name, n in self.room.items() if n is not None)
             await call.answer(200 if self.ready else 503, told)
+            return
+        if call.path == STATS_PATH:
+            self.looks.append(call)
+            await self.on_stats(call)
             return
         is_release = call.path == "/release_kv"
         (self.releases if is_release else self.calls).append(call)

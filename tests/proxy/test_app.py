@@ -58,7 +58,8 @@ async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("GET", "/", 404, "GET"),
+        ("GET", "/ui", 404, "GET"),
+        ("POST", "/", 405, "use GET"),
         ("POST", "/" + "x" * 4000, 404, "POST"),
         ("POST", "/v1/embeddings", 404, "POST"),
         ("POST", "/v1/completions/", 404, "did you mean /v1/completions"),

@@ -1,0 +1,185 @@
+"""The page's files and its data: what they are, who is asked for them and when; their bounds."""
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.ui import site, state
+from tests.proxy.fakes import Call, Fake, Rig, answers, decodes, drops, hangs, prefills, until
+
+GEOMETRY = {"model": "m", "tp": 2, "block_size": 16, "num_blocks": 10}
+
+
+def served(number: int, request_id: str, **times: float) -> dict[str, Any]:
+    return {
+        "number": number,
+        "id": request_id,
+        "endpoint": "completions",
+        "outcome": "length",
+        "error": None,
+        "times": times,
+        "prompt_tokens": 3,
+        "generated": 2,
+        "kv": {"transferred": 3},
+    }
+
+
+class Tells:
+    """A server's behaviour at GET /stats."""
+
+    def __init__(self, **values: float) -> None:
+        self.values = values
+        self.served: list[dict[str, Any]] = []
+
+    async def __call__(self, call: Call) -> None:
+        told = {"server": GEOMETRY, "values": self.values, "served": self.served, "next": 7}
+        await call.answer(200, told)
+
+
+async def look(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
+    response = await rig.client.get(site.STATE_PATH, params={"since": since, "epoch": epoch})
+    assert response.status_code == 200, response.text
+    found = response.json()
+    assert isinstance(found, dict)
+    return found
+
+
+async def looks_until(rig: Rig, condition: Any) -> dict[str, Any]:
+    while not condition(found := await look(rig)):
+        await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(state, "ASKS_PER_S", 1000)
+
+
+async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_data() -> None:
+    async with Rig() as rig:
+        for path in site.OPEN_PATHS:
+            got = await rig.client.get(path)
+            assert got.status_code == 200
+            policy = got.headers["content-security-policy"]
+            assert (
+                "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+            )
+            assert got.headers["x-content-type-options"] == "nosniff"
+            head = await rig.client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+        page = (await rig.client.get("/")).text
+        assert not re.search(r"<script>|<style|\son\w+=|\sstyle=|//", page)
+        linked = set(re.findall(r'(?:src|href)="(/ui/[^"]+)"', page))
+        assert linked <= site.OPEN_PATHS
+        assert rig.decode[0].looks == [], "the files alone cost servers nothing"
+
+
+async def test_without_it_its_paths_are_unknown_and_nothing_is_noted() -> None:
+    async with Rig(ui=False) as rig:
+        await rig.complete()
+        answered = [await rig.client.get(path) for path in site.PATHS]
+        assert {answer.status_code for answer in answered} == {404}
+
+
+async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it() -> None:
+    async with Rig() as rig:
+        tells = rig.decode[0].on_stats = Tells(baton_requests_running=1.0)
+        await rig.complete(headers={"x-request-id": "mine"}, prompt="SECRET")
+        tells.served = [served(6, "mine", admitted=0.1, end=0.4), served(5, "another proxy's")]
+        found = await looks_until(rig, lambda found: found["requests"][0]["served"])
+        (request,) = found["requests"]
+        assert [name for name, _ in request["legs"]] == ["prefill-0", "decode-0"]
+        assert (request["id"], request["status"], request["alone"]) == ("mine", "200", None)
+        assert request["served"]["decode-0"]["times"] == {"admitted": 0.1, "end": 0.4}
+        assert found["points"][-1]["pd"] == 1
+        assert found["points"][-1]["decode"] == {"baton_requests_running": 1.0}
+        decode = found["servers"]["decode-0"]
+        assert (decode["tp"], decode["ready"], decode["reason"]) == (2, True, "")
+        assert "404" in found["servers"]["prefill-0"]["reason"], "of a server that has no numbers"
+        await looks_until(rig, lambda _: "since=7" in rig.decode[0].looks[-1].query)
+        assert "SECRET" not in str(found) and rig.decode[0].url not in str(found)
+
+
+async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys() -> None:
+    async with Rig() as rig:
+        await rig.complete()
+        first = await look(rig)
+        again = await look(rig, first["number"], first["epoch"])
+        assert again["requests"] == [] and again["servers"] == {}
+        await rig.complete()
+        (new,) = (await look(rig, first["number"], first["epoch"]))["requests"]
+        assert new["number"] == 2
+        assert len((await look(rig, 10**12, "another"))["requests"]) == 2
+        wrong = await rig.client.get(site.STATE_PATH, params={"since": "-1"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
+
+
+async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_called_so() -> None:
+    async with Rig(decode=[Fake(hangs)]) as rig:
+        task = asyncio.create_task(rig.complete())
+        await until(lambda: bool(rig.decode[0].calls))
+        found = await looks_until(rig, lambda found: len(found["requests"][0]["legs"]) == 2)
+        assert found["running"] == [1] and found["requests"][0]["status"] is None
+        assert found["servers"]["decode-0"]["in_flight"] == 1
+        task.cancel()
+        found = await looks_until(rig, lambda found: not found["running"])
+        assert found["requests"][0]["status"] == "none", "the client has gone"
+        await rig.decode[0].stop()
+        found = await looks_until(rig, lambda found: not found["servers"]["decode-0"]["ready"])
+        assert "127.0.0.1" not in found["servers"]["decode-0"]["reason"]
+
+
+async def test_rings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_REQUESTS", "MAX_RUNNING"):
+        monkeypatch.setattr(state, name, 3)
+    async with Rig() as rig:
+        for _ in range(5):
+            await rig.complete(headers={"x-request-id": "the same"})
+        found = await looks_until(rig, lambda found: len(found["points"]) > 3)
+        assert [request["number"] for request in found["requests"]] == [3, 4, 5]
+        rig.decode[0].behave = hangs
+        tasks = [asyncio.create_task(rig.complete()) for _ in range(5)]
+        await until(lambda: len(rig.decode[0].calls) == 10)
+        assert len((await look(rig))["running"]) == 3
+        for task in tasks:
+            task.cancel()
+
+
+@pytest.mark.parametrize("on_stats", [drops, hangs, answers(200, {"values": 1}), answers(503, {})])
+async def test_a_server_without_numbers_keeps_no_page_from_the_others(
+    on_stats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "ASK_TIMEOUT_S", 0.05)
+    async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
+        rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
+        servers = (await look(rig))["servers"]
+        assert servers["decode-0"]["reason"] and servers["decode-0"]["ready"]
+        assert servers["decode-1"]["values"] == {"x": 1.0}
+        assert (await rig.complete()).status_code == 200
+
+
+async def test_servers_are_asked_only_while_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "LINGER_S", 0.05)
+    async with Rig() as rig:
+        fake, rounds = rig.decode[0], []
+        await rig.complete()
+        assert fake.looks == []
+        for _ in range(2):
+            await look(rig)
+            rounds.append(0)
+            while len(fake.looks) > rounds[-1]:  # until none comes for some health checks
+                rounds[-1], polls = len(fake.looks), fake.polls
+                await until(lambda polls=polls: fake.polls > polls + 10)
+        assert 0 < rounds[0] < rounds[1]
+
+
+async def test_a_page_of_many_servers_is_asked_for_seldom() -> None:
+    fakes = [Fake(prefills) for _ in range(25)], [Fake(decodes) for _ in range(25)]
+    async with Rig(*fakes) as rig:
+        found: httpx.Response = await rig.client.get(site.STATE_PATH)
+        assert len(found.json()["names"]) == 50
+        assert found.json()["interval_s"] == 50 / state.ASKS_PER_S

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5320,
-    "proxy": 2645,
-    "tests": 32780,
+    "protocol": 5322,
+    "proxy": 2984,
+    "tests": 32975,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -1,11 +1,14 @@
-"""What docs and dashboard say of metrics is what processes expose; the closing line of
+"""What docs, dashboard and alerts say of metrics is what processes expose; the closing line of
 `make test-all`."""
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from protocol.metrics import TABLE, Spec
 from tests.closing_line import closing_line
@@ -13,6 +16,8 @@ from tests.closing_line import closing_line
 ROOT = Path(__file__).resolve().parents[2]
 METRICS_DOC = ROOT / "docs" / "metrics.md"
 DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
+RULES = ROOT / "deploy" / "prometheus-rules.yml"
+ALERTS = ROOT / "tests" / "deploy" / "alerts.yml"
 
 
 def exposed(spec: Spec) -> str:
@@ -31,7 +36,9 @@ def test_the_docs_have_a_row_for_every_metric() -> None:
     assert not missing, "put into docs/metrics.md:\n" + "\n".join(missing)
 
 
-@pytest.mark.parametrize("file", [METRICS_DOC, ROOT / "docs" / "operations.md", DASHBOARD])
+@pytest.mark.parametrize(
+    "file", [METRICS_DOC, ROOT / "docs" / "operations.md", DASHBOARD, RULES, ALERTS]
+)
 def test_no_text_names_a_metric_that_is_not_there(file: Path) -> None:
     known = {exposed(spec): spec for spec in TABLE}
     for spec in TABLE:
@@ -41,16 +48,32 @@ def test_no_text_names_a_metric_that_is_not_there(file: Path) -> None:
     assert named and named - known.keys() == set()
 
 
-def test_the_dashboard_asks_for_labels_that_the_metrics_have() -> None:
+def rules() -> list[dict[str, str]]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    found: list[dict[str, str]] = group["rules"]
+    return found
+
+
+def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have() -> None:
     labels = {exposed(spec): spec.labels for spec in TABLE}
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(targets) >= 10
-    for expression in targets:
+    for expression in [*targets, *(rule["expr"] for rule in rules())]:
         for name, inside in re.findall(r"\b(baton_\w+)\{([^}]*)\}", expression):
             asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {"job", "instance"}
             assert asked <= set(labels[name]), expression
         assert expression.count("(") == expression.count(")")
+
+
+def test_the_docs_have_a_row_for_every_alert() -> None:
+    alerts = [rule["alert"] for rule in rules() if "alert" in rule]
+    assert re.findall(r"(?m)^\| `(Baton\w+)` \|", METRICS_DOC.read_text()) == alerts
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs Prometheus' promtool")
+def test_alerts_fire_when_all_goes_wrong_and_else_not() -> None:
+    subprocess.run(["promtool", "test", "rules", ALERTS], check=True)
 
 
 REPORT = """<?xml version="1.0" encoding="utf-8"?>

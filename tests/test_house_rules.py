@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5322,
     "proxy": 2984,
-    "tests": 32975,
+    "tests": 32998,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

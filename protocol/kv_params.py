@@ -330,7 +330,7 @@ def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()
         sorted((token, bits) for token, bits in bias if bits),
         is_banned,
         stop if is_banned or grammar else [],
-        grammar and [grammar.kind, grammar.text],
+        grammar and msgspec.to_builtins(grammar),
     ]
     text = json.dumps(shape, separators=(",", ":"))
     return hashlib.sha256(b"baton sampling\0" + text.encode()).hexdigest()

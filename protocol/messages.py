@@ -12,15 +12,17 @@ import msgspec
 from protocol.errors import BatonError, from_code
 from protocol.numbers import PhaseTimes
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["any", "json_object", "json_schema", "regex", "choice", "grammar"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
     """What the output must match. `text` is the schema as JSON text, the regex, the choices as a
-    JSON array of strings, the grammar in Lark or EBNF form, or empty for `json_object`."""
+    JSON array of strings, the grammar in Lark or EBNF form; empty for `json_object` and `any`."""
 
     kind: GrammarKind
     text: str = ""
+    allowed: tuple[int, ...] = ()  # the tokens that may be drawn; none: all of them
+    banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,7 +37,7 @@ from engine.http.middleware import (
     refusal_of,
 )
 from engine.http.request_stats import RequestStats
-from engine.http.text_encoder import given_texts, text_digest
+from engine.http.text_encoder import given_texts, grammar_of, text_digest
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError
 from protocol.http import sse
@@ -152,6 +153,8 @@ def _adds(
     default = api.generation_config.max_new_tokens
     limits = [token_limit(parsed, len(ids), ready.max_model_len, default) for ids in prompts]
     sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
+    grammar = grammar_of(sampling.grammar, parsed, api.tokenizer)
+    sampling = msgspec.structs.replace(sampling, grammar=grammar)
     end_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
     unique = f"{(current_request_id() or '')[:64]}-{secrets.token_hex(6)}"

@@ -59,6 +59,8 @@ def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seq
         check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
     if parsed.logit_bias:
         check_token_ids(parsed.logit_bias, vocab_size, "logit_bias")
+    if parsed.allowed_token_ids:
+        check_token_ids(parsed.allowed_token_ids, vocab_size, "allowed_token_ids")
     if parsed.num_candidates > max_num_seqs:
         param = "n" if parsed.n > max_num_seqs else "best_of"
         raise InvalidRequest(

@@ -23,6 +23,7 @@ import msgspec
 
 from engine.http.limits import prompt_param, too_long
 from engine.text.tokenizer import Tokenizer
+from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
@@ -68,6 +69,28 @@ def text_digest(parsed: GenerationRequest, tokenizer: Tokenizer) -> str | None:
     except UnicodeEncodeError:  # half a surrogate pair
         return None
     return hashlib.sha256(b"baton text\0" + text).hexdigest()
+
+
+def grammar_of(
+    grammar: Grammar | None, parsed: GenerationRequest, tokenizer: Tokenizer
+) -> Grammar | None:
+    """`grammar` with what the request says of single tokens and words."""
+    banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
+    if not (parsed.allowed_token_ids or banned):
+        return grammar
+    found = grammar or Grammar("any")
+    return msgspec.structs.replace(found, allowed=parsed.allowed_token_ids, banned=banned)
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of a word at the start of a text, and as vLLM has it, of one after a space that is
+    as long: a space that is a token alone leaves the word as it was."""
+    start, inner = (
+        tuple(tokenizer.encode(before + word.lstrip(), add_special_tokens=False))
+        for before in ("", " ")
+    )
+    is_other = start[:1] != inner[:1] and len(start) == len(inner)
+    return [ids for ids in ([start, inner] if is_other else [start]) if ids]
 
 
 class TextEncoder:
@@ -138,6 +161,10 @@ class TextEncoder:
 def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
     messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
+    for message in messages:
+        told = message.pop("reasoning", "") or message.pop("reasoning_content", "")
+        if told:
+            message["reasoning_content"] = told
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
     return {"messages": messages, **parsed.template_options, "tools": tools}
 

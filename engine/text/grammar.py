@@ -39,6 +39,7 @@ Int32s = npt.NDArray[np.int32]
 _MAX_CACHED_BYTES = 256 * 2**20
 _NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
 _BITS = 32
+_ID_BYTES = 64  # of memory, in a tuple
 _SLOW_S = 0.01  # of a core: above it a grammar's latest mask makes all its sequences sit out
 
 
@@ -55,7 +56,8 @@ class CompiledGrammar:
     """What all sequences under a grammar share.
 
     Args:
-        matcher: at the beginning.
+        grammar: what it was.
+        matcher: at the beginning; None where any text matches.
         num_words: W of a mask.
 
     Attributes:
@@ -64,13 +66,28 @@ class CompiledGrammar:
             that allowed it, which tries all of them.
     """
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher | None, num_words: int) -> None:
         self.matcher = matcher
         self.num_words = num_words
-        matcher, row = matcher.deep_copy(), np.empty(num_words, dtype=np.int32)
+        self.banned = grammar.banned
+        self.longest = max(map(len, grammar.banned), default=1) - 1  # outputs that bans look back
+        self.allowed = _bits_of(grammar.allowed, num_words) if grammar.allowed else None
+        self.mask_s = 0.0
+        row = np.full(num_words, -1, dtype=np.int32)
+        if matcher is None:
+            self.first_mask: Int32s | None = row
+            return
+        matcher = matcher.deep_copy()
         self.mask_s = _fill(matcher, row)
         can_go_on = not (matcher.is_error() or matcher.is_stopped())
-        self.first_mask: Int32s | None = row if can_go_on else None
+        self.first_mask = row if can_go_on else None
+
+
+def _bits_of(token_ids: Sequenceable[int], num_words: int) -> Int32s:
+    """[W], with these tokens' bits set."""
+    bits = np.zeros(num_words * _BITS, dtype=np.bool_)
+    bits[[token_id for token_id in token_ids if token_id < len(bits)]] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _fill(matcher: LLMatcher, row: Int32s) -> float:
@@ -96,7 +113,8 @@ class GrammarState:
         self.row = np.full(grammar.num_words, -1, dtype=np.int32)  # the mask, once it is filled
         self.work: Future[None] | None = None  # of another thread, on this state
         self._grammar = grammar
-        self._matcher = grammar.matcher.deep_copy()
+        self._matcher = grammar.matcher and grammar.matcher.deep_copy()
+        self._recent: list[int] = []  # the latest outputs, as far as bans look back
         self._num_consumed = 0
         self._num_filled_at = -1  # outputs that `row` is for
         self._min_tokens = request.sampling.min_tokens
@@ -137,15 +155,20 @@ class GrammarState:
 
     def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
-            self._matcher.reset()
+            if self._matcher is not None:
+                self._matcher.reset()
+            self._recent = []
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         return list(token_ids[first_output + self._num_consumed :])
 
     def _advance(self, news: list[int], *, fill: bool) -> None:
         try:
             if news and self.ending is None:
-                self._matcher.consume_tokens(news)
+                if self._matcher is not None:
+                    self._matcher.consume_tokens(news)
                 self._num_consumed += len(news)
+                if longest := self._grammar.longest:
+                    self._recent = (self._recent + news)[-longest:]
                 self.ending = self._look()
             if fill and self.ending is None and self._num_filled_at != self._num_consumed:
                 self.ending = self._allow()
@@ -161,28 +184,41 @@ class GrammarState:
         self._compute()
         if ending := self._look():
             return ending
-        barred = self._stop_ids if self._num_consumed < self._min_tokens else []
-        for token_id in (*self._silent_ids, *barred):
+        barred = [ids[-1] for ids in self._grammar.banned if self._ends_with(ids[:-1])]
+        if self._matcher is not None:
+            barred += self._silent_ids
+            barred += self._stop_ids if self._num_consumed < self._min_tokens else []
+        if self._grammar.allowed is not None:
+            self.row &= self._grammar.allowed
+        for token_id in barred:
             if token_id < len(self.row) * _BITS:
                 bit = np.uint32(1 << token_id % _BITS).view(np.int32)
                 self.row[token_id // _BITS] &= ~bit
         return None if self.row.any() else self._end("no token fits")
 
+    def _ends_with(self, token_ids: tuple[int, ...]) -> bool:
+        recent = self._recent
+        return not token_ids or tuple(recent[-len(token_ids) :]) == token_ids
+
     def _compute(self) -> None:
-        if self._num_consumed == 0 and self._grammar.first_mask is not None:
-            self.row[:] = self._grammar.first_mask
-        else:
-            self._grammar.mask_s = _fill(self._matcher, self.row)
+        matcher, first = self._matcher, self._grammar.first_mask
+        if first is not None and (matcher is None or self._num_consumed == 0):
+            self.row[:] = first
+        elif matcher is not None:
+            self._grammar.mask_s = _fill(matcher, self.row)
 
     def _look(self) -> Ending | None:
         """Whether the matcher itself says that nothing can follow."""
+        if self._matcher is None:
+            return None
         if self._matcher.is_error():
             return self._failed(self._matcher.get_error().partition("\n")[0])
         return self._end(self._matcher.stop_reason()) if self._matcher.is_stopped() else None
 
     def _end(self, reason: str) -> Ending:
         """An error for an output that was to have text, or a request that was to have an output."""
-        can_end = self._matcher.is_accepting() and self._num_consumed > 0
+        can_end = self._matcher is not None and self._matcher.is_accepting()
+        can_end = can_end and self._num_consumed > 0
         return COMPLETE if can_end else self._failed(reason)
 
     def _failed(self, reason: str) -> Ending:
@@ -241,7 +277,9 @@ class GrammarCompiler:
         Args:
             nbytes: what it takes, as far as its text does not tell.
         """
-        future, nbytes = self._compiled.pop(grammar, (None, max(nbytes, len(grammar.text))))
+        nbytes = max(nbytes, len(grammar.text)) + _ID_BYTES * len(grammar.allowed)
+        nbytes += _ID_BYTES * sum(map(len, grammar.banned))
+        future, nbytes = self._compiled.pop(grammar, (None, nbytes))
         if future is None:
             future = self._compiling.submit(self._compile, grammar)
             future.add_done_callback(lambda _: self.on_compiled())
@@ -251,8 +289,9 @@ class GrammarCompiler:
         return future
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        matcher = make_matcher(self._tokenizer.result(), grammar)
-        return CompiledGrammar(matcher, self._num_words)
+        tokenizer = self._tokenizer.result()
+        matcher = None if grammar.kind == "any" else make_matcher(tokenizer, grammar)
+        return CompiledGrammar(grammar, matcher, self._num_words)
 
     def state(
         self, request: AddRequest, compiled: Future[CompiledGrammar] | None = None

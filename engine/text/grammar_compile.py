@@ -99,6 +99,8 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def _to_llguidance(grammar: Grammar) -> str:
     match grammar.kind:
+        case "any":
+            return LLMatcher.grammar_from_regex(r"(.|\n)*")
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_OPTIONS)
         case "json_schema":

@@ -20,6 +20,8 @@ from protocol.openai.tools import OfferedTools, ToolChoice, Tools, read_tools
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
+UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
+
 # What a chat template gets from the server; a client's own variables cannot take their place.
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -30,6 +32,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = UNREAD
 
 
 def joined(content: Any) -> str:
@@ -86,10 +89,11 @@ class Message(Strict):
         None, description="a list, in an assistant's message only"
     )
     tool_call_id: Text = None
+    cache_control: Any = UNREAD  # every prompt's beginning is cached
     annotations: Any = neutral([])
     refusal: Any = neutral("")
-    reasoning_content: Any = neutral("")
-    reasoning: Any = neutral("")
+    reasoning_content: Text = None
+    reasoning: Text = None  # as some servers call it
 
     @model_validator(mode="after")
     def _is_of_its_role(self) -> Self:
@@ -112,6 +116,15 @@ Messages = Annotated[
 ]
 
 
+Verbosity = Annotated[
+    Literal["low", "medium", "high"] | None, Field(description="low, medium or high")
+]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Field(description="none, minimal, low, medium, high, xhigh or max"),
+]
+
+
 class ChatRequest(GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
@@ -123,10 +136,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
     chat_template_kwargs: Variables = Field({})
-
-    # OpenAI's, in place of `user`. Whose request it is and what it shares changes no answer here.
-    safety_identifier: Text = None
-    prompt_cache_key: Text = None
+    # Variables of the chat template, too; one that reads none of them is as ever.
+    enable_thinking: bool | None = Field(None, description="true or false")
+    reasoning_effort: Effort = None
+    verbosity: Verbosity = None
+    include_reasoning: Switch = True
 
     tools: OfferedTools = None
     tool_choice: ToolChoice = None
@@ -159,8 +173,21 @@ class ChatRequest(GenerationRequest):
         return {
             "add_generation_prompt": not goes_on if begins is None else begins,
             "continue_final_message": self.continue_final_message,
-            "variables": self.chat_template_kwargs,
+            "variables": {**self._said_variables(), **self.chat_template_kwargs},
         }
+
+    def _said_variables(self) -> dict[str, Any]:
+        """What chat templates call the fields that say how to think and to write."""
+        thinks, effort = self.enable_thinking, self.reasoning_effort
+        if thinks is None and effort is not None:
+            thinks = effort != "none"
+        said = {
+            "enable_thinking": thinks,
+            "thinking": thinks,
+            "reasoning_effort": None if effort == "none" else effort,
+            "verbosity": self.verbosity,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
     def check(self) -> None:
         super().check()

@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.chat import ChatRequest, joined
+from protocol.openai.chat import ChatRequest, Verbosity, joined
 from protocol.openai.requests import Read, Strict, fault, neutral, validate
 from protocol.openai.sampling import (
     MAX_INT31,
     CommonFields,
     GenerationConfig,
+    StreamOptions,
     Temperature,
     Text,
     TopP,
@@ -76,7 +77,7 @@ class TextOptions(Strict):
         description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
         '"name": "...", "schema": {...}}',
     )
-    verbosity: Any = neutral("medium")
+    verbosity: Verbosity = None
 
 
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
@@ -105,16 +106,12 @@ class ResponsesRequest(CommonFields):
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
-    safety_identifier: Text = None
-    prompt_cache_key: Text = None
 
     background: Any = neutral(False)
     include: Any = neutral([])
     parallel_tool_calls: Any = neutral(True, False)
     reasoning: Any = neutral({})
-    service_tier: Any = neutral("auto", "default")
-    store: Any = neutral(False)
-    stream_options: Any = neutral({}, {"include_obfuscation": False})
+    stream_options: StreamOptions | None = Field(None, description="an object")
     tool_choice: Any = neutral("none", "auto")
     tools: Any = neutral([])
     top_logprobs: Any = neutral(0)

@@ -16,6 +16,9 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
@@ -37,6 +40,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
 TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
 Text = Annotated[str | None, Field(description="a string")]
+# What clients send to OpenAI's own servers, and no answer of ours depends on.
+UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
 Variables = Annotated[
     dict[str, Any], Field(description="an object of variables for the chat template")
 ]
@@ -57,6 +62,30 @@ StopTokenIds = Annotated[
     Read(Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)], tuple),
     Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
 ]
+AllowedTokenIds = Annotated[
+    tuple[int, ...],
+    Read(
+        Annotated[
+            list[_TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+        ],
+        tuple,
+    ),
+    Field(description=f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids"),
+]
+BadWords = Annotated[
+    tuple[str, ...],
+    Read(
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+            Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+        ],
+        tuple,
+    ),
+    Field(
+        description=f"a list of at most {MAX_BAD_WORDS} strings, none of them empty or longer than "
+        f"{MAX_BAD_WORD_CHARS} characters"
+    ),
+]
 Biases = Annotated[
     dict[int, float],
     Read(
@@ -73,7 +102,7 @@ Biases = Annotated[
 class StreamOptions(Strict):
     include_usage: Switch = False
     continuous_usage_stats: Switch = False
-    include_obfuscation: Any = neutral(False)
+    include_obfuscation: Switch = False  # no answer has any
 
 
 class SamplingFields(Strict):
@@ -105,6 +134,11 @@ class CommonFields(Strict):
     stream: Switch = False
     ignore_eos: Switch = False
     user: Text = None
+    store: Switch = False  # nothing is
+    service_tier: UnreadText = None
+    safety_identifier: UnreadText = None
+    prompt_cache_key: UnreadText = None
+    prompt_cache_retention: UnreadText = None
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )
@@ -125,6 +159,8 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     stop_token_ids: StopTokenIds = ()
     include_stop_str_in_output: Switch = False
     min_tokens: int = integer(0, 0, MAX_INT31)
+    allowed_token_ids: AllowedTokenIds = ()
+    bad_words: BadWords = ()
     n: int = integer(1, 1, MAX_CHOICES)
     prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     skip_special_tokens: Switch = True
@@ -141,11 +177,9 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     no_stop_trim: Any = neutral(False)
     spaces_between_special_tokens: Any = neutral(True)
     detokenize: Any = neutral(True)
-    bad_words: Any = neutral([])
-    service_tier: Any = neutral("auto", "default")
-    store: Any = neutral(False)
-    metadata: Any = neutral({})
-    # Reasoning switches, for models that have none.
+    metadata: dict[str, Any] | None = Field(
+        None, description="an object of strings; it changes nothing here"
+    )
     include_reasoning: Any = neutral(True)
     separate_reasoning: Any = neutral(True)
     stream_reasoning: Any = neutral(True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
@@ -98,6 +99,31 @@ def test_masks_equal_a_search_over_the_vocabulary(
             said += texts[token]
         if kind == "choice":
             assert said in CHOICES
+
+
+def test_words_and_tokens_are_barred_by_what_was_drawn(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """A word of several tokens is barred at its last; a first token taken back counts no more."""
+    a, b, c = (tokenizer.encode(char)[0] for char in "abc")
+    words = ((c,), (a, b), (b, b, b))
+
+    def after(grammar: Grammar, *outputs: int) -> set[int] | None:
+        state = compiler.state(
+            replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
+        )
+        for several in (outputs, (), outputs):  # the middle one takes all back
+            assert state.follow([5, 6, *several], 2) is None
+            found = allowed(compiler, state)
+        return found if state.ending is None else None
+
+    few = Grammar("any", allowed=(a, b, c), banned=words)
+    told = [after(few, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))]
+    assert told == [{a}, {a, b}, {a}, {a}]
+    assert after(Grammar("any", banned=words), b, b) == set(range(VOCAB)) - {b, c}
+    assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, "nothing is left"
+    both = Grammar("choice", json.dumps(["ab", "bc", "bab"]), banned=words)
+    assert after(both, b) == {a}
 
 
 def test_blanks_do_not_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -257,7 +257,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (responses, {"max_output_tokens": 0}, "max_output_tokens"),
     (responses, {"max_tokens": 5}, "max_tokens"),
     (responses, {"temperature": 3}, "temperature"),
-    (responses, {"store": True}, "store"),
+    (responses, {"store": "yes"}, "store"),
     (responses, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (responses, {"tools": [{"type": "web_search"}]}, "tools"),
     (responses, {"background": True}, "background"),

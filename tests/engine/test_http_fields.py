@@ -1,0 +1,122 @@
+"""What clients send beside the prompt: honoured, ignored or refused, at each endpoint."""
+
+from functools import partial
+from typing import Any, Final
+
+import pytest
+from msgspec.structs import replace
+
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import AddRequest
+from tests.rigs.http_server import READY, Server, saying, serving
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ALL = (COMPLETIONS, CHAT, RESPONSES)
+IGNORED: Final = "ignored"
+
+# What it shows of the variables that a chat can set, and of a history.
+TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|{{ m.reasoning_content }};\
+{% endfor %}{{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
+PLAIN = "user:Hi|;,,,"
+HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def prompt(text: str) -> Any:
+    return lambda tokenizer, add: tokenizer.decode(add.token_ids) == text
+
+
+def grammar(**members: Any) -> Any:
+    def holds(tokenizer: Tokenizer, add: AddRequest) -> bool:
+        found = add.sampling.grammar
+        return found is not None and all(getattr(found, n) == v for n, v in members.items())
+
+    return holds
+
+
+# Where it is sent, what is sent, and: IGNORED, what the engine is then told, or the refusal.
+TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
+    (ALL, {"metadata": {"run": "7"}}, IGNORED),
+    (ALL, {"store": True}, IGNORED),
+    *((ALL, {"service_tier": tier}, IGNORED) for tier in ("auto", "flex", "priority")),
+    (ALL, {"prompt_cache_key": "session 7"}, IGNORED),
+    (ALL, {"prompt_cache_retention": "24h"}, IGNORED),
+    (ALL, {"safety_identifier": "abc", "user": "u"}, IGNORED),
+    (ALL, {"stream_options": {"include_obfuscation": True}}, IGNORED),
+    (ALL, {"store": "yes"}, "`store` is \"yes\"; it must be true or false."),
+    (ALL, {"frobnicate": 1}, "`frobnicate` is not supported"),
+    ((COMPLETIONS,), {"suffix": "end"}, "`suffix` is \"end\", which is not implemented"),
+    ((COMPLETIONS, CHAT), {"logit_bias": {"5": -100}},
+     lambda _, add: add.sampling.logit_bias == {5: -100.0}),
+    ((COMPLETIONS, CHAT), {"allowed_token_ids": [5, 9]}, grammar(kind="any", allowed=(5, 9))),
+    ((COMPLETIONS, CHAT), {"allowed_token_ids": [5], "guided_regex": "a+"},
+     grammar(kind="regex", text="a+", allowed=(5,))),
+    ((COMPLETIONS, CHAT), {"allowed_token_ids": [999]}, "`allowed_token_ids` has the token id 999"),
+    ((COMPLETIONS, CHAT), {"allowed_token_ids": []}, "it must be a list of 1 to 65536 token ids"),
+    ((COMPLETIONS, CHAT), {"bad_words": []}, IGNORED),
+    ((COMPLETIONS, CHAT), {"bad_words": ["a", "bc"]}, lambda tokenizer, add: grammar(
+        kind="any", banned=tuple(tuple(tokenizer.encode(word)) for word in ("a", "bc"))
+    )(tokenizer, add)),
+    ((COMPLETIONS, CHAT), {"bad_words": [""]}, "`bad_words` is [\"\"]; it must be a list of"),
+    ((CHAT,), {"parallel_tool_calls": False}, IGNORED),
+    ((CHAT,), {"verbosity": "low"}, prompt("user:Hi|;,,,low")),
+    ((CHAT,), {"verbosity": "loud"}, "it must be low, medium or high"),
+    ((CHAT,), {"reasoning_effort": "high"}, prompt("user:Hi|;True,True,high,")),
+    ((CHAT,), {"reasoning_effort": "none"}, prompt("user:Hi|;False,False,,")),
+    ((CHAT,), {"reasoning_effort": 3}, "`reasoning_effort` is 3; it must be none, minimal, low"),
+    ((CHAT,), {"enable_thinking": False}, prompt("user:Hi|;False,False,,")),
+    ((CHAT,), {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": 5}},
+     prompt("user:Hi|;5,False,,")),
+    ((CHAT,), {"messages": [{**HISTORY[0], **CACHED}]}, IGNORED),
+    ((CHAT,), {"messages": [{**HISTORY[0], "content": [{"type": "text", "text": "Hi", **CACHED}]}]},
+     IGNORED),
+    *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
+       prompt("user:Hi|;assistant:Yo|hm;,,,")) for name in ("reasoning_content", "reasoning")),
+    ((CHAT,), {"messages": [{**HISTORY[0], "reasoning_content": ""}]}, IGNORED),
+]  # fmt: skip
+
+
+async def _ask(
+    server: Server, path: str, fields: dict[str, Any]
+) -> tuple[int, str, AddRequest | None]:
+    own = {COMPLETIONS: {}, CHAT: {"messages": HISTORY[:1]}, RESPONSES: {"input": "Hi"}}[path]
+    body: dict[str, Any] = {"seed": 7, **own, **fields}
+    before = len(server.engine.added)
+    if path == RESPONSES:
+        answer = await server.http.post(path, json=body)
+    else:
+        answer = await server.post(path, **body)
+    added = server.engine.added[before:]
+    told = answer.json()
+    text = told["error"]["message"] if told.get("error") else answer.text
+    return answer.status_code, text, added[0] if added else None
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_each_field_is_honoured_ignored_or_refused(tokenizer: Tokenizer, path: str) -> None:
+    knowing = with_template(tokenizer, TEMPLATE)
+    async with serving_4k(knowing, saying(knowing, "ok")) as server:
+        _, _, plain = await _ask(server, path, {})
+        assert plain is not None
+        for paths, fields, outcome in TABLE:
+            if path not in paths:
+                continue
+            status, text, add = await _ask(server, path, fields)
+            if isinstance(outcome, str) and outcome != IGNORED:
+                assert (status, add) == (400, None) and outcome in text, fields
+                continue
+            assert status == 200 and add is not None, (fields, text)
+            if outcome == IGNORED:
+                assert replace(add, request_id=plain.request_id) == plain, fields
+            else:
+                assert outcome(knowing, add), (fields, knowing.decode(add.token_ids))
+
+
+serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
+
+
+def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    copy = object.__new__(Tokenizer)
+    copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
+    return copy

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2307,
     "decode_server": 605,
     "deploy": 823,
-    "engine": 8509,
+    "engine": 8583,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5322,
+    "protocol": 5382,
     "proxy": 2984,
-    "tests": 32998,
+    "tests": 33146,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

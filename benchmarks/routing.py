@@ -1,67 +1,52 @@
-"""Policies of the proxy on simulated servers: the real placement code, a trace, a table.
+"""Policies of the proxy on simulated servers: the real placement code, a load, a table.
 
-    python -m benchmarks.routing --trace FILE [--engines 4] [--prefill 2] [--load 1.0,1.5]
+    python -m benchmarks.routing --trace FILE [--shapes 2P2D,4D] [--load 1.0,1.5]
+    python -m benchmarks.routing --mix agents|chats|documents|open|burst [...]
 
-A server runs steps: its streams, and prompts in the order of arrival, cut so that a step stays
-within the limit while streams run. Its times are those of a Llama-3.1-8B shape on one H200
+A server runs steps: its streams, and prompts in the order of arrival, cut beside streams to the time
+between tokens that it keeps. Its times are those of a Llama-3.1-8B shape on one H200
 (docs/performance.md), its prefix cache drops what was used longest ago. `known` is a router that
 sees the servers themselves instead of what the proxy knows. The last line is one JSON document.
 """
 
 import argparse
-import csv
 import heapq
 import itertools
 import json
 import statistics
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import Ask, Limits, Load, place
+from proxy.placement import Ask, Limits, Load, cheapest_decode, place
 
-BLOCK = 512  # tokens, as in the traces
 POLL_S = 1.0  # between two health checks
-HEAD = "policy        TTFT p50     p99 s  TPOT ms  gap p99  good  computed  alone"
-ROW = "{:13} {:8.3f} {:9.3f} {:8.1f} {:8.0f} {:5.3f} {:9.3f} {:6.2f}"
+HEAD = "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good  computed  alone"
+ROW = "{:5} {:4} {:13} {:8.3f} {:9.3f} {:8.1f} {:8.1f} {:8.1f} {:5.3f} {:9.3f} {:6.2f}"
 
 
 @dataclass(frozen=True)
 class Times:
     """Of one engine, in seconds."""
 
-    step: float = 4.0e-3
+    step: float = 4.15e-3
     sequence: float = 11e-6
     held_token: float = 31e-9  # of KV, read in each step
     token: float = 23.2e-6  # of a prompt
-    pair: float = 0.3e-9  # of a prompt's token and one before it
+    pair: float = 0.16e-9  # of a prompt's token and one before it
     handoff: float = 4e-3  # of a disaggregated request
     sent_token: float = 131072 / 200e9  # of KV, over the link
     capacity: int = 880_000  # tokens of KV
-    batch: int = 8192  # tokens of prompts in one step
-    least: int = 256  # of them beside streams that are past their limit
-
-
-@dataclass(slots=True)
-class Request:
-    arrival: float
-    tokens: int
-    answer: int
-    hashes: tuple[int, ...]
-    left: int = 0  # tokens of the prompt to compute
-    done: int = 0  # generated
-    first: float = 0.0
-    last: float = 0.0
-    gap: float = 0.0  # the longest between two tokens
-    decode: int = 0  # the server that generates
-    alone: bool = False  # and computes the prompt
-    computed: int = 0
+    streams: int = 256
+    batch: int = 8192  # tokens of prompts in one step of a prefill server
+    mixed: int = 2048  # the same of a decode server
+    least: float = 0.25  # of the streams' time that prompts get in any case
 
 
 class Cache:
@@ -83,7 +68,11 @@ class Cache:
 
 
 class Engine:
-    """One server. `step` computes one step that begins at `now` and says when it ends."""
+    """One server. `step` computes one step that begins at `now` and says when it ends.
+
+    Attributes:
+        gaps: between tokens, in 0.1 ms: how many.
+    """
 
     def __init__(self, index: int, prefills: bool, times: Times, limit: float) -> None:
         self.index, self.prefills, self.times, self.limit = index, prefills, times, limit
@@ -94,17 +83,20 @@ class Engine:
         self.held = 0
         self.busy = False
         self.totals = Totals()
+        self.gaps = Counter[int]()
 
     def queued_s(self) -> float:
         """What the prompts that wait will take."""
         seconds = sum(each.left for each in self.waiting) * Load(0).token_s
-        if not self.streams:
-            return seconds
-        return seconds / min(max(1 - self.base_s() / self.limit, 0.05), 1.0)
+        return seconds * max(1.0, self.limit / self.room_s()) if self.streams else seconds
 
     def base_s(self) -> float:
         t = self.times
         return t.step + len(self.streams) * t.sequence + self.held * t.held_token
+
+    def room_s(self) -> float:
+        """Of a step with streams, for prompts."""
+        return max(self.limit - self.base_s(), self.times.least * self.base_s())
 
     def admit(self, request: Request) -> None:
         """A prompt to compute here; what is cached is found when its turn comes."""
@@ -117,16 +109,16 @@ class Engine:
     def step(self, now: float) -> tuple[float, list[Request]]:
         """When the step ends, and the requests whose prompt is computed then."""
         t = self.times
-        base = self.base_s() if self.streams else t.step
-        room = t.batch
+        seconds = self.base_s()
+        most = t.batch if self.prefills else t.mixed
         if self.streams:
-            room = min(max(int((self.limit - base) / t.token), t.least), t.batch)
-        seconds, before, ended = base, room, []
+            most = min(max(int(self.room_s() / t.token), 16), most)
+        room, ended = most, []
         while self.waiting and room > 0:
             first = self.waiting[0]
             if not first.computed:  # its turn: prefixes may have come since
                 first.left = min(first.left, self._uncached(first))
-                if not self.prefills and not self._has_room(first):
+                if not self.prefills and not self._has_room(first, len(ended)):
                     break
             count = min(room, first.left)
             seconds += count * t.token + count * (first.tokens - first.left + count / 2) * t.pair
@@ -137,7 +129,7 @@ class Engine:
                 ended.append(self.waiting.popleft())
                 self.cache.add(first.hashes)
         steps, tokens, took = self.totals
-        tokens += len(self.streams) + before - room
+        tokens += len(self.streams) + most - room
         self.totals = Totals(steps + 1, tokens, took + seconds)
         return now + seconds, ended
 
@@ -145,7 +137,7 @@ class Engine:
         """A token for each stream; those that have ended."""
         over = []
         for each in self.streams:
-            each.gap = max(each.gap, now - each.last)
+            self.gaps[round((now - each.last) * 1e4)] += 1
             each.last = now
             each.done += 1
             if each.done >= each.answer:
@@ -158,8 +150,11 @@ class Engine:
                 self.stream(self.parked.popleft(), now)
         return over
 
-    def _has_room(self, request: Request) -> bool:
-        return not self.streams or self.held + request.tokens <= self.times.capacity
+    def _has_room(self, request: Request, coming: int = 0) -> bool:
+        if not self.streams:
+            return True
+        fits = self.held + request.tokens <= self.times.capacity
+        return fits and len(self.streams) + coming < self.times.streams
 
     def deliver(self, request: Request, now: float) -> None:
         """A prompt that was computed elsewhere."""
@@ -169,50 +164,55 @@ class Engine:
             self.stream(request, now)
 
     def stream(self, request: Request, now: float) -> None:
-        request.gap = max(request.gap, now - request.last) if request.last else 0.0
         request.first = request.first or now
-        request.last = now
+        request.last = request.last or now
         request.done = max(request.done, 1)
         self.streams.append(request)
         self.held += request.tokens + request.done
         self.cache.add(request.hashes)
 
 
-Router = Callable[[Request], tuple[int | None, int]]  # a prefill server or none, a decode server
+class Router(Protocol):
+    def computes(self, request: Request) -> Engine:
+        """Who computes its prompt: a prefill server, or a decode server that keeps it."""
+
+    def generates(self, request: Request) -> Engine:
+        """Who takes it from the prefill server that has computed it."""
+
+    def told(self, request: Request, what: str) -> None:
+        """Its prompt was "computed", or it has "ended"."""
 
 
 class Fleet:
-    """Engines, and what happens to them in which order.
-
-    Attributes:
-        router: decides where a request goes that has come.
-        told: hears of a request that its prompt was "computed", and that it has "ended".
-    """
+    """Engines, and what happens to them in which order."""
 
     router: Router
 
-    def __init__(self, engines: list[Engine], times: Times) -> None:
-        self.engines, self.times, self.now = engines, times, 0.0
+    def __init__(self, engines: list[Engine], times: Times, then: Then) -> None:
+        self.engines, self.times, self.now, self._then = engines, times, 0.0, then
         self.prefills = [each for each in engines if each.prefills]
         self.decodes = [each for each in engines if not each.prefills]
-        self.told: Callable[[Request, str], None] = lambda request, what: None
+        self.requests: list[Request] = []
         self._count = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, requests: Sequence[Request]) -> None:
         for each in requests:
-            self._at(each.arrival, partial(self._arrive, each))
+            self._come(each)
         while self._events:
             self.now, _, event = heapq.heappop(self._events)
             event()
+
+    def _come(self, request: Request) -> None:
+        self.requests.append(request)
+        self._at(request.arrival, partial(self._arrive, request))
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._count), event))
 
     def _arrive(self, request: Request) -> None:
-        prefill, request.decode = self.router(request)
-        request.alone = prefill is None
-        engine = self.engines[request.decode if prefill is None else prefill]
+        engine = self.router.computes(request)
+        request.alone = not engine.prefills
         engine.admit(request)
         self._begin(engine)
 
@@ -226,19 +226,25 @@ class Fleet:
         """Of a step."""
         engine.busy = False
         for each in engine.generate(self.now):
-            self.told(each, "ended")
+            self.router.told(each, "ended")
+            if (follower := self._then(each, self.now)) is not None:
+                self._come(follower)
         for each in computed:
-            self.told(each, "computed")
             if engine.prefills:
-                each.first = each.last = self.now + self.times.handoff
-                later = each.first + each.tokens * self.times.sent_token
-                self._at(later, partial(self._deliver, each))
+                self._at(self.now + self.times.handoff, partial(self._hand_over, each))
             else:
                 engine.stream(each, self.now)
+                self.router.told(each, "computed")
         self._begin(engine)
 
-    def _deliver(self, request: Request) -> None:
-        engine = self.engines[request.decode]
+    def _hand_over(self, request: Request) -> None:
+        self.router.told(request, "computed")
+        engine = self.router.generates(request)
+        request.first = request.last = self.now
+        later = self.now + request.tokens * self.times.sent_token
+        self._at(later, partial(self._deliver, engine, request))
+
+    def _deliver(self, engine: Engine, request: Request) -> None:
         engine.deliver(request, self.now)
         self._begin(engine)
 
@@ -250,45 +256,45 @@ class Knowing:
     """The proxy's own choices, by what it sent where and when that was answered."""
 
     def __init__(self, fleet: Fleet, routing: Routing, disaggregate: Disaggregate, limits: Limits):
-        self._knowledge = Knowledge(
-            routing, disaggregate, step_s=limits.step_s, clock=lambda: fleet.now
-        )
-        self._fleet, self._in_turn = fleet, routing == "round_robin"
-        self._work: dict[int, list[Work]] = {}
+        self.knowledge = Knowledge(routing, disaggregate, limits=limits, clock=lambda: fleet.now)
+        self._fleet = fleet
+        self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
+        self._work: dict[int, tuple[Work, Ask]] = {}
         self._polled = 0.0
-        fleet.told = self._told
 
-    def __call__(self, request: Request) -> tuple[int | None, int]:
-        fleet, knowledge = self._fleet, self._knowledge
-        ask = Ask(request.tokens, request.hashes, BLOCK)
-        if fleet.now >= self._polled + POLL_S:
-            self._polled = fleet.now
-            for each in fleet.engines:
-                knowledge.told(each, each.times.capacity, each.totals)
-        prefills, decodes = fleet.prefills, fleet.decodes
-        if self._in_turn:  # the first is taken, which becomes the last
-            fleet.prefills, fleet.decodes = ([*e[1:], *e[:1]] for e in (prefills, decodes))
-        alone = not prefills or knowledge.goes_alone(ask, prefills, decodes)
-        d = knowledge.first(decodes, ask, computes=alone, generates=True)
-        if alone:
-            self._work[id(request)] = [knowledge.begin(d, ask, computes=True, generates=True)]
-            return None, d.index
-        p = knowledge.first(prefills, ask, computes=True, generates=False)
-        self._work[id(request)] = [
-            knowledge.begin(p, ask, computes=True, generates=False),
-            knowledge.begin(d, ask, computes=False, generates=True),
-        ]
-        return p.index, d.index
+    def computes(self, request: Request) -> Engine:
+        self._poll()
+        ask = Ask(request.tokens, request.hashes, BLOCK, request.answer)
+        prefills, decodes = self._in_turn
+        alone = not prefills or self.knowledge.goes_alone(ask, prefills, decodes)
+        return self._take(request, ask, decodes if alone else prefills, True, alone)
 
-    def _told(self, request: Request, what: str) -> None:
-        computing, *_ = work = self._work[id(request)]
-        if what == "computed":
-            self._knowledge.answered(computing)
-            if work[1:]:
-                self._knowledge.ended(computing)
-                self._knowledge.answered(work[1])
-        else:
-            self._knowledge.ended(work[-1])
+    def generates(self, request: Request) -> Engine:
+        _, ask = self._work[id(request)]
+        engine = self._take(request, ask, self._in_turn[1], False, True)
+        self.knowledge.answered(self._work[id(request)][0])
+        return engine
+
+    def _take(
+        self, request: Request, ask: Ask, servers: list[Engine], computes: bool, generates: bool
+    ) -> Engine:
+        engine = self.knowledge.first(servers, ask, computes=computes, generates=generates)
+        work = self.knowledge.begin(engine, ask, computes=computes, generates=generates)
+        self._work[id(request)] = work, ask
+        servers.append(servers.pop(servers.index(engine)))
+        return engine
+
+    def told(self, request: Request, what: str) -> None:
+        work, _ = self._work[id(request)]
+        self.knowledge.answered(work)
+        if what == "ended" or not request.alone:
+            self.knowledge.ended(work)
+
+    def _poll(self) -> None:
+        if self._fleet.now >= self._polled + POLL_S:
+            self._polled = self._fleet.now
+            for each in self._fleet.engines:
+                self.knowledge.told(each, each.times.capacity, each.totals)
 
 
 class Known:
@@ -297,14 +303,25 @@ class Known:
     def __init__(self, fleet: Fleet, limits: Limits) -> None:
         self._fleet, self._limits = fleet, limits
 
-    def __call__(self, request: Request) -> tuple[int | None, int]:
-        fleet = self._fleet
-        depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
-        ask = Ask(request.tokens, request.hashes, BLOCK, now=fleet.now)
-        prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
+    def computes(self, request: Request) -> Engine:
+        ask, depths, prefills, decodes = self._seen(request)
         found = place(ask, prefills, decodes, depths, limits=self._limits)
         assert found is not None
-        return found.prefill, found.decode
+        return self._fleet.engines[found.decode if found.prefill is None else found.prefill]
+
+    def generates(self, request: Request) -> Engine:
+        ask, depths, _, decodes = self._seen(request)
+        return self._fleet.decodes[cheapest_decode(ask, decodes, depths, self._limits, alone=False)]
+
+    def told(self, request: Request, what: str) -> None:
+        pass
+
+    def _seen(self, request: Request) -> tuple[Ask, dict[int, int], list[Load], list[Load]]:
+        fleet = self._fleet
+        depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
+        ask = Ask(request.tokens, request.hashes, BLOCK, request.answer, fleet.now)
+        prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
+        return ask, depths, prefills, decodes
 
     def _load(self, e: Engine) -> Load:
         free_at, streams = self._fleet.now + e.queued_s(), len(e.streams)
@@ -322,85 +339,82 @@ POLICIES: dict[str, tuple[Routing, Disaggregate] | None] = {
 }
 
 
-# -- loads
-
-
-def mooncake(path: Path, load: float, most: int) -> list[Request]:
-    """Arrivals `load` times as fast as in the trace."""
-    rows = (json.loads(line) for line in path.read_text().splitlines()[:most])
-    return [
-        Request(
-            row["timestamp"] / 1e3 / load, row["input_length"], row["output_length"],
-            tuple(row["hash_ids"]),
-        )
-        for row in rows
-    ]  # fmt: skip
-
-
-def azure(path: Path, load: float, most: int) -> list[Request]:
-    """No prompt has anything in common with another's: the trace does not say."""
-    with path.open() as file:
-        rows = list(itertools.islice(csv.DictReader(file), most))
-    begun = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    fresh = itertools.count(1 << 32)
-    return [
-        Request(
-            (at - begun[0]).total_seconds() / load,
-            max(int(row["ContextTokens"]), 1),
-            max(int(row["GeneratedTokens"]), 1),
-            tuple(itertools.islice(fresh, int(row["ContextTokens"]) // BLOCK)),
-        )
-        for at, row in zip(begun, rows, strict=True)
-    ]
-
-
-def figures(name: str, requests: Sequence[Request], args: argparse.Namespace) -> dict[str, Any]:
+def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
+    requests = fleet.requests
     first = sorted(each.first - each.arrival for each in requests)
-    gaps = sorted(each.gap for each in requests)
     means = [(each.last - each.first) / max(each.done - 1, 1) for each in requests]
     pairs = zip(requests, means, strict=True)
     good = sum(r.first - r.arrival <= args.ttft_s and mean <= args.tpot_s for r, mean in pairs)
+    gaps = sum((each.gaps for each in fleet.engines), Counter[int]())
+    itl = [_level(gaps, share) * 0.1 for share in (0.5, 0.99)]
     p50, p99 = (min(int(share * len(requests)), len(requests) - 1) for share in (0.5, 0.99))
     return {
-        "policy": name,
         "ttft_p50_s": first[p50],
         "ttft_p99_s": first[p99],
+        "itl_p50_ms": itl[0],
+        "itl_p99_ms": itl[1],
         "tpot_mean_ms": statistics.mean(means) * 1e3,
-        "gap_p99_ms": gaps[p99] * 1e3,
         "good": good / len(requests),
         "computed": sum(each.computed for each in requests) / sum(r.tokens for r in requests),
         "alone": sum(each.alone for each in requests) / len(requests),
+        "requests": len(requests),
+        "total_s": max(each.last for each in requests),
     }
+
+
+def _level(counts: Counter[int], share: float) -> int:
+    """The least value that so large a share of all does not exceed."""
+    below = 0.0
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= share * counts.total():
+            return value
+    return 0
+
+
+def simulate(
+    policy: str, shape: str, requests: list[Request], then: Then, args: argparse.Namespace
+) -> dict[str, Any]:
+    num_prefills, num_decodes = (int(n or 0) for n in shape.rstrip("D").rpartition("P")[::2])
+    limits, times = Limits(args.itl_target_s, args.harm), Times()
+    count = num_prefills + num_decodes
+    engines = [Engine(i, i < num_prefills, times, args.itl_target_s) for i in range(count)]
+    fleet = Fleet(engines, times, then)
+    given = POLICIES[policy]
+    fleet.router = Knowing(fleet, *given, limits) if given else Known(fleet, limits)
+    fleet.run(requests)
+    return figures(fleet, args)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.routing", description=__doc__)
     add = parser.add_argument
-    add("--trace", type=Path, required=True)
-    add("--engines", type=int, default=4)
-    add("--prefill", type=int, default=2)
-    add("--load", default="1.0")
+    add("--trace", type=Path)
+    add("--mix", choices=MIXES)
+    add("--shapes", default="2P2D", help="such as 4D,2P2D,1P3D")
+    add("--load", default="1.0", help="how much faster requests come, such as 1.0,1.5")
     add("--requests", type=int, default=4000)
     add("--policies", default=",".join(POLICIES))
     add("--ttft-s", type=float, default=2.0)
     add("--tpot-s", type=float, default=0.025)
-    add("--step-s", type=float, default=0.025)
+    add("--itl-target-s", type=float, default=Limits().step_s)
     add("--harm", type=float, default=Limits().harm)
     args = parser.parse_args(argv)
-    read = azure if args.trace.suffix == ".csv" else mooncake
-    limits, times, rows = Limits(args.step_s, args.harm), Times(), []
-    for load in map(float, args.load.split(",")):
-        print(f"load {load}", HEAD, sep="\n")
-        for name in args.policies.split(","):
-            engines = [Engine(i, i < args.prefill, times, args.step_s) for i in range(args.engines)]
-            fleet = Fleet(engines, times)
-            policy = POLICIES[name]
-            fleet.router = Knowing(fleet, *policy, limits) if policy else Known(fleet, limits)
-            requests = read(args.trace, load, args.requests)
-            fleet.run(requests)
-            row = figures(name, requests, args)
+    if (args.trace is None) == (args.mix is None):
+        parser.error("give either --trace FILE or --mix NAME")
+    rows = []
+    print(HEAD)
+    for shape, load in itertools.product(args.shapes.split(","), args.load.split(",")):
+        for policy in args.policies.split(","):
+            if args.mix:
+                requests, then = MIXES[args.mix](float(load), args.requests)
+            else:
+                read = azure if args.trace.suffix == ".csv" else mooncake
+                requests, then = read(args.trace, float(load), args.requests)
+            found = simulate(policy, shape, requests, then, args)
+            row = {"shape": shape, "load": load, "policy": policy, **found}
             print(ROW.format(*row.values()), flush=True)
-            rows.append({"load": load, **row})
+            rows.append(row)
     print(json.dumps(rows))
     return 0
 

@@ -88,7 +88,6 @@ class Knowledge:
 
     Args:
         max_blocks: of all prefixes of all servers.
-        step_s: see Limits.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class Knowledge:
         disaggregate: Disaggregate = "always",
         *,
         max_blocks: int = 250_000,
-        step_s: float = 0.025,
+        limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routing, self._disaggregate = routing, disaggregate
-        self._limits = Limits(step_s)
+        self._limits = limits
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
         self.loads = _Loads()

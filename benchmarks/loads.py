@@ -93,7 +93,13 @@ def _arrivals(rng: random.Random, rate: float, most: int) -> Iterator[float]:
 
 
 def _sessions(
-    rate: float, most: int, systems: tuple[int, int], turns: int, asked: int, answer: int, pause: int
+    rate: float,
+    most: int,
+    systems: tuple[int, int],
+    turns: int,
+    asked: int,
+    answer: int,
+    pause: int,
 ) -> Loaded:
     """Sessions of so many turns, with `asked` tokens more each. They share system prompts: how
     many, of how many blocks. The next turn comes a `pause` after the answer, on average."""

@@ -3,8 +3,8 @@
     python -m benchmarks.routing --trace FILE [--shapes 2P2D,4D] [--load 1.0,1.5]
     python -m benchmarks.routing --mix agents|chats|documents|open|burst [...]
 
-A server runs steps: its streams, and prompts in the order of arrival, cut beside streams to the time
-between tokens that it keeps. Its times are those of a Llama-3.1-8B shape on one H200
+A server runs steps: its streams, and prompts in the order of arrival, cut beside streams to the
+time between tokens that it keeps. Its times are those of a Llama-3.1-8B shape on one H200
 (docs/performance.md), its prefix cache drops what was used longest ago. `known` is a router that
 sees the servers themselves instead of what the proxy knows. The last line is one JSON document.
 """
@@ -27,7 +27,9 @@ from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
 from proxy.placement import Ask, Limits, Load, cheapest_decode, place
 
 POLL_S = 1.0  # between two health checks
-HEAD = "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good  computed  alone"
+HEAD = (
+    "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good  computed  alone"
+)
 ROW = "{:5} {:4} {:13} {:8.3f} {:9.3f} {:8.1f} {:8.1f} {:8.1f} {:5.3f} {:9.3f} {:6.2f}"
 
 
@@ -113,7 +115,7 @@ class Engine:
         most = t.batch if self.prefills else t.mixed
         if self.streams:
             most = min(max(int(self.room_s() / t.token), 16), most)
-        room, ended = most, []
+        room, ended = most, list[Request]()
         while self.waiting and room > 0:
             first = self.waiting[0]
             if not first.computed:  # its turn: prefixes may have come since
@@ -326,7 +328,9 @@ class Known:
     def _load(self, e: Engine) -> Load:
         free_at, streams = self._fleet.now + e.queued_s(), len(e.streams)
         sizes = streams, e.held, e.times.capacity
-        return Load(e.index, len(e.waiting), free_at, 0.0, *sizes, step_s=e.base_s())
+        return Load(
+            e.index, len(e.waiting), free_at, 0.0, *sizes, step_s=e.base_s() / (1 + streams / 96)
+        )
 
 
 POLICIES: dict[str, tuple[Routing, Disaggregate] | None] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from proxy.placement import (
+    USUAL,
     Ask,
     Limits,
     Load,
@@ -18,6 +19,7 @@ from proxy.placement import (
     cheapest_prefill,
     place,
     share_for_prompts,
+    step_s,
 )
 
 Routing = Literal["auto", "least_loaded", "round_robin"]
@@ -96,7 +98,7 @@ class Knowledge:
         disaggregate: Disaggregate = "always",
         *,
         max_blocks: int = 250_000,
-        limits: Limits = Limits(),
+        limits: Limits = USUAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routing, self._disaggregate = routing, disaggregate
@@ -147,7 +149,7 @@ class Knowledge:
             cached = self._prefixes.depths(ask.hashes).get(load.index, 0)
             takes_s = ask.uncached(cached) * load.token_s
             if generates:
-                takes_s /= share_for_prompts(load, self._limits)
+                takes_s /= share_for_prompts(load, self._limits, load.running)
             load.free_at = max(load.free_at, now) + takes_s
             load.prompts += 1
         load.running += generates
@@ -190,4 +192,5 @@ class Knowledge:
             load.token_s += _WEIGHT * (seconds / tokens - load.token_s)
         elif load.running:
             prompts_s = max(tokens - load.running * steps, 0.0) * load.token_s
-            load.step_s += _WEIGHT * (max(seconds - prompts_s, 0.0) / steps - load.step_s)
+            alone_s = max(seconds - prompts_s, 0.0) / steps / step_s(load) * load.step_s
+            load.step_s += _WEIGHT * (alone_s - load.step_s)

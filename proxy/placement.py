@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
-_LEAST_SHARE = 0.05  # of a server's time that prompts get beside streams
+_LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
+_DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 
@@ -28,7 +29,7 @@ class Load:
         held: tokens of KV that these streams have.
         capacity: tokens of KV; None while it has not said.
         token_s: what it takes for one token of a prompt, in seconds.
-        step_s: what a step takes now, without prompts.
+        step_s: what a step of one stream takes; more add to that, see `step_s`.
     """
 
     index: int
@@ -52,6 +53,9 @@ class Limits:
 
     step_s: float = 0.025
     harm: float = 0.2
+
+
+USUAL = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ def place(
     decodes: Sequence[Load],
     depths: dict[int, int],
     *,
-    limits: Limits = Limits(),
+    limits: Limits = USUAL,
 ) -> Placement | None:
     """The cheapest placement among these servers; None where there is no decode server.
 
@@ -182,8 +186,9 @@ def place(
     """
     if not decodes:
         return None
-    own = decodes[cheapest_decode(ask, decodes, depths, limits, alone=True)]
-    cost = _cost_alone(ask, own, depths.get(own.index, 0), limits)
+    coming = sum([each.prompts for each in prefills]) / len(decodes)
+    own = decodes[cheapest_decode(ask, decodes, depths, limits, alone=True, coming=coming)]
+    cost = _cost_alone(ask, own, depths.get(own.index, 0), limits, coming)
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
@@ -208,14 +213,18 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) 
 
 
 def cheapest_decode(
-    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits, *, alone: bool
+    ask: Ask,
+    servers: Sequence[Load],
+    depths: dict[int, int],
+    limits: Limits,
+    *,
+    alone: bool,
+    coming: float = 0.0,
 ) -> int:
     """The place of the server with the least KV, which sets how long its steps take, that has room
     for more; `alone`: of the one that would compute the prompt itself at the least cost."""
     if alone:
-        costs = [
-            _cost_alone(ask, server, depths.get(server.index, 0), limits) for server in servers
-        ]
+        costs = [_cost_alone(ask, s, depths.get(s.index, 0), limits, coming) for s in servers]
         return costs.index(min(costs))
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
@@ -227,22 +236,30 @@ def cheapest_decode(
     return best
 
 
-def _cost_alone(ask: Ask, server: Load, depth: int, limits: Limits) -> float:
-    """Seconds until the first token of a prompt computed beside streams, and what these lose."""
+def _cost_alone(ask: Ask, server: Load, depth: int, limits: Limits, coming: float) -> float:
+    """Seconds until the first token of a prompt computed beside streams, and what these lose, with
+    those that are `coming` from prefill servers."""
     left = ask.tokens - depth * ask.block_tokens
     seconds = (left if left > 1 else 1) * server.token_s
-    if running := server.running:
-        seconds *= 1 / share_for_prompts(server, limits) + limits.harm * running
+    if streams := server.running + coming:
+        seconds *= 1 / share_for_prompts(server, limits, streams) + limits.harm * streams
         capacity = server.capacity
         if capacity is not None and server.held + ask.tokens + ask.answer > capacity:
             seconds += _room_s(ask, server)
     return seconds + server.free_at - ask.now if server.free_at > ask.now else seconds
 
 
-def share_for_prompts(server: Load, limits: Limits) -> float:
-    """Of its time, while its streams keep within the limit."""
-    share = 1.0 - server.step_s / limits.step_s if server.running else 1.0
+def share_for_prompts(server: Load, limits: Limits, streams: float) -> float:
+    """Of its time, while so many streams keep within the limit."""
+    if not streams:
+        return 1.0
+    share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
     return share if share > _LEAST_SHARE else _LEAST_SHARE
+
+
+def step_s(server: Load) -> float:
+    """What its steps take now, without prompts."""
+    return server.step_s * (1.0 + server.running / _DOUBLING)
 
 
 def _room_s(ask: Ask, server: Load) -> float:
@@ -250,4 +267,4 @@ def _room_s(ask: Ask, server: Load) -> float:
     if server.capacity is None or not server.running:
         return 0.0
     missing = server.held + ask.tokens + ask.answer - server.capacity
-    return missing / max(server.held, 1) * ask.answer * server.step_s if missing > 0 else 0.0
+    return missing / max(server.held, 1) * ask.answer * step_s(server) if missing > 0 else 0.0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
@@ -174,21 +174,15 @@ class Engine:
         self.cache.add(request.hashes)
 
 
-class Router(Protocol):
-    def computes(self, request: Request) -> Engine:
-        """Who computes its prompt: a prefill server, or a decode server that keeps it."""
-
-    def generates(self, request: Request) -> Engine:
-        """Who takes it from the prefill server that has computed it."""
-
-    def told(self, request: Request, what: str) -> None:
-        """Its prompt was "computed", or it has "ended"."""
-
-
 class Fleet:
-    """Engines, and what happens to them in which order."""
+    """Engines, and what happens to them in which order.
 
-    router: Router
+    Attributes:
+        router: says who computes a prompt, a decode server or a prefill server, and then who
+            generates; it is told of a request that its prompt was "computed" and that it "ended".
+    """
+
+    router: "Knowing | Known"
 
     def __init__(self, engines: list[Engine], times: Times, then: Then) -> None:
         self.engines, self.times, self.now, self._then = engines, times, 0.0, then
@@ -258,7 +252,8 @@ class Knowing:
     """The proxy's own choices, by what it sent where and when that was answered."""
 
     def __init__(self, fleet: Fleet, routing: Routing, disaggregate: Disaggregate, limits: Limits):
-        self.knowledge = Knowledge(routing, disaggregate, limits=limits, clock=lambda: fleet.now)
+        step_s, harm, clock = limits.step_s, limits.harm, lambda: fleet.now
+        self.knowledge = Knowledge(routing, disaggregate, step_s=step_s, harm=harm, clock=clock)
         self._fleet = fleet
         self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
         self._work: dict[int, tuple[Work, Ask]] = {}

@@ -20,7 +20,6 @@ from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
 from proxy.membership import LISTED, Fleet, Kind, Server, Watch
 from proxy.pd_request import PDRequest
-from proxy.placement import Limits
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
 from proxy.ui.site import Site
@@ -66,7 +65,7 @@ class ProxyApp:
             settings.routing,
             settings.disaggregate,
             max_blocks=settings.prefix_blocks,
-            limits=Limits(settings.itl_target_s),
+            step_s=settings.itl_target_s,
         )
         self._poller = Poller(
             self.fleet,

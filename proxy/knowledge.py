@@ -90,6 +90,7 @@ class Knowledge:
 
     Args:
         max_blocks: of all prefixes of all servers.
+        step_s, harm: see Limits.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class Knowledge:
         disaggregate: Disaggregate = "always",
         *,
         max_blocks: int = 250_000,
-        limits: Limits = USUAL,
+        step_s: float = USUAL.step_s,
+        harm: float = USUAL.harm,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routing, self._disaggregate = routing, disaggregate
-        self._limits = limits
+        self._limits = Limits(step_s, harm)
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
         self.loads = _Loads()

@@ -20,7 +20,7 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2307,
+    "benchmarks": 2450,
     "decode_server": 605,
     "deploy": 823,
     "engine": 8583,
@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5382,
-    "proxy": 2984,
-    "tests": 33146,
+    "proxy": 3004,
+    "tests": 33147,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

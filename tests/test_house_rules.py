@@ -29,7 +29,7 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5382,
-    "proxy": 3004,
+    "proxy": 3005,
     "tests": 33147,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
+from engine.http.registrar import Registrar
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
@@ -35,6 +36,7 @@ from protocol.http.connections import bound_clients, bounded_protocol, raise_fil
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
+from protocol.registration import Record, http_url
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
 
@@ -189,10 +191,13 @@ class _Server:
         port = listener.getsockname()[1]
         logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
+        registrar = self._registrar(port, client)
+        registrar.start()
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
+        await registrar.leave()  # first of all: what proxies send from now on would be refused
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
         await self._drain(serving, client)
         failed = self.failure.result() if self.failure.done() else None
@@ -203,6 +208,19 @@ class _Server:
         if failed is not None:
             raise StartFailure(failed)
         return 0
+
+    def _registrar(self, port: int, client: EngineClient) -> Registrar:
+        settings, engine = self.settings, client.ready
+        assert engine is not None
+        record = Record(
+            role="decode" if self.role == "decode" else "prefill",
+            url=settings.advertise_url or http_url(settings.host, port),
+            model=settings.served_model_name or settings.model,
+            kv_digest=str(engine.geometry.get("kv_digest", "")),
+            ttl_s=settings.register_ttl_s,
+            issued_ms=0,
+        )
+        return Registrar(settings.register, record, self.secret)
 
     async def _drain(self, serving: asyncio.Future[None], client: EngineClient) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while

@@ -122,6 +122,34 @@ def check_compatible(
         )
 
 
+def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
+    """What of a record must agree, in short, for who pairs servers: the model, the form of its KV,
+    and its dtype and scales (`*`: any, as of a reader that converts)."""
+
+    def digest(*fields: str) -> str:
+        text = msgspec.json.encode([getattr(compat, field) for field in fields])
+        return hashlib.sha256(text).hexdigest()[:12]
+
+    form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
+    stored = "*" if converts else digest(*_CONVERTIBLE)
+    return ".".join((digest("model_fingerprint"), digest(*form), stored))
+
+
+def may_pair(prefill: str, decode: str) -> bool:
+    """Whether servers of these kv_digests fit; one that tells none fits every other."""
+    if not prefill or not decode:
+        return True
+    theirs, ours = prefill.split("."), decode.split(".")
+    return len(theirs) == len(ours) and all(
+        d in (p, "*") for p, d in zip(theirs, ours, strict=True)
+    )
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two kv_digests are of the same model, or one is unknown."""
+    return not one or not other or one.partition(".")[0] == other.partition(".")[0]
+
+
 def check_consistent(metadata: EngineMetadata) -> None:
     """Raises PeerIncompatible, naming the field, when the metadata contradicts itself: a rank's KV
     lies inside a region that the peer registered. What must be as it is here, `check_compatible`

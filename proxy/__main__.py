@@ -22,6 +22,7 @@ from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
 from protocol.settings.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
+from proxy.discovery.sources import BadFile, read_servers
 
 logger = get_logger("proxy")  # also where this module is called __main__
 
@@ -74,13 +75,28 @@ def make_server(app: ProxyApp) -> ProxyServer:
     return ProxyServer(config, app, settings.shutdown_grace_s)
 
 
+def _lacking(settings: ProxySettings) -> str:
+    """What the proxy cannot start without; empty where it can."""
+    if not (settings.decode or settings.servers_file or settings.cluster_secret):
+        return (
+            "--decode: give the URL of at least one decode server, or --servers-file, or "
+            "BATON_CLUSTER_SECRET for servers that --register here"
+        )
+    try:
+        if settings.servers_file:
+            read_servers(settings.servers_file)
+    except BadFile as error:
+        return f"--servers-file {settings.servers_file}: {error}"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy; returns the exit status."""
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
     setup_logging("proxy", settings.log_level)
-    if not settings.decode:
-        lifecycle.report_failure("--decode: give the URL of at least one decode server")
+    if problem := _lacking(settings):
+        lifecycle.report_failure(problem)
         return 2
     raise_file_limit()
     logger.info("settings %s", describe(settings))

@@ -5,7 +5,6 @@ Plain ASGI: a framework would take longer per request than everything else here 
 
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
@@ -15,10 +14,10 @@ from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
+from proxy.discovery.members import Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
-from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
-from proxy.membership import LISTED, Fleet, Kind, Server, Watch
+from proxy.membership import Kind
 from proxy.pd_request import PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
@@ -49,15 +48,6 @@ class ProxyApp:
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.metrics = Metrics("proxy")
-        self.fleet = Fleet(
-            watch=Watch(
-                self._on_join,
-                self._on_left,
-                self._on_change,
-                self._on_circuit,
-                lambda server, is_long: self._upstreams.on_silence(server, is_long),
-            )
-        )
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
         )
@@ -67,6 +57,13 @@ class ProxyApp:
             max_blocks=settings.prefix_blocks,
             step_s=settings.itl_target_s,
         )
+        self._members = Members(
+            settings,
+            self.metrics,
+            self.knowledge,
+            lambda server, is_long: self._upstreams.on_silence(server, is_long),
+        )
+        self.fleet = self._members.fleet
         self._poller = Poller(
             self.fleet,
             self._upstream,
@@ -80,8 +77,6 @@ class ProxyApp:
         self.shutting_down = False
         for name, labels in _known_series():
             self.metrics.begin(name, **labels)
-        listed = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
-        self.fleet.name_members(LISTED, listed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -100,10 +95,10 @@ class ProxyApp:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        self._poller.start()
+        self._members.start(self._poller)
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self._poller.close()
+        await self._members.close()
         await self._site.close()
         await self._upstreams.close()
         await self._upstream.close()
@@ -111,7 +106,7 @@ class ProxyApp:
 
     def shut_down(self, grace_s: float) -> None:
         """Is not ready from now on; requests still running after `grace_s` end with an error."""
-        self.shutting_down = True
+        self.shutting_down = self._members.is_ending = True
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
 
     def _stop_all(self) -> None:
@@ -154,6 +149,9 @@ class ProxyApp:
     async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         method, path = scope["method"], scope["path"]
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
+        if path in self._members.paths:
+            await self._members.answer(scope, receive, reply)
+            return
         is_own = path in OWN_PATHS or path in self._site.paths
         allowed = ("GET", "HEAD") if is_read or is_own else ("POST",)
         if not (is_read or is_own or path in CLIENT_PATHS):
@@ -244,38 +242,6 @@ class ProxyApp:
             _ms(trace.prefill_s), _ms(trace.first_byte_s), _ms(total_s),
             "" if reply.finished else " unfinished",
         )  # fmt: skip
-
-    def _on_join(self, server: Server) -> None:
-        self.metrics.set("baton_proxy_upstream_ready", 0, **server.labels)
-        self.metrics.set("baton_proxy_upstream_circuit", 0, **server.labels)
-        self.metrics.begin("baton_proxy_upstream_in_flight", **server.labels)
-        self._poller.watch(server)
-        logger.info("%s joins (%s)", server, ", ".join(server.sources))
-
-    def _on_left(self, server: Server) -> None:
-        self._poller.leave(server)
-        self.knowledge.left(server)
-        for name in ("ready", "circuit", "in_flight"):
-            self.metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
-        logger.info("%s has left", server)
-
-    def _on_circuit(self, server: Server) -> None:
-        state = CIRCUITS.index(server.circuit)
-        self.metrics.set("baton_proxy_upstream_circuit", state, **server.labels)
-        if server.circuit != "half_open":
-            logger.warning("the circuit of %s is %s", server, server.circuit)
-
-    def _on_change(self, server: Server, old: Health, new: Health) -> None:
-        self.metrics.set("baton_proxy_upstream_ready", new.ready, **server.labels)
-        if new.ready:
-            logger.info("%s is ready", server)
-            return
-        self.knowledge.forget(server)
-        if old.ready:
-            self._poller.hurry(server)
-        # When all end together, each sees the others go.
-        level = logging.DEBUG if self.shutting_down else logging.WARNING
-        logger.log(level, "%s is not ready: %s", server, new.reason)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -14,6 +14,10 @@ class DecodeServerTimeout(  # it was silent for longer than --read-timeout-s
     ServiceError, status=504, phase="decode", code="decode_server_timeout"
 ): ...
 class ShuttingDown(ServiceError, phase="shutdown", code="shutting_down"): ...  # this proxy
+class UnknownServer(RequestError, status=404, code="unknown_server"): ...  # to an operator
+class RegistrationRefused(  # of a server; says why, and what to do
+    RequestError, status=403, phase="registration", code="registration_refused"
+): ...
 # fmt: on
 
 

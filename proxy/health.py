@@ -49,6 +49,9 @@ class Said:
     capacity: int | None = None  # tokens of KV
     totals: Totals | None = None
     answered: bool = True  # False: no connection could be had
+    models: tuple[str, ...] = ()  # names that it serves; none: it did not say
+    kv_digest: str = ""  # what other servers' KV must agree in; see protocol.handshake
+    is_foreign: bool = False  # it speaks vLLM's dialect
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Health:
     ready: bool = False
     reason: str = "not checked yet"  # why it is not ready
     room: Room = Room()
+    models: tuple[str, ...] = ()  # as it said last, like the next two
+    kv_digest: str = ""
+    is_foreign: bool = False
     silences: int = 0  # health checks without an answer, in a row
     misses: int = 0  # those, and those that found no connection
     changed_at: float = float("-inf")  # when a connection error took readiness back
@@ -73,7 +79,12 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
         return health
     reason, room = "" if said.ready else said.reason, said.room or health.room
     misses = 0 if said.answered else health.misses + 1
-    return replace(health, ready=said.ready, reason=reason, silences=0, misses=misses, room=room)
+    new = replace(health, ready=said.ready, reason=reason, silences=0, misses=misses, room=room)
+    if not said.answered:
+        return new
+    digest = said.kv_digest or ("" if said.ready else health.kv_digest)
+    models = said.models or health.models
+    return replace(new, models=models, kv_digest=digest, is_foreign=said.is_foreign)
 
 
 def silent(health: Health, reason: str) -> Health:

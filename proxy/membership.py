@@ -44,6 +44,7 @@ class Server:
     drained: bool = False
     in_flight: int = 0
     circuit: str = "closed"
+    has_left: bool = False
 
     @property
     def name(self) -> str:
@@ -197,8 +198,9 @@ class Fleet(Pool):
         self._end(server)
 
     def _end(self, server: Server) -> None:
-        if server.sources or server.in_flight or server not in self.of[server.kind]:
+        if server.sources or server.in_flight or server.has_left:
             return
+        server.has_left = True
         self.of[server.kind].remove(server)
         self._watch.on_left(server)
 
@@ -244,6 +246,8 @@ class Fleet(Pool):
 
     def _set(self, server: Server, new: Health) -> None:
         old, server.health = server.health, new
+        if server.has_left:  # what became of its last request
+            return
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:
             server.circuit = circuit

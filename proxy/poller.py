@@ -117,6 +117,9 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     room = Room(**told) if told else None
     blocks, size = said.get("num_blocks"), said.get("block_size")
     capacity = blocks * size if type(blocks) is int and type(size) is int else None
+    model, digest = said.get("model"), said.get("kv_digest")
+    models = (model,) if isinstance(model, str) else ()
+    kv_digest = digest if isinstance(digest, str) else ""
     totals = [n for name in ENGINE_TOTALS if isinstance(n := said.get(name), int | float)]
     known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
-    return Said(ready, reason, room, capacity, known)
+    return Said(ready, reason, room, capacity, known, models=models, kv_digest=kv_digest)

@@ -11,7 +11,7 @@ from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
 from engine.worker.service import ConnectorFactory
 from model.config import load_config
-from protocol.handshake import PROTOCOL_VERSION, EngineMetadata
+from protocol.handshake import PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
@@ -80,6 +80,9 @@ def _build(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
         side_channel_port=connector.side_channel_port(),
-        geometry=config.geometry,
+        geometry={
+            **config.geometry,
+            "kv_digest": kv_digest(rank.context.compat, config.kv_convert),
+        },
     )
     return core, rank, ready

@@ -11,6 +11,7 @@ from tempfile import NamedTemporaryFile
 from pydantic import SecretStr
 
 MIN_SECRET_BYTES = 16
+WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
 _FIX = "set BATON_CACHE to a folder that can be written to"
 _SECRET_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user's"
 

@@ -1,6 +1,6 @@
 """The options, by what they are of: settings.py makes programs of them."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -11,8 +11,10 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic._internal._model_construction import ModelMetaclass
 
 from protocol.handshake import AXES, FP8, check_order
+from protocol.registration import MAX_TTL_S, MIN_TTL_S, check_advertised, http_url
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.short_repr import short_repr
@@ -30,7 +32,18 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
-class Options(BaseModel):
+class _Absent:
+    def __get__(self, *_: object) -> None:
+        raise AttributeError
+
+
+class _OptionNames(ModelMetaclass):
+    """Leaves the name to an option; abstract classes have a method of it."""
+
+    register: Any = _Absent()
+
+
+class Options(BaseModel, metaclass=_OptionNames):
     """The text under an option is its help."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -265,6 +278,31 @@ class ServerOptions(ListenOptions):
         if secret is None and (host := info.data.get("host")):
             check_is_local(host, f"--host {host}")
         return secret
+
+
+class RegisterOptions(ServerOptions):
+    """Where a server registers, and as what."""
+
+    advertise_url: sources.Url | None = None
+    """URL that proxies reach this server at (None: made of --host and --port)"""
+    register: sources.Listed[sources.Url] = ()
+    """URL of a proxy to register with (repeatable)"""
+    register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
+    """how long a proxy believes a registration, which is repeated three times as often (s)"""
+
+    @field_validator("register")
+    @classmethod
+    def _can_be_reached(cls, urls: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if not urls or not {"host", "cluster_secret", "advertise_url"} <= info.data.keys():
+            return urls
+        if info.data["cluster_secret"] is None:
+            raise ValueError(
+                f"{urls[0]} takes signed registrations only: give this server and the "
+                "proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
+            )
+        host = info.data["host"]
+        check_advertised(info.data["advertise_url"] or http_url(host, 1))
+        return urls
 
 
 class RoutingOptions(Options):

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from protocol.settings import sources
-from protocol.settings.machine import check_is_local
+from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
 from protocol.settings.options import (
     DecodeOptions,
     Device,
@@ -35,14 +35,12 @@ from protocol.settings.options import (
     Options,
     Port,
     PrefillOptions,
+    RegisterOptions,
     RoutingOptions,
     Seconds,
-    ServerOptions,
     Threads,
 )
 from protocol.settings.sources import ConfigError
-
-_WILDCARDS = ("0.0.0.0", "::")  # to listen on, not to connect to
 
 
 class BatonSettings(Options, BaseSettings):
@@ -72,7 +70,7 @@ class BatonSettings(Options, BaseSettings):
         return found["env_settings"], found["init_settings"]
 
 
-class EngineSettings(EngineOptions, ModelOptions, ServerOptions, BatonSettings):
+class EngineSettings(EngineOptions, ModelOptions, RegisterOptions, BatonSettings):
     """What a prefill and a decode server have in common."""
 
     port: Port = 8100
@@ -90,7 +88,7 @@ class PrefillSettings(PrefillOptions, EngineSettings):
     @classmethod
     def _is_an_address_to_connect_to(cls, name: str | None, info: ValidationInfo) -> str | None:
         told = name or info.data.get("host")
-        if told in _WILDCARDS:
+        if told in WILDCARDS:
             raise ValueError(
                 f"decode servers cannot connect to {told}, which means every address of this "
                 "machine; give the name or address that they reach it at"
@@ -115,10 +113,19 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """The proxy: one OpenAI-compatible endpoint in front of prefill and decode servers."""
 
     port: Port = 8000
-    prefill: sources.Listed[sources.Url] = ()
-    """URL of a prefill server (repeatable; none: decode servers do everything)"""
-    decode: sources.Listed[sources.Url] = ()
-    """URL of a decode server (repeatable)"""
+    prefill: sources.Listed[sources.ServerUrl] = ()
+    """URL of a prefill server (repeatable; none: decode servers do everything);
+    dns+http://NAME:PORT: every address of that name"""
+    decode: sources.Listed[sources.ServerUrl] = ()
+    """URL of a decode server (repeatable); dns+http://NAME:PORT: every address of that name"""
+    servers_file: str | None = Field(None, min_length=1)
+    """YAML file of more servers, prefill: [URL, ..] and decode: [URL, ..], read again when it
+    changes"""
+    discovery_interval_s: Seconds = 5.0
+    """time between two looks at --servers-file and at names (s)"""
+    cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
+    """secret of servers that may register here, better given as BATON_CLUSTER_SECRET (None: none
+    may)"""
     health_interval_s: Seconds = 1.0
     """time between two health checks (s)"""
     health_timeout_s: Seconds = 2.0

@@ -132,7 +132,22 @@ def base_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+DNS_SCHEME = "dns+"  # before a URL: its host is a name of many servers
+
+
+def server_url(url: str) -> str:
+    """As `base_url`, perhaps after DNS_SCHEME. Raises ValueError."""
+    plain = url.removeprefix(DNS_SCHEME)
+    if plain == url:
+        return base_url(url)
+    if plain.startswith("https:"):
+        told = f"{short_repr(url)}: certificates are of names, not of the addresses found"
+        raise ValueError(f"{told}; use dns+http, or let the servers --register")
+    return DNS_SCHEME + base_url(plain)
+
+
 Url = Annotated[str, AfterValidator(base_url)]
+ServerUrl = Annotated[str, AfterValidator(server_url)]
 Origin = Annotated[str, AfterValidator(lambda name: name if name == "*" else base_url(name))]
 
 
@@ -170,7 +185,7 @@ def _is_setting(name: str) -> bool:
     return name.upper().startswith(ENV_PREFIX) and not is_of_machine
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """YAML in which a key that is given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -191,7 +206,7 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if not name:
         raise ConfigError("--config: names no file")
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), _UniqueKeys)
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

@@ -6,6 +6,7 @@ import errno
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,8 +25,10 @@ from engine.text.tokenizer import Tokenizer
 from model.config import load_config
 from protocol.ipc.wire import CannotListen, bind
 from protocol.messages import EngineFailed
+from protocol.registration import open_record
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
+from tests.proxy.fakes import Call, Fake, until
 from tests.rigs.http_server import READY
 from tests.rigs.scripted_engine import ScriptedEngine, hang
 
@@ -99,6 +102,28 @@ async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokeniz
         server.stop.set_result(None)
         assert await _serve(server, listener, tokenizer, engine) == 0
         assert server.failure.done()
+
+
+async def test_a_registered_server_says_that_it_leaves_before_it_refuses(
+    tokenizer: Tokenizer,
+) -> None:
+    heard: list[tuple[bool, int]] = []
+
+    async def takes(call: Call) -> None:
+        said = open_record(call.raw, _SECRET.encode(), int(time.time() * 1000))
+        async with httpx.AsyncClient(trust_env=False, verify=False) as http:
+            heard.append((said.leaving, (await http.get(f"{said.url}/health")).status_code))
+        await call.answer(200, {})
+
+    engine, proxy = _EndingEngine(), Fake(takes)
+    proxy.start()
+    async with _made(engine, register=(proxy.url,)) as (server, listener):
+        serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
+        await until(lambda: bool(heard))
+        server.stop.set_result(None)
+        assert await serving == 0
+    await proxy.stop()
+    assert heard == [(False, 200), (True, 200)]
 
 
 async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(

@@ -28,8 +28,11 @@ from protocol.handshake import (
     Request,
     check_compatible,
     check_consistent,
+    kv_digest,
+    may_pair,
     open_reply,
     open_request,
+    same_model,
     seal_reply,
     seal_request,
 )
@@ -112,6 +115,26 @@ def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts() -> None
     check_compatible(fp8(kv_scales=(2.0,) * 6), fp8(), allow_convert=True)
     with pytest.raises(PeerIncompatible):
         check_compatible(COMPAT, compat(rope="{}"), allow_convert=True)
+
+
+@pytest.mark.parametrize("field", OTHERS)
+@pytest.mark.parametrize("converts", [False, True])
+def test_digests_pair_just_whom_a_handshake_lets_pair(field: str, converts: bool) -> None:
+    for prefill, decode in (
+        (COMPAT, COMPAT),
+        (fp8(), COMPAT),
+        (compat(**{field: OTHERS[field]}), COMPAT),
+    ):
+        try:
+            check_compatible(decode, prefill, allow_convert=converts)
+        except PeerIncompatible:
+            fits = False
+        else:
+            fits = True
+        told = kv_digest(prefill), kv_digest(decode, converts)
+        assert may_pair(*told) is fits
+        assert same_model(*told) is (prefill.model_fingerprint == decode.model_fingerprint)
+        assert may_pair("", told[1]) and may_pair(told[0], "") and not may_pair("vllm", told[1])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 5, 8, 10])

@@ -1,0 +1,83 @@
+"""Tells proxies that this server is there, again and again, and at its end that it leaves."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+
+from protocol.process.logging import get_logger
+from protocol.registration import REGISTER_PATH, Record, seal
+
+logger = get_logger(__name__)
+
+TIMEOUT_S = 5.0  # of one registration
+LEAVE_TIMEOUT_S = 1.0  # of all proxies together
+RETRY_S = 0.5  # after a failure; doubles, up to the usual interval
+JITTER = 0.2  # so that servers that were started together do not speak in step
+MAX_ANSWER_BYTES = 2**16
+
+
+class Registrar:
+    """Registers one server with proxies; use it on one event loop.
+
+    Args:
+        record: what it says of itself; the time is filled in.
+    """
+
+    def __init__(self, proxies: Sequence[str], record: Record, secret: bytes) -> None:
+        self._proxies, self._record, self._secret = proxies, record, secret
+        self._tasks: list[asyncio.Task[None]] = []
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(proxy)) for proxy in self._proxies]
+
+    async def leave(self) -> None:
+        """Tells every proxy that this server takes nothing new; to be called once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await asyncio.gather(*(self._post(proxy, leaving=True) for proxy in self._proxies))
+        except TimeoutError:
+            logger.info("a proxy was not told that this server leaves: no answer")
+        finally:
+            await self._session.close()
+
+    async def _keep(self, proxy: str) -> None:
+        usual_s = self._record.ttl_s / 3
+        retry_s, before = RETRY_S, None
+        while True:
+            problem = await self._post(proxy)
+            if problem and problem != before:
+                logger.warning("not registered with %s: %s", proxy, problem)
+            elif before != problem:
+                logger.info("registered with %s as %s", proxy, self._record.url)
+            before = problem
+            retry_s = min(2 * retry_s, usual_s) if problem else RETRY_S
+            pause_s = retry_s if problem else usual_s
+            await asyncio.sleep(pause_s * random.uniform(1 - JITTER, 1))
+
+    async def _post(self, proxy: str, leaving: bool = False) -> str:
+        """Why the proxy did not take it; empty: it did."""
+        record = msgspec.structs.replace(
+            self._record, issued_ms=int(time.time() * 1000), leaving=leaving
+        )
+        body, headers = seal(record, self._secret), {"content-type": "application/json"}
+        try:
+            async with self._session.post(
+                proxy + REGISTER_PATH, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                told = await answer.content.read(MAX_ANSWER_BYTES)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return str(error) or "no answer"
+        if answer.status == 200:
+            return ""
+        try:
+            return str(msgspec.json.decode(told)["error"]["message"])
+        except (msgspec.DecodeError, LookupError, TypeError):
+            return f"status {answer.status}; is that a Baton proxy?"

@@ -1,0 +1,133 @@
+"""The members of one proxy: who they are, how each is, and what is shown of that."""
+
+import ipaddress
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from protocol.errors import Forbidden
+from protocol.http.connections import read_body
+from protocol.metrics import Metrics
+from protocol.process.logging import get_logger
+from protocol.registration import REGISTER_PATH, BadRecord
+from protocol.settings.settings import ProxySettings
+from proxy.discovery import admin
+from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
+from proxy.discovery.sources import Discovery, Resolve, resolve
+from proxy.errors import MethodNotAllowed, RegistrationRefused
+from proxy.health import CIRCUITS, Health
+from proxy.knowledge import Knowledge
+from proxy.membership import Fleet, Server, Watch
+from proxy.poller import Poller
+from proxy.relay import Reply
+
+logger = get_logger(__name__)
+
+SERIES = ("ready", "circuit", "in_flight")  # of each member
+
+
+class Members:
+    """A fleet, its checks and where its members come from; lives on one event loop.
+
+    Args:
+        on_silence: see Watch.
+
+    Attributes:
+        is_ending: with the proxy, servers may end unremarked.
+    """
+
+    paths = frozenset((REGISTER_PATH, *admin.ADMIN_PATHS))
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        metrics: Metrics,
+        knowledge: Knowledge,
+        on_silence: Callable[[Server, bool], None],
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._metrics, self._knowledge = metrics, knowledge
+        self._poller: Poller | None = None
+        self.is_ending = False
+        watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
+        self.fleet = Fleet(watch=watch)
+        self._discovery = Discovery(self.fleet, settings, resolve)
+        secret = settings.cluster_secret
+        key = None if secret is None else secret.get_secret_value().encode()
+        self._registry = Registry(self.fleet, key)
+
+    def start(self, poller: Poller) -> None:
+        self._poller = poller
+        poller.start()
+        self._discovery.start()
+
+    async def close(self) -> None:
+        self._registry.close()
+        await self._discovery.close()
+        if self._poller is not None:
+            await self._poller.close()
+
+    async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
+        """Answers a request to one of `paths`. Raises BatonError."""
+        path, method = scope["path"], scope["method"]
+        is_read = path == admin.MEMBERS_PATH and method in ("GET", "HEAD")
+        if not is_read and method != "POST":
+            allowed = ("GET", "HEAD", "POST") if path == admin.MEMBERS_PATH else ("POST",)
+            raise MethodNotAllowed(method, allowed)
+        if path == REGISTER_PATH:  # signed
+            try:
+                told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
+            except BadRecord as error:
+                raise RegistrationRefused(f"this registration is refused: {error}") from None
+        else:
+            _check_may_operate(scope)
+            body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)
+            told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
+        await reply.answer_json(200, told)
+
+    # what the fleet tells
+
+    def _joins(self, server: Server) -> None:
+        for name in SERIES:
+            self._metrics.set(f"baton_proxy_upstream_{name}", 0, **server.labels)
+        if self._poller is not None:
+            self._poller.watch(server)
+        logger.info("%s joins (%s)", server, ", ".join(server.sources))
+
+    def _has_left(self, server: Server) -> None:
+        if self._poller is not None:
+            self._poller.leave(server)
+        self._knowledge.left(server)
+        for name in SERIES:
+            self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
+        logger.info("%s has left", server)
+
+    def _circuit(self, server: Server) -> None:
+        state = CIRCUITS.index(server.circuit)
+        self._metrics.set("baton_proxy_upstream_circuit", state, **server.labels)
+        if server.circuit != "half_open":
+            logger.warning("the circuit of %s is %s", server, server.circuit)
+
+    def _changed(self, server: Server, old: Health, new: Health) -> None:
+        self._metrics.set("baton_proxy_upstream_ready", new.ready, **server.labels)
+        if new.ready:
+            logger.info("%s is ready", server)
+            return
+        self._knowledge.forget(server)
+        if old.ready and self._poller is not None:
+            self._poller.hurry(server)
+        # When all end together, each sees the others go; one that leaves was expected to.
+        is_expected = self.is_ending or not server.sources
+        level = logging.DEBUG if is_expected else logging.WARNING
+        logger.log(level, "%s is not ready: %s", server, new.reason)
+
+
+def _check_may_operate(scope: dict[str, Any]) -> None:
+    """Raises Forbidden for who is on another machine."""
+    host = (scope.get("client") or ("",))[0]
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise Forbidden(f"{scope['path']} is for clients on this proxy's machine")

@@ -1,0 +1,133 @@
+"""Members that registered: each stays until its time ends, or it says that it leaves."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.handshake import same_model
+from protocol.process.logging import get_logger
+from protocol.registration import (
+    MAX_AGE_S,
+    BadRecord,
+    Record,
+    check_advertised,
+    open_record,
+)
+from protocol.settings.sources import base_url
+from protocol.short_repr import short_repr
+from proxy.membership import Fleet, Kind
+
+logger = get_logger(__name__)
+
+REGISTERED = "registered"  # the source
+MAX_SERVERS = 1024
+MAX_RECORD_BYTES = 8192
+_WARNINGS = 20  # about refusals in each `_WARNINGS_S`: who has no secret may come again and again
+_WARNINGS_S = 60.0
+
+_Key = tuple[Kind, str]
+
+
+@dataclass
+class _Heard:
+    """Of one server: when its last record was issued, and what happens in the end."""
+
+    issued_ms: int
+    timer: asyncio.TimerHandle | None = None
+
+
+class Registry:
+    """Takes the records that servers send.
+
+    Args:
+        secret: of the cluster; None: nobody may register.
+        now_s: since 1970.
+    """
+
+    def __init__(
+        self, fleet: Fleet, secret: bytes | None, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._fleet, self._secret, self._now_s = fleet, secret, now_s
+        self._heard: dict[_Key, _Heard] = {}
+        self._warnings, self._warned_at = 0, -_WARNINGS_S
+
+    def take(self, body: bytes) -> dict[str, object]:
+        """Does what an authentic record says. Returns what the server is told.
+
+        Raises:
+            BadRecord: it is refused; the log has it too.
+        """
+        try:
+            if self._secret is None:
+                fix = "start it with BATON_CLUSTER_SECRET, that of the servers"
+                raise BadRecord(f"this proxy takes no registrations: {fix}")
+            record = open_record(body, self._secret, int(self._now_s() * 1000))
+            return self._taken(record)
+        except BadRecord as error:
+            self._warn(error)
+            raise
+
+    def _taken(self, record: Record) -> dict[str, object]:
+        try:
+            url = check_advertised(base_url(record.url))
+        except ValueError as error:
+            raise BadRecord(str(error)) from None
+        key = Kind(record.role), url
+        heard = self._heard.get(key)
+        if heard is not None and record.issued_ms <= heard.issued_ms:
+            raise BadRecord(f"a newer record of {url} is known: this one is a copy")
+        if record.leaving:
+            self._end(key, record.issued_ms)
+            return {"status": "leaving"}
+        if heard is None and len(self._heard) >= MAX_SERVERS:
+            raise BadRecord(f"{MAX_SERVERS} servers are registered, which are the most")
+        self._check_model(record, url)
+        server = self._fleet.join(*key, REGISTERED)
+        self._again(key, record.issued_ms, record.ttl_s, self._lapse)
+        return {"status": REGISTERED, "server": server.name, "ttl_s": record.ttl_s}
+
+    def _check_model(self, record: Record, url: str) -> None:
+        """Whoever serves a name serves the same model."""
+        for other in self._fleet.servers:
+            known = other.health
+            if other.url == url or record.model not in known.models:
+                continue
+            if not same_model(known.kv_digest, record.kv_digest):
+                raise BadRecord(
+                    f"{url} serves another model as {short_repr(record.model)} than {other.name}: "
+                    "their fingerprints differ; give it the same weights, or another "
+                    "--served-model-name"
+                )
+
+    def _lapse(self, key: _Key) -> None:
+        logger.warning("the registration of %s server %s has lapsed", key[0].value, key[1])
+        self._end(key, self._heard[key].issued_ms)
+
+    def _end(self, key: _Key, issued_ms: int) -> None:
+        if server := self._fleet.find(*key):
+            self._fleet.leave(server, REGISTERED)
+        # Older records of it are copies for as long as somebody would believe them.
+        self._again(key, issued_ms, 2 * MAX_AGE_S, self._heard.pop)
+
+    def _again(
+        self, key: _Key, issued_ms: int, after_s: float, then: Callable[[_Key], object]
+    ) -> None:
+        heard = self._heard.setdefault(key, _Heard(issued_ms))
+        if heard.timer is not None:
+            heard.timer.cancel()
+        heard.issued_ms = issued_ms
+        heard.timer = asyncio.get_running_loop().call_later(after_s, then, key)
+
+    def _warn(self, error: BadRecord) -> None:
+        now_s = self._now_s()
+        if now_s - self._warned_at >= _WARNINGS_S:
+            self._warnings, self._warned_at = 0, now_s
+        self._warnings += 1
+        if self._warnings <= _WARNINGS:
+            logger.warning("a registration is refused: %s", error)
+
+    def close(self) -> None:
+        for heard in self._heard.values():
+            if heard.timer is not None:
+                heard.timer.cancel()

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2450,
     "decode_server": 605,
     "deploy": 823,
-    "engine": 8687,
+    "engine": 8694,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5566,
     "proxy": 3540,
-    "tests": 33481,
+    "tests": 33482,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

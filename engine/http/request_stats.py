@@ -19,6 +19,12 @@ log = get_logger(__name__)
 _OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error")
 _SOURCES = ("transferred", "recomputed", "skipped")
 MAX_RECENT = 256
+_TOLD_OF_ENGINE = (  # what the names begin with
+    "baton_requests_",
+    "baton_kv_blocks{",
+    "baton_kv_transfer_bytes",
+    "baton_engine_",
+)
 _TOLD = (
     "baton_requests_in_progress",
     "baton_generation_tokens",
@@ -61,7 +67,8 @@ class ServerMetrics(Metrics):
         number = int(since[:18])
         start = 0 if number > self.num_ended else number
         served = [one for one in self._recent if one.number >= start]
-        return Numbers(server, engine_values | self.values(*_TOLD), served, self.num_ended)
+        kept = {key: n for key, n in engine_values.items() if key.startswith(_TOLD_OF_ENGINE)}
+        return Numbers(server, kept | self.values(*_TOLD), served, self.num_ended)
 
 
 class RequestStats:

@@ -1,0 +1,111 @@
+// Asks the proxy for what is new, keeps it within bounds, and has every part of the page drawn.
+
+import { $, h, setText } from "./dom.js";
+import { Charts, derive } from "./charts.js";
+import { Track } from "./track.js";
+import { Servers } from "./servers.js";
+import { Requests } from "./requests.js";
+import { Chat } from "./chat.js";
+import { key, askForKey, onKey, headers } from "./key.js";
+
+const MAX_POINTS = 300;
+const MAX_REQUESTS = 250;
+const MAX_WAIT_S = 5; // between two tries, where the proxy is silent
+
+const store = { epoch: "", number: 0, servers: new Map(), points: [], requests: new Map() };
+const parts = [new Track(), new Charts(), new Servers(), new Requests(), new Chat(store)];
+let failures = 0;
+let timer = 0;
+let isAsking = false;
+
+function take(news) {
+  if (news.epoch !== store.epoch) {
+    store.servers.clear();
+    store.requests.clear();
+    store.points.length = 0;
+  }
+  Object.assign(store, { epoch: news.epoch, number: news.number, interval_s: news.interval_s });
+  for (const [name, row] of Object.entries(news.servers)) {
+    const before = store.servers.get(name);
+    store.servers.set(name, { ...row, name, before, at: news.points.at(-1)?.at ?? Date.now() / 1000 });
+    if (before) delete before.before;
+  }
+  const names = new Set(news.names);
+  for (const name of store.servers.keys()) if (!names.has(name)) store.servers.delete(name);
+  for (const point of news.points) store.points.push(derive(point, store.points, news.interval_s));
+  if (store.points.length > MAX_POINTS) store.points.splice(0, store.points.length - MAX_POINTS);
+  for (const row of news.requests) store.requests.set(row.number, row);
+  const running = new Set(news.running);
+  for (const [number, row] of store.requests) if (row.status === null && !running.has(number)) store.requests.delete(number);
+  const numbers = [...store.requests.keys()].sort((a, b) => a - b);
+  for (const number of numbers.slice(0, Math.max(0, numbers.length - MAX_REQUESTS))) store.requests.delete(number);
+}
+
+function head() {
+  const all = [...store.servers.values()];
+  const ready = all.filter((server) => server.ready && server.circuit === "closed");
+  const decodes = ready.filter((server) => server.role === "decode");
+  const [word, kind] = !decodes.length ? ["not ready", "bad"] : ready.length < all.length ? ["degraded", "warn"] : ["ready", "good"];
+  const pill = $("status");
+  setText(pill, `${word}: ${ready.length} of ${all.length} servers`);
+  pill.className = `pill ${kind}`;
+  const models = [...new Set(all.map((server) => server.model).filter(Boolean))];
+  const versions = [...new Set(all.map((server) => server.version).filter(Boolean))];
+  setText($("models"), [models.join(", "), versions.length ? `Baton ${versions.join(", ")}` : ""].filter(Boolean).join(" · "));
+}
+
+function banner(text, needsKey = false) {
+  const box = $("banner");
+  if (text === box.dataset.text) return;
+  box.dataset.text = text;
+  box.hidden = !text;
+  box.replaceChildren(text);
+  if (needsKey) {
+    const button = h("button", { type: "button" }, "Give a key");
+    button.addEventListener("click", () => askForKey());
+    box.append(button);
+  }
+}
+
+async function ask() {
+  if (isAsking || document.hidden) return;
+  isAsking = true;
+  clearTimeout(timer);
+  let wait_s = 1;
+  try {
+    const answer = await fetch(`/ui/state?since=${store.number}&epoch=${encodeURIComponent(store.epoch)}`, { headers: headers(), cache: "no-store" });
+    if (answer.status === 401 || answer.status === 403) {
+      const told = answer.status === 401 && !key() ? "This proxy asks for an API key; its numbers for an admin key." : (await answer.json()).error.message;
+      banner(told, true);
+      if (answer.status === 401 && !failures) askForKey(key() ? told : undefined);
+      failures += 1;
+      wait_s = null; // until there is another key
+    } else if (!answer.ok) {
+      throw new Error(`it answers with status ${answer.status}`);
+    } else {
+      take(await answer.json());
+      failures = 0;
+      banner("");
+      head();
+      for (const part of parts) part.update(store);
+      wait_s = store.interval_s;
+    }
+  } catch (error) {
+    failures += 1;
+    wait_s = Math.min(failures, MAX_WAIT_S);
+    banner(`The proxy does not tell its state (${error.message}); trying again.`);
+    $("status").className = "pill bad";
+    setText($("status"), "no connection");
+  } finally {
+    isAsking = false;
+  }
+  if (wait_s !== null) timer = setTimeout(ask, wait_s * 1000);
+}
+
+document.addEventListener("visibilitychange", ask);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => parts.forEach((part) => part.recolor?.(store)));
+onKey(() => {
+  failures = 0;
+  ask();
+});
+ask();

@@ -48,6 +48,9 @@ class Times:
     streams: int = 256
     batch: int = 8192  # tokens of prompts in one step of a prefill server
     mixed: int = 2048  # the same of a decode server
+    prompts: float = (
+        13e-3  # the least that a step with prompts takes: it is launched kernel by kernel
+    )
     least: float = 0.25  # of the streams' time that prompts get in any case
 
 
@@ -130,6 +133,8 @@ class Engine:
             if first.left == 0:
                 ended.append(self.waiting.popleft())
                 self.cache.add(first.hashes)
+        if room < most:
+            seconds = max(seconds, t.prompts)
         steps, tokens, took = self.totals
         tokens += len(self.streams) + most - room
         self.totals = Totals(steps + 1, tokens, took + seconds)

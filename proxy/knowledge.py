@@ -151,7 +151,7 @@ class Knowledge:
             cached = self._prefixes.depths(ask.hashes).get(load.index, 0)
             takes_s = ask.uncached(cached) * load.token_s
             if generates:
-                takes_s /= share_for_prompts(load, self._limits, load.running)
+                takes_s /= share_for_prompts(load, self._limits)
             load.free_at = max(load.free_at, now) + takes_s
             load.prompts += 1
         load.running += generates

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
+_INTERRUPTED_S = 0.015  # of first token, that each stream loses to a prompt however short
+_LATE_S = 0.5  # up to which each second of waiting is worse than the one before
+_PATIENCE_S = 0.3  # after which a wait feels twice as long
 _DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
@@ -187,8 +190,8 @@ def place(
     if not decodes:
         return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
-    own = decodes[cheapest_decode(ask, decodes, depths, limits, alone=True, coming=coming)]
-    cost = _cost_alone(ask, own, depths.get(own.index, 0), limits, coming)
+    at, cost = _cheapest_alone(ask, decodes, depths, limits, coming)
+    own = decodes[at]
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
@@ -196,7 +199,7 @@ def place(
     d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
     left = ask.uncached(depths.get(p.index, 0))
     seconds = max(p.free_at - ask.now, 0.0) + left * p.token_s + _HANDOFF_S + _room_s(ask, d)
-    return alone if cost < seconds else Placement(p.index, d.index, left)
+    return alone if cost < _felt_s(seconds) else Placement(p.index, d.index, left)
 
 
 def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
@@ -213,19 +216,12 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) 
 
 
 def cheapest_decode(
-    ask: Ask,
-    servers: Sequence[Load],
-    depths: dict[int, int],
-    limits: Limits,
-    *,
-    alone: bool,
-    coming: float = 0.0,
+    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits, *, alone: bool
 ) -> int:
     """The place of the server with the least KV, which sets how long its steps take, that has room
     for more; `alone`: of the one that would compute the prompt itself at the least cost."""
     if alone:
-        costs = [_cost_alone(ask, s, depths.get(s.index, 0), limits, coming) for s in servers]
-        return costs.index(min(costs))
+        return _cheapest_alone(ask, servers, depths, limits)[0]
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
         fullness: float = server.held
@@ -236,24 +232,43 @@ def cheapest_decode(
     return best
 
 
-def _cost_alone(ask: Ask, server: Load, depth: int, limits: Limits, coming: float) -> float:
-    """Seconds until the first token of a prompt computed beside streams, and what these lose, with
-    those that are `coming` from prefill servers."""
-    left = ask.tokens - depth * ask.block_tokens
-    seconds = (left if left > 1 else 1) * server.token_s
-    if streams := server.running + coming:
-        seconds *= 1 / share_for_prompts(server, limits, streams) + limits.harm * streams
-        capacity = server.capacity
-        if capacity is not None and server.held + ask.tokens + ask.answer > capacity:
-            seconds += _room_s(ask, server)
-    return seconds + server.free_at - ask.now if server.free_at > ask.now else seconds
+def _cheapest_alone(
+    ask: Ask,
+    servers: Sequence[Load],
+    depths: dict[int, int],
+    limits: Limits,
+    coming: float = 0.0,
+) -> tuple[int, float]:
+    """The place of the decode server that would compute the prompt itself at the least cost, and
+    that: how late its first token feels, and what streams lose, those included that are `coming`
+    from prefill servers. One loop without calls: it is taken for each request."""
+    best, least, wanted = 0, float("inf"), ask.tokens + ask.answer
+    for place, server in enumerate(servers):
+        left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
+        seconds, lost = (left if left > 1 else 1) * server.token_s, 0.0
+        if streams := server.running + coming:
+            harm = limits.harm * seconds
+            lost = streams * (harm if harm > _INTERRUPTED_S else _INTERRUPTED_S)
+            share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
+            seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
+            if server.capacity is not None and server.held + wanted > server.capacity:
+                seconds += _room_s(ask, server)
+        if server.free_at > ask.now:
+            seconds += server.free_at - ask.now
+        cost = lost + seconds + (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S
+        if cost < least:
+            best, least = place, cost
+    return best, least
 
 
-def share_for_prompts(server: Load, limits: Limits, streams: float) -> float:
-    """Of its time, while so many streams keep within the limit."""
-    if not streams:
-        return 1.0
-    share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
+def _felt_s(seconds: float) -> float:
+    """How bad it is to wait so long for a first token."""
+    return seconds + (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S
+
+
+def share_for_prompts(server: Load, limits: Limits) -> float:
+    """Of its time, while its streams keep within the limit."""
+    share = 1.0 - step_s(server) / limits.step_s if server.running else 1.0
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 

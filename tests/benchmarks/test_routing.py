@@ -26,7 +26,7 @@ def trace(tmp_path: Path) -> Path:
 def test_every_request_is_served_and_knowing_what_is_cached_pays(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert routing.main(["--trace", str(trace), "--load", "1.0"]) == 0
+    assert routing.main(["--trace", str(trace), "--load", "6.0"]) == 0
     rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
     assert rows.keys() == routing.POLICIES.keys()
     assert rows["always"]["computed"] < 0.6 * rows["round_robin"]["computed"]

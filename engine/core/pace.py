@@ -1,8 +1,9 @@
 """How many tokens of prompts a step may have beside streams, learnt from the times of steps.
 
 What a step takes is taken to be a sum: what each step has, and what each stream, each token of KV
-that it reads and each token of a prompt add. Its terms follow what is measured (a Kalman filter),
-and a single step that took far too long changes them little.
+that it reads, prompts by being there (it is launched kernel by kernel then) and each token of them
+add. Its terms follow what is measured (a Kalman filter), and a single step that took far too long
+changes them little.
 """
 
 from typing import Final, NamedTuple
@@ -10,12 +11,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_UNITS: Final[npt.NDArray[np.float64]] = np.array(
-    [1.0, 64.0, 65536.0, 1024.0]
-)  # that the terms are for
-_GUESS_S: Final = np.array([4e-3, 1e-3, 2e-3, 25e-3])  # until something was measured
-_LEAST_S: Final = np.array([1e-5, 0.0, 0.0, 1e-4])
+_UNITS: Final[npt.NDArray[np.float64]] = np.array([1.0, 64.0, 65536.0, 1.0, 1024.0])  # of the terms
+_GUESS_S: Final = np.array([4e-3, 1e-3, 2e-3, 1e-3, 25e-3])  # until something was measured
+_LEAST_S: Final = np.array([1e-5, 0.0, 0.0, 0.0, 1e-3])
 _DOUBT_S: Final = 0.1  # of each guess
+_MOST_DOUBT: Final = len(_UNITS) * _DOUBT_S**2
 _NOISE: Final = 0.1  # of a step, as a share of it
 _DRIFT: Final = 1e-2  # of the terms from step to step, likewise
 _LEAST_SHARE: Final = 0.25  # of what streams take that prompts get in any case
@@ -45,9 +45,7 @@ class Pace:
         """What a step took."""
         expected = self.seconds(load)
         sizes = _sizes(load)
-        if (
-            self._doubt.trace() < len(sizes) * _DOUBT_S**2
-        ):  # what is not seen gets doubtful, no more
+        if self._doubt.trace() < _MOST_DOUBT:  # what is not seen gets doubtful, no more
             self._doubt += np.eye(len(sizes)) * (_DRIFT * expected) ** 2
         gain = self._doubt @ sizes
         scale = sizes @ gain + (_NOISE * expected) ** 2
@@ -62,9 +60,11 @@ class Pace:
     def prompt_tokens(self, streams: int, held: int) -> int:
         """Tokens of prompts beside these streams; some in any case, so that prompts end."""
         streams_s = self.seconds(Load(streams, held, 0))
-        room_s = max(self._target_s - streams_s, _LEAST_SHARE * streams_s)
+        room_s = self._target_s - self.seconds(Load(streams, held, 1))
+        room_s = max(room_s, _LEAST_SHARE * streams_s)
         return max(int(room_s * _UNITS[-1] / self._terms[-1]), _LEAST_TOKENS)
 
 
 def _sizes(load: Load) -> npt.NDArray[np.float64]:
-    return np.array([1.0, load.streams, load.held, load.prompts], np.float64) / _UNITS
+    counts = 1.0, load.streams, load.held, load.prompts > 0, load.prompts
+    return np.array(counts, np.float64) / _UNITS

@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5566,
-    "proxy": 3540,
-    "tests": 33482,
+    "proxy": 3555,
+    "tests": 33483,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -17,7 +17,8 @@ _LEAST_S: Final = np.array([1e-5, 0.0, 0.0, 0.0, 1e-3])
 _DOUBT_S: Final = 0.1  # of each guess
 _MOST_DOUBT: Final = len(_UNITS) * _DOUBT_S**2
 _NOISE: Final = 0.1  # of a step, as a share of it
-_DRIFT: Final = 1e-2  # of the terms from step to step, likewise
+_DRIFT: Final = 2e-2  # of the terms from step to step, likewise
+_SURPRISE: Final = 0.3  # the most that is believed of a step, likewise
 _LEAST_SHARE: Final = 0.25  # of what streams take that prompts get in any case
 _LEAST_TOKENS: Final = 16
 
@@ -49,7 +50,8 @@ class Pace:
             self._doubt += np.eye(len(sizes)) * (_DRIFT * expected) ** 2
         gain = self._doubt @ sizes
         scale = sizes @ gain + (_NOISE * expected) ** 2
-        self._terms += gain / scale * np.clip(seconds - expected, -expected, expected)
+        most = _SURPRISE * expected
+        self._terms += gain / scale * np.clip(seconds - expected, -most, most)
         np.maximum(self._terms, _LEAST_S, out=self._terms)
         self._doubt -= np.outer(gain, gain) / scale
 

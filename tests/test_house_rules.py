@@ -23,7 +23,7 @@ MAX_LINES = {
     "benchmarks": 2450,
     "decode_server": 605,
     "deploy": 823,
-    "engine": 8694,
+    "engine": 8696,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,

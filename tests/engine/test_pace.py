@@ -43,9 +43,9 @@ def test_steps_keep_the_target_once_some_were_measured(
 def test_prompts_progress_beside_streams_that_are_past_the_target() -> None:
     pace = Pace(0.010)
     for step in range(200):
-        load = Load(64, 64_000, 16 * (step % 2))
-        pace.measured(load, 0.040 + 1e-3 * load.prompts)
-    assert 8 <= pace.prompt_tokens(64, 64_000) <= 20
+        load = Load(64, 64_000, pace.prompt_tokens(64, 64_000) * (step % 2))
+        pace.measured(load, 0.080 + 1e-3 * load.prompts)
+    assert 16 <= pace.prompt_tokens(64, 64_000) <= 24
 
 
 def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then() -> None:

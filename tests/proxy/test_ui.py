@@ -32,10 +32,11 @@ class Tells:
 
     def __init__(self, **values: float) -> None:
         self.values = values
+        self.server: dict[str, Any] = GEOMETRY
         self.served: list[dict[str, Any]] = []
 
     async def __call__(self, call: Call) -> None:
-        told = {"server": GEOMETRY, "values": self.values, "served": self.served, "next": 7}
+        told = {"server": self.server, "values": self.values, "served": self.served, "next": 7}
         await call.answer(200, told)
 
 

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5566,
     "proxy": 3555,
-    "tests": 33483,
+    "tests": 33583,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

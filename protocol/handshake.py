@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
@@ -135,6 +135,7 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
 
+@lru_cache(4096)
 def may_pair(prefill: str, decode: str) -> bool:
     """Whether servers of these kv_digests fit; one that tells none fits every other."""
     if not prefill or not decode:

@@ -166,6 +166,8 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
+            case "/v1/models" if len(self.fleet.models) > 1:
+                await reply.answer_json(200, self._members.models())
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)
             case _:
@@ -184,7 +186,9 @@ class ProxyApp:
         if path in GENERATE_PATHS:
             await self._run(request.run(), receive)
         else:
-            await self._run(request.pass_on("read" if is_read else path), receive)
+            start, _, model = path.partition(MODELS_PATH + "/")
+            named = None if start else model or None
+            await self._run(request.pass_on("read" if is_read else path, named), receive)
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
         """Awaits `work`, cancelling it when the client goes or this process has to end.
@@ -276,7 +280,14 @@ def _known_series() -> Iterator[tuple[str, dict[str, str]]]:
     """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
     see the event with which a series appears, and what alerts wait for may happen once."""
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = ("placed", "no_prefill_server", "no_kv_params", "prefill_body", "prefill_context")
+    alone = (
+        "placed",
+        "incompatible",
+        "no_prefill_server",
+        "no_kv_params",
+        "prefill_body",
+        "prefill_context",
+    )
     ways = {
         "pd": ["routed"],
         "prefill": ["scored", *(f"status_{status}" for status in refusals)],

@@ -51,16 +51,29 @@ def member(body: Body, name: str) -> bytes:
     return bytes(body.get(name, _NULL))
 
 
-def sanitize(body: Body) -> tuple[Body, bool]:
-    """The body with a seed and without `kv_transfer_params`, and whether a client had sent any.
+def model_of(body: Body) -> str | None:
+    """The name that a request gives; None without one, and for what is no text."""
+    try:
+        return _decode_text(member(body, "model"))
+    except msgspec.DecodeError:
+        return None
 
-    The params name hosts to connect to, which only a server may. The seed makes both servers draw
-    the same tokens.
-    """
+
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+def sanitize(body: Body) -> tuple[Body, bool]:
+    """The body without `kv_transfer_params`, which name hosts to connect to, as only a server may;
+    and whether a client had sent any."""
     clean = {name: value for name, value in body.items() if name != "kv_transfer_params"}
-    if member(clean, "seed") == b"null":
-        clean["seed"] = msgspec.Raw(b"%d" % secrets.randbits(63))
     return clean, member(body, "kv_transfer_params") != b"null"
+
+
+def seeded(body: Body) -> Body:
+    """With a seed, which makes both servers draw the same tokens."""
+    if member(body, "seed") != b"null":
+        return body
+    return {**body, "seed": msgspec.Raw(b"%d" % secrets.randbits(63))}
 
 
 def prefill_leg(
@@ -68,12 +81,15 @@ def prefill_leg(
     path: str = "/v1/completions",
     context: int | None = None,
     transfer_id: str | None = None,
+    *,
+    foreign: bool = False,
 ) -> bytes:
     """What the prefill server is asked: the same request, for one token.
 
     What the client had said of that goes along as `client_request`, and the longest `context` of a
     decode server as `max_model_len`, for the prefill server to refuse what the decode server
     would, before there is any work. By `transfer_id` it can be called off; see `unanswered`.
+    A `foreign` one, vLLM's, is told no more than vLLM's own proxies tell it.
     """
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _LIMITS.get(path, _USUAL_LIMITS)
@@ -83,6 +99,9 @@ def prefill_leg(
             leg[name] = _ONE
     if member(leg, "stream") in _BOOLEANS_OR_NULL:
         leg["stream"] = _FALSE
+    if foreign:
+        leg.pop("min_tokens", None)  # more than its one
+        return _encode({**leg, "kv_transfer_params": REMOTE_DECODE})
     asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
     told = {"max_model_len": context, "transfer_id": transfer_id}
     known = {name: value for name, value in told.items() if value is not None}
@@ -103,12 +122,15 @@ def is_scoring(body: Body) -> bool:
     return is_none or (b"1" in limits and member(body, "echo") == b"true")
 
 
-def decode_leg(body: Body, params: msgspec.Raw | None) -> bytes:
+def decode_leg(body: Body, params: msgspec.Raw | None, *, foreign: bool = False) -> bytes:
     """What the decode server is asked: the request, and where its prompt's KV is, if anywhere.
 
-    It is told that the lease is this proxy's to end, which may offer the KV to another one.
+    It is told that the lease is this proxy's to end, which may offer the KV to another one; a
+    `foreign` one, vLLM's, gets what the prefill server said.
     """
-    return _encode(body if params is None else {**body, "kv_transfer_params": _lent(params)})
+    if params is None:
+        return _encode(body)
+    return _encode({**body, "kv_transfer_params": params if foreign else _lent(params)})
 
 
 def _lent(params: msgspec.Raw) -> msgspec.Raw:

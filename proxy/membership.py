@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from protocol.errors import InvalidRequest, ModelNotFound
+from protocol.handshake import may_pair
+from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, Said
 
@@ -21,6 +24,7 @@ class Kind(Enum):
     DECODE = "decode"
 
 
+_TOLD = 64  # names in an error
 LISTED = "listed"  # the source that is the command line
 
 
@@ -65,16 +69,37 @@ class Server:
 
 
 class Pool:
-    """Those servers of a fleet that may get a request, and their turns."""
+    """Those servers of a fleet that may get a request, and their turns.
 
-    def __init__(self, fleet: "Fleet") -> None:
-        self.fleet = fleet
+    Args:
+        name: of its turns.
+    """
 
-    def has(self, server: Server) -> bool:
-        return True
+    def __init__(
+        self, fleet: "Fleet", name: str = "", has: Callable[[Server], bool] = lambda _: True
+    ) -> None:
+        self._fleet, self._name, self._has = fleet, name, has
 
     def members(self, kind: Kind) -> list[Server]:
-        return [server for server in self.fleet.of[kind] if self.has(server)]
+        return [server for server in self._fleet.of[kind] if self._has(server)]
+
+    def paired(self) -> "Pool":
+        """This one without prefill servers whose KV no decode server that is ready can read."""
+        told = {server.health.kv_digest for server in self.ready(Kind.DECODE)}
+
+        def fits(server: Server) -> bool:
+            digest = server.health.kv_digest
+            return server.kind is Kind.DECODE or any(may_pair(digest, each) for each in told)
+
+        return Pool(self._fleet, self._name, lambda each: self._has(each) and fits(each))
+
+    def readers_of(self, digest: str) -> "Pool":
+        """Those that can read KV of this digest."""
+
+        def fits(server: Server) -> bool:
+            return self._has(server) and may_pair(digest, server.health.kv_digest)
+
+        return Pool(self._fleet, self._name, fits)
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
         return [s for s in self.members(kind) if s.accepts and s not in exclude]
@@ -94,7 +119,7 @@ class Pool:
             rotation: of requests that are alike. Each has its turns for itself: with one for all,
                 a client that asks in a rhythm would give one server all of its long requests.
         """
-        return self.fleet.take(kind, self.ready(kind, exclude), rotation, first)
+        return self._fleet.take(kind, self.ready(kind, exclude), self._name + rotation, first)
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
@@ -153,6 +178,32 @@ class Fleet(Pool):
         self.name_members(LISTED, urls)
 
     @property
+    def models(self) -> list[str]:
+        """The names that its members serve, as far as they have told."""
+        return sorted({name for server in self.servers for name in server.health.models})
+
+    def pool(self, model: str | None) -> Pool:
+        """The servers of a model; of the only one there is, where a request names none.
+
+        Raises:
+            ModelNotFound, InvalidRequest: there is none of that name; there are several.
+        """
+        models = self.models
+        told = ", ".join(short_repr(name, 200) for name in models[:_TOLD])
+        if model is None:
+            if len(models) > 1:
+                raise InvalidRequest(f"`model` must say one of {told}", param="model")
+            return self
+        if not models:
+            return self
+        # Who has not told its names yet may have this one.
+        known = [each for each in self.servers if model in (each.health.models or (model,))]
+        if not known:
+            wrong = short_repr(model, 200)
+            raise ModelNotFound(f"`model` is {wrong}; this endpoint has {told}", param="model")
+        return Pool(self, model, lambda each: model in (each.health.models or (model,)))
+
+    @property
     def servers(self) -> list[Server]:
         return [server for kind in Kind for server in self.of[kind]]
 
@@ -201,6 +252,7 @@ class Fleet(Pool):
         if server.sources or server.in_flight or server.has_left:
             return
         server.has_left = True
+        self._next.clear()  # turns of models that nobody serves any more
         self.of[server.kind].remove(server)
         self._watch.on_left(server)
 

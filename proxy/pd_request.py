@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from protocol.errors import ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
 from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
-from proxy.membership import Kind, Server
+from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
 from proxy.relay import Reply
 from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
@@ -48,11 +49,18 @@ class PDRequest:
 
     def __post_init__(self) -> None:
         self._fleet = self.upstreams.fleet
+        self._pool: Pool = self._fleet
+        self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
 
-    async def pass_on(self, rotation: str) -> None:
-        """Answers as a decode server does. Raises BatonError as `run`."""
+    async def pass_on(self, rotation: str, model: str | None = None) -> None:
+        """Answers as a decode server does: one of `model`, else of the body's, where it matters.
+        Raises BatonError as `run`."""
         self._trace.rotation = rotation
+        if self.data and len(self._fleet.models) > 1:
+            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+        elif model is not None:
+            self._pool = self._fleet.pool(model)
         await self._decode(self.data)
 
     async def run(self) -> None:
@@ -61,9 +69,11 @@ class PDRequest:
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
-        self._body, stripped = bodies.sanitize(bodies.parse_body(self.data))
+        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data))
+        self._body = bodies.seeded(self._plain)
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
+        self._pool = self._fleet.pool(bodies.model_of(self._plain))
         self._ask = bodies.ask(self._body)
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
@@ -75,39 +85,42 @@ class PDRequest:
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     async def _generate(self, is_scored: bool) -> None:
-        if not self._fleet.ready(Kind.DECODE):
+        if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
-        answer = None if is_scored else await self._prefill()
-        if answer is not None and answer.status != 200:
-            await self._relay_refusal(answer)
-            return
-        params = None if answer is None else bodies.params_of(answer.body or b"")
-        if params is not None:
-            self.upstreams.count("pd", "routed")
-            await self._decode_prefilled(params)
-            return
-        if answer is not None:
-            self._decode_only("no_kv_params")
+        leg = None if is_scored else await self._prefill()
+        if leg is not None:
+            if leg.response.status != 200:
+                await self._relay_refusal(leg.response)
+                return
+            params = bodies.params_of(leg.response.body or b"")
+            readers = self._pool.readers_of(leg.server.health.kv_digest)
+            if params is not None and readers.ready(Kind.DECODE):
+                self.upstreams.count("pd", "routed")
+                await self._decode_prefilled(leg.server, params, readers)
+                return
+            if params is not None:  # who could read it has gone
+                self.upstreams.give_back(leg.server, self.headers, params)
+            self._decode_only("no_kv_params" if params is None else "incompatible")
         is_long = self._trace.decode_only == "prefill_context"  # then for the longest context
-        length = self._fleet.context(Kind.DECODE) if is_long else None
+        length = self._pool.context(Kind.DECODE) if is_long else None
         unfit = self._unfit(Kind.DECODE, length or 0)
-        if not self._fleet.ready(Kind.DECODE, unfit):  # a shorter one may be enough
+        if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
         await self._decode(bodies.decode_leg(self._body, None), unfit, computes=True)
 
-    async def _decode_prefilled(self, params: msgspec.Raw) -> None:
+    async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
         after_s = 0.0
+        self._pool = readers
         try:
             unfit = self._unfit(Kind.DECODE, bodies.num_tokens(self._body, params))
-            await self._decode(bodies.decode_leg(self._body, params), unfit)
+            await self._decode(bodies.decode_leg(self._body, params), unfit, params=params)
         except asyncio.CancelledError:
             after_s = _LEFT_S
             raise
         finally:
             if not self.reply.has_succeeded:
-                url = self._trace.prefill
-                self.upstreams.give_back(url, self.headers, params, after_s)
+                self.upstreams.give_back(prefill, self.headers, params, after_s)
 
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
@@ -115,7 +128,7 @@ class PDRequest:
         call = self._call(
             Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400, computes=True
         )
-        contexts = [self._fleet.context(kind) or 0 for kind in Kind]  # here one of P is enough
+        contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if asked is None:
             return False
@@ -127,25 +140,36 @@ class PDRequest:
             await self._relay_refusal(asked.response)
         return True
 
-    async def _prefill(self) -> Response | None:
+    async def _prefill(self) -> Leg | None:
         """A prefill server's whole answer; None to do without."""
-        context = self._fleet.context(Kind.DECODE)
+        context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = uuid.uuid4().hex
         leg = bodies.prefill_leg(self._body, self.path, context, transfer_id)
-        if not self._fleet.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
+        if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
             self._decode_only("decode_choices")
+            return None
+        self._pool = everyone.paired()
+        if everyone.ready(Kind.PREFILL) and not self._pool.ready(Kind.PREFILL):
+            self._decode_only("incompatible")
             return None
         if self._goes_alone():
             self._decode_only("placed")
             return None
-        call = self._call(Kind.PREFILL, leg, whole_from=0, transfer_id=transfer_id, computes=True)
+        call = self._call(
+            Kind.PREFILL,
+            leg,
+            whole_from=0,
+            transfer_id=transfer_id,
+            computes=True,
+            foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
+        )
         asked = await self._ask_prefill(call, context)
         if asked is None:
             return None
         trace = self._trace
         trace.prefill, trace.prefill_s = asked.server.url, trace.elapsed_s()
         self.upstreams.metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
-        return asked.response
+        return asked
 
     async def _ask_prefill(self, call: UpstreamCall, context: int | None) -> Leg | None:
         """What the first prefill server says that has room for the request. None: to be done
@@ -155,7 +179,7 @@ class PDRequest:
             context: the longest of the servers that may be asked instead.
         """
         reason, unfit = "prefill_choices", self._unfit(Kind.PREFILL)
-        ready = self._fleet.ready
+        ready = self._pool.ready
         while ready(Kind.PREFILL, unfit) or not (unfit and ready(Kind.PREFILL)):
             try:
                 leg = await self.upstreams.run(call, self._trace, unfit)
@@ -174,11 +198,16 @@ class PDRequest:
         return None
 
     async def _decode(
-        self, body: bytes, unfit: Sequence[Server] = (), *, computes: bool = False
+        self,
+        body: bytes,
+        unfit: Sequence[Server] = (),
+        *,
+        computes: bool = False,
+        params: msgspec.Raw | None = None,
     ) -> None:
         """Relays what a decode server answers, or what the last one said that did not take it."""
         try:
-            call = self._call(Kind.DECODE, body, computes=computes)
+            call = self._call(Kind.DECODE, body, computes=computes, params=params)
             leg = await self.upstreams.run(call, self._trace, unfit)
         except LegFailed as failed:
             if failed.answer is not None:
@@ -214,21 +243,25 @@ class PDRequest:
         self.upstreams.count("prefill", f"status_{answer.status}")
         await self.reply.relay(answer)
 
-    def _call(self, kind: Kind, leg: bytes, **options: Any) -> UpstreamCall:
-        return UpstreamCall(
-            kind, self.method, self.path, self.headers, leg, ask=self._ask, **options
-        )
+    def _call(
+        self, kind: Kind, leg: bytes, params: msgspec.Raw | None = None, **options: Any
+    ) -> UpstreamCall:
+        if self._plain:
+            foreign = partial(bodies.decode_leg, self._plain, params, foreign=True)
+            options.setdefault("foreign_body", foreign)
+        asked = self.method, self.path, self.headers
+        return UpstreamCall(kind, *asked, leg, ask=self._ask, pool=self._pool, **options)
 
     def _goes_alone(self) -> bool:
         """Whether the decode server computes the prompt, though a prefill server could."""
-        prefills, decodes = (self._fleet.ready(kind, self._unfit(kind)) for kind in Kind)
+        prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
         if self._ask is None or not prefills:
             return False
         return self.upstreams.knowledge.goes_alone(self._ask, prefills, decodes)
 
     def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
         """Servers without room for so long a sequence, or for so many of them."""
-        return self._fleet.unfit(kind, num_tokens, bodies.num_choices(self._body))
+        return self._pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
 
     def _decode_only(self, reason: str) -> None:
         self._trace.decode_only, self._trace.rotation = reason, "decode_only"

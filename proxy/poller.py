@@ -17,6 +17,7 @@ from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable,
 
 logger = get_logger(__name__)
 
+FOREIGN = "vllm"  # instead of a kv_digest: these see for themselves whether they fit
 JITTER = 0.2  # of the interval, so that many proxies do not ask in step
 
 
@@ -80,8 +81,7 @@ class Poller:
         started_at = time.monotonic()
         try:
             async with within(self.timeout_s):
-                response = await self.upstream.send(server.url, "GET", "/ready")
-                said = _said(server.kind, response.status, await response.read())
+                said = await self._ask(server)
         except (Unreachable, Lost) as error:
             said = Said(False, f"{error.failure.value}: {error}", answered=False)
             self.fleet.polled(server, said, started_at)
@@ -96,6 +96,44 @@ class Poller:
             self.fleet.polled(server, said, started_at)
             if said.ready and said.totals is not None:
                 self.knowledge.told(server, said.capacity, said.totals)
+
+    async def _ask(self, server: Server) -> Said:
+        if not (server.health.ready and server.health.is_foreign):
+            status, body = await self._get(server, "/ready")
+            if status != 404:
+                return _said(server.kind, status, body)
+        (healthy, _), (status, body) = [
+            await self._get(server, path) for path in ("/health", "/v1/models")
+        ]
+        return _foreign(healthy, status, body)
+
+    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+        response = await self.upstream.send(server.url, "GET", path)
+        return response.status, await response.read()
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+def _foreign(healthy: int, status: int, body: bytes) -> Said:
+    """What the answers to /health and /v1/models say of a server without /ready, as vLLM's are."""
+    found: list[_Card] = []
+    if status == 200:
+        with contextlib.suppress(msgspec.MsgspecError):
+            found = msgspec.json.decode(body, type=_Cards).data
+    if not found and status not in (401, 403):  # which hide its names
+        return Said(False, "GET /ready answers with status 404, unlike a Baton server")
+    lengths = [card.max_model_len for card in found if card.max_model_len]
+    room = Room(max(lengths)) if lengths else None
+    names = tuple(card.id for card in found)
+    reason = f"GET /health answers with status {healthy}"
+    return Said(healthy == 200, reason, room, models=names, kv_digest=FOREIGN, is_foreign=True)
 
 
 def _said(kind: Kind, status: int, body: bytes) -> Said:

@@ -6,7 +6,7 @@ delivered and not answered may be what killed the server, so at most `MAX_DELIVE
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,7 @@ from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_code
 from proxy.knowledge import Knowledge, Work
-from proxy.membership import Fleet, Kind, Server
+from proxy.membership import Fleet, Kind, Pool, Server
 from proxy.placement import Ask
 from proxy.relay import RequestTrace
 from proxy.upstream import (
@@ -86,6 +86,8 @@ class UpstreamCall:
         transfer_id: of a prefill, which is called off when its answer does not come.
         ask: its prompt, where one is computed or generated from.
         computes: the server computes the prompt.
+        pool: whom to ask; None: any of its kind.
+        foreign_body: makes the body for a server that speaks vLLM's dialect, if it differs.
     """
 
     kind: Kind
@@ -97,6 +99,8 @@ class UpstreamCall:
     transfer_id: str | None = None
     ask: Ask | None = None
     computes: bool = False
+    pool: Pool | None = None
+    foreign_body: Callable[[], bytes] | None = None
 
 
 class LegFailed(Exception):
@@ -160,9 +164,10 @@ class Upstreams:
             computes=call.computes,
             generates=kind is Kind.DECODE,
         )
-        if not self.fleet.ready(kind, unfit):
+        pool = call.pool or self.fleet
+        if not pool.ready(kind, unfit):
             unfit = ()
-        while server := self.fleet.choose(kind, [*unfit, *tried], trace.rotation, first):
+        while server := pool.choose(kind, [*unfit, *tried], trace.rotation, first):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
@@ -225,15 +230,17 @@ class Upstreams:
         except BaseException:  # the answer may be on its way, and KV kept for who reads it
             if call.transfer_id is not None:
                 unanswered = {"do_remote_decode": True, "transfer_id": call.transfer_id}
-                self.give_back(server.url, call.headers, unanswered)
+                self.give_back(server, call.headers, unanswered)
             raise
         finally:
             if not goes_on:
                 self.release(server, work)
 
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
+        make = call.foreign_body if server.health.is_foreign else None
+        body = call.body if make is None else make()
         response = await self.upstream.send(
-            server.url, call.method, call.path, headers=call.headers, body=call.body
+            server.url, call.method, call.path, headers=call.headers, body=body
         )
         if response.status >= call.whole_from:
             await response.read()
@@ -279,10 +286,14 @@ class Upstreams:
         elif trips_breaker(failure, status):
             self.fleet.failed(server)
 
-    def give_back(self, url: str, headers: Headers, params: object, after_s: float = 0.0) -> None:
+    def give_back(
+        self, server: Server, headers: Headers, params: object, after_s: float = 0.0
+    ) -> None:
         """Tells a prefill server that nobody will come for its KV, which its lease frees anyway, by
-        a task of its own: neither the client nor its absence delays it."""
-        body = msgspec.json.encode({"kv_transfer_params": params})
+        a task of its own: neither the client nor its absence delays it. vLLM's takes none."""
+        if server.health.is_foreign:
+            return
+        url, body = server.url, msgspec.json.encode({"kv_transfer_params": params})
         task = asyncio.create_task(self._give_back(url, headers, body, after_s))
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)

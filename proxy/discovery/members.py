@@ -2,12 +2,14 @@
 
 import ipaddress
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 from protocol.errors import Forbidden
 from protocol.http.connections import read_body
 from protocol.metrics import Metrics
+from protocol.openai.responses import model_card
 from protocol.process.logging import get_logger
 from protocol.registration import REGISTER_PATH, BadRecord
 from protocol.settings.settings import ProxySettings
@@ -17,7 +19,7 @@ from proxy.discovery.sources import Discovery, Resolve, resolve
 from proxy.errors import MethodNotAllowed, RegistrationRefused
 from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
-from proxy.membership import Fleet, Server, Watch
+from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.poller import Poller
 from proxy.relay import Reply
 
@@ -49,6 +51,7 @@ class Members:
         self._metrics, self._knowledge = metrics, knowledge
         self._poller: Poller | None = None
         self.is_ending = False
+        self._created = int(time.time())
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
         self._discovery = Discovery(self.fleet, settings, resolve)
@@ -84,6 +87,12 @@ class Members:
             body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)
             told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
         await reply.answer_json(200, told)
+
+    def models(self) -> dict[str, Any]:
+        """The body of /v1/models, of all servers together."""
+        lengths = {name: self.fleet.pool(name).context(Kind.DECODE) for name in self.fleet.models}
+        cards = [model_card(name, self._created, length) for name, length in lengths.items()]
+        return {"object": "list", "data": cards}
 
     # what the fleet tells
 

@@ -178,8 +178,10 @@ class Fake:
         role: str | None = None,
         on_release: Behave = releases,
         told: dict[str, Any] | None = None,
+        pages: dict[str, Behave] | None = None,
     ) -> None:
-        self.told = told or {}
+        self.told = told or {}  # of itself at GET /ready
+        self.pages = pages or {}  # by path, instead of all else
         self.behave = behave
         self.on_release = on_release
         self.role = role
@@ -206,6 +208,10 @@ class Fake:
         call = Call(scope["path"], headers, raw, query, receive, send)
         if call.path == "/ready":
             self.polls += 1
+        if page := self.pages.get(call.path):
+            await page(call)
+            return
+        if call.path == "/ready":
             if self.silent:
                 await call.gone()
                 return

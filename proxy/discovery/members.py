@@ -11,12 +11,11 @@ from protocol.http.connections import read_body
 from protocol.metrics import Metrics
 from protocol.openai.responses import model_card
 from protocol.process.logging import get_logger
-from protocol.registration import REGISTER_PATH, BadRecord
 from protocol.settings.settings import ProxySettings
 from proxy.discovery import admin
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
 from proxy.discovery.sources import Discovery, Resolve, resolve
-from proxy.errors import MethodNotAllowed, RegistrationRefused
+from proxy.errors import MethodNotAllowed
 from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
@@ -38,7 +37,7 @@ class Members:
         is_ending: with the proxy, servers may end unremarked.
     """
 
-    paths = frozenset((REGISTER_PATH, *admin.ADMIN_PATHS))
+    paths = frozenset((Registry.path, *admin.ADMIN_PATHS))
 
     def __init__(
         self,
@@ -77,11 +76,8 @@ class Members:
         if not is_read and method != "POST":
             allowed = ("GET", "HEAD", "POST") if path == admin.MEMBERS_PATH else ("POST",)
             raise MethodNotAllowed(method, allowed)
-        if path == REGISTER_PATH:  # signed
-            try:
-                told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
-            except BadRecord as error:
-                raise RegistrationRefused(f"this registration is refused: {error}") from None
+        if path == Registry.path:  # signed
+            told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
         else:
             _check_may_operate(scope)
             body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)

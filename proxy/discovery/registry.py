@@ -9,6 +9,7 @@ from protocol.handshake import same_model
 from protocol.process.logging import get_logger
 from protocol.registration import (
     MAX_AGE_S,
+    REGISTER_PATH,
     BadRecord,
     Record,
     check_advertised,
@@ -16,6 +17,7 @@ from protocol.registration import (
 )
 from protocol.settings.sources import base_url
 from protocol.short_repr import short_repr
+from proxy.errors import RegistrationRefused
 from proxy.membership import Fleet, Kind
 
 logger = get_logger(__name__)
@@ -45,6 +47,8 @@ class Registry:
         now_s: since 1970.
     """
 
+    path = REGISTER_PATH
+
     def __init__(
         self, fleet: Fleet, secret: bytes | None, now_s: Callable[[], float] = time.time
     ) -> None:
@@ -56,7 +60,7 @@ class Registry:
         """Does what an authentic record says. Returns what the server is told.
 
         Raises:
-            BadRecord: it is refused; the log has it too.
+            RegistrationRefused: the log has it too.
         """
         try:
             if self._secret is None:
@@ -66,7 +70,7 @@ class Registry:
             return self._taken(record)
         except BadRecord as error:
             self._warn(error)
-            raise
+            raise RegistrationRefused(f"this registration is refused: {error}") from None
 
     def _taken(self, record: Record) -> dict[str, object]:
         try:

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5566,
-    "proxy": 3555,
-    "tests": 33583,
+    "protocol": 5567,
+    "proxy": 3731,
+    "tests": 33880,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -41,11 +41,11 @@ def test_steps_keep_the_target_once_some_were_measured(
 
 
 def test_prompts_progress_beside_streams_that_are_past_the_target() -> None:
-    pace = Pace(0.010)
-    for step in range(200):
-        load = Load(64, 64_000, pace.prompt_tokens(64, 64_000) * (step % 2))
-        pace.measured(load, 0.080 + 1e-3 * load.prompts)
-    assert 16 <= pace.prompt_tokens(64, 64_000) <= 24
+    pace, ends = Pace(0.010), random.Random(1)
+    for _ in range(300):
+        prompts = min(pace.prompt_tokens(64, 64_000), ends.choice([0, 5, 12, 2048, 2048]))
+        pace.measured(Load(64, 64_000, prompts), 0.080 + 1e-3 * prompts)
+    assert 16 <= pace.prompt_tokens(64, 64_000) <= 40
 
 
 def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then() -> None:
@@ -56,11 +56,9 @@ def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then() -> None:
     core.round([add("a", prompts[0], 40)])
     assert executor.max_tokens_in_step == 200
     core.round([add("b", prompts[1], 4)])
-    for _ in range(3):
-        core.round([])
     waiting = core.sequences["b"]
-    assert waiting.phase is Phase.RUNNING and waiting.num_computed <= 4 * 16
-    assert len(out.tokens("a")) >= 4, "each of these steps had a token for the stream"
+    assert waiting.phase is Phase.RUNNING and waiting.num_computed <= 64
+    assert len(out.tokens("a")) == 2, "the step had a token for the stream"
     run_until_idle(core)
     for name, prompt, count in zip("ab", prompts, (40, 4), strict=True):
         assert out.tokens(name) == expected_output(prompt, count)

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5567,
     "proxy": 3731,
-    "tests": 33880,
+    "tests": 33878,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

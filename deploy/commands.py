@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from deploy.healthcheck import LOOPBACK
-from protocol.settings.options import ModelOptions
+from protocol.settings.options import ModelOptions, QueueOptions
 from protocol.settings.settings import PROGRAMS as SETTINGS
 from protocol.settings.settings import ProxySettings, UpSettings, to_argv
 
@@ -60,14 +60,15 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     own = _own(group)
     told = own & SETTINGS[f"baton {kind}"].model_fields.keys() - {"threads", "devices"}
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
-    limits = ("max_body_bytes", "max_unfinished_bytes", "client_timeout_s", "shutdown_grace_s")
+    of_clients = ("max_body_bytes", "max_unfinished_bytes", "client_timeout_s", "shutdown_grace_s")
     return [
         *_changed(settings, ModelOptions.model_fields.keys() - own),
         *_changed(group, told),
         f"--host={LOOPBACK}",
         "--port=0",
         f"--threads={threads}",
-        *to_argv(settings, only=limits),  # a slow client makes the proxy slow
+        # A slow client makes the proxy slow. The time of a request is told with it.
+        *to_argv(settings, only=[*of_clients, *QueueOptions.model_fields]),
     ]
 
 

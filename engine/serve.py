@@ -139,7 +139,7 @@ class _Server:
         resolve = partial(resolve_model, settings.model, settings.revision, progress=progress)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
         prepared = prepare(self.settings, self.role, self.secret, model_dir, self.processes.address)
-        client = EngineClient(prepared.config.http_address)
+        client = EngineClient(prepared.config.http_address, settings)
         await client.start()
         try:
             self.processes.start(prepared.config)

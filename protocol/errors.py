@@ -1,5 +1,6 @@
 """Every error a client or a peer can see, as one tree; proxy/errors.py has the proxy's own."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -72,6 +73,7 @@ class ModelNotFound(RequestError, status=404, code="model_not_found"): ...
 class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"): ...  # body
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large"): ...
 class TargetTooLong(RequestError, status=414, code="target_too_long"): ...
+class ClientTooSlow(RequestError, status=408, retryable=True, code="client_too_slow"): ...  # reads
 class KVParamsRejected(  # that cannot be honoured
     RequestError, phase="kv_params", code="kv_transfer_params_rejected"
 ): ...
@@ -97,12 +99,21 @@ class ServiceError(  # this deployment's fault
 ): ...
 class NoServerAvailable(ServiceError, code="no_server_available"): ...
 class Overloaded(ServiceError, phase="admission", code="overloaded"): ...
+class DeadlineExceeded(ServiceError, status=504, phase="deadline", code="deadline_exceeded"): ...
 class EngineDied(ServiceError, phase="engine", code="engine_died"): ...
 class InternalError(
     ServiceError, status=500, retryable=False, phase="internal", type="server_error",
     code="internal_error",
 ): ...
 # fmt: on
+
+
+class QueueFull(RateLimited, phase="admission"):
+    """Too much waits already; it has gone down far enough after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message, headers={"retry-after": str(max(1, math.ceil(retry_after_s)))})
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:

@@ -91,6 +91,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     num_prompt_logprobs: int | None = None  # k: logprobs of the prompt's tokens and the top k
     grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
     text_digest: str | None = None  # prefill role: of the text that token_ids were made of
+    priority: int = 0  # the smaller is served first
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
     kv_rejected: str | None = None  # decode role: why the offered params were not used

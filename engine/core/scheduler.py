@@ -4,11 +4,13 @@ Policy, in order:
 1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
 2. Prompts that are under way get what is left of the token budget, in order of admission. Beside
    streams that is what keeps the step within `itl_target_s`, by the times of steps before.
-3. Waiting sequences are admitted first come, first served, when blocks for all their tokens are
-   available; each takes what the prefix index holds and only allocates the rest. One that would
-   not even fit into what is not quarantined, or is to be pulled beside too much that is being
-   written to, lets others pass until it does. So does one whose beginning a running sequence is
-   computing just now, until that has computed it or runs no more: it finds it in the index then.
+3. Waiting sequences are admitted by priority, the smaller first, among equals first come, first
+   served, when blocks for all their tokens are available; each takes what the prefix index holds
+   and only allocates the rest. One that would not even fit into what is not quarantined, or is to
+   be pulled beside too much that is being written to, lets others pass until it does. So does one
+   whose beginning a running sequence is computing just now, until that has computed it or runs no
+   more: it finds it in the index then. One that `MAX_OVERTAKEN` more urgent ones have overtaken,
+   or that was preempted, is not overtaken by them again.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
 its blocks are released and it waits, at the head of the queue, to be computed again. A sequence
 that fits the pool alone therefore always ends.
@@ -32,6 +34,7 @@ from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.metrics import stat_key
 
+MAX_OVERTAKEN = 64  # times, that a waiting sequence lets one go first that came later
 _MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
 
 
@@ -119,7 +122,13 @@ class Scheduler:
         assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
         assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
         sequence.phase = Phase.WAITING
-        self.waiting.append(sequence)
+        at, priority = len(self.waiting), sequence.request.priority
+        while at and (before := self.waiting[at - 1]).request.priority > priority:
+            if before.num_overtaken >= MAX_OVERTAKEN:
+                break
+            before.num_overtaken += 1
+            at -= 1
+        self.waiting.insert(at, sequence)
 
     # -- one round ---------------------------------------------------------------------------
 
@@ -329,7 +338,7 @@ class Scheduler:
 
     def requeue(self, sequence: Sequence) -> None:
         """A sequence without blocks waits again, at the head of the queue."""
-        sequence.phase = Phase.WAITING
+        sequence.phase, sequence.num_overtaken = Phase.WAITING, MAX_OVERTAKEN
         self.waiting.appendleft(sequence)
 
     def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:

@@ -1,24 +1,20 @@
-"""One call of an endpoint that generates: from the body to the last byte.
+"""One call of an endpoint that generates: from the body to the engine, and to an answer (call.py).
 
-body -> parse -> tokenize -> AddRequests (with the server's hooks) -> PromptGenerations (choice.py)
-     -> a whole response, or a stream
-
-A stream starts only when the first tokens are there, so whatever fails before that is an HTTP
-error; a later failure ends the stream with an error event and no [DONE].
+body -> a place in the queue -> parse -> tokenize -> AddRequests (with the server's hooks)
+     -> PromptGenerations (choice.py) -> a whole response, or a stream
 """
 
 import asyncio
 import secrets
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from engine.http.api import Api, Endpoint
-from engine.http.choice import ChoiceStream, PromptGeneration
+from engine.http.call import HttpRequestState
 from engine.http.limits import (
     check_against_server,
     check_model,
@@ -37,22 +33,19 @@ from engine.http.middleware import (
     refusal_of,
 )
 from engine.http.request_stats import RequestStats
-from engine.http.text_encoder import given_texts, grammar_of, text_digest
-from engine.process.client import Subscription
-from protocol.errors import BatonError, InternalError
-from protocol.http import sse
-from protocol.http.connections import ClientDisconnected, is_closing
+from engine.http.text_encoder import grammar_of, text_digest
+from protocol.errors import BatonError
+from protocol.http.connections import ClientDisconnected
+from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import client_request, decode_context, sender_releases
-from protocol.messages import AddRequest, EngineReady, TokenDelta
-from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
+from protocol.messages import AddRequest, EngineReady
 from protocol.openai.sampling import GenerationRequest
-from protocol.process.logging import current_request_id, get_logger
-
-log = get_logger(__name__)
+from protocol.process.logging import current_request_id
 
 # Larger bodies are checked off the event loop: one of many small messages takes half a second for
 # a megabyte.
 INLINE_BODY_BYTES = 1 << 16
+_BYTES_OF_TOKEN = 4
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
@@ -61,8 +54,12 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     members: dict[str, Any] = {}
     call: HttpRequestState | None = None
     try:
-        members, num_bytes = await read_json(request, api.settings.max_body_bytes)
-        call = await _start(request, api, endpoint, members, num_bytes, stats)
+        deadline = deadline_of(request.scope["headers"], api.settings.request_timeout_s)
+        async with within(deadline):
+            members, num_bytes = await read_json(request, api.settings.max_body_bytes)
+            call = await _start(request, api, endpoint, members, num_bytes, stats)
+        if deadline is not None:
+            stats.on_end(call.subscription.fail_at(deadline.at, deadline.error))
         return await call.respond(request.receive)
     except (BatonError, RecursionError) as raised:
         error = refusal_of(raised)
@@ -89,6 +86,10 @@ async def _start(
     stats: RequestStats,
 ) -> "HttpRequestState":
     """Takes a request on."""
+    priority = members.get("priority")
+    urgency = priority if type(priority) is int else 0
+    place = api.client.queue.enter(_likely_tokens(api, num_bytes), urgency)
+    stats.on_end(place.leave)
     fill_in_model(members, api.model_name)
 
     def parse() -> tuple[GenerationRequest, GenerationRequest | None]:
@@ -100,14 +101,21 @@ async def _start(
     parsed, behind = await asyncio.to_thread(parse) if is_long else parse()
     context = decode_context(members)
     adds = await _engine_requests(api, parsed, behind, context, num_bytes, request.receive)
+    place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.require_ready(), parsed.kv_transfer_params))
-    subscription = api.client.submit(adds)
+    subscription = api.client.submit(adds, place)
     try:  # all else is made while the engine has begun
         return HttpRequestState(api, endpoint, parsed, adds, subscription, stats)
     except BaseException:
         subscription.close()
         raise
+
+
+def _likely_tokens(api: Api, num_bytes: int) -> int:
+    """Of a request's prompt that is not tokenized yet. Its body may hold references to KV, too."""
+    longest = api.client.ready.max_model_len if api.client.ready else 0
+    return min(num_bytes // _BYTES_OF_TOKEN, longest)
 
 
 async def _engine_requests(
@@ -169,236 +177,7 @@ def _adds(
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             text_digest=text_digest(parsed, api.tokenizer) if parsed.is_prefill else None,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),
+            priority=parsed.priority,
         )
         for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
-
-
-class HttpRequestState:
-    """Answers one accepted request, in a stream or whole.
-
-    Args:
-        adds: the engine's requests, one for each prompt, in order.
-        subscription: to them.
-    """
-
-    def __init__(
-        self,
-        api: Api,
-        endpoint: Endpoint,
-        parsed: GenerationRequest,
-        adds: list[AddRequest],
-        subscription: Subscription,
-        stats: RequestStats,
-    ) -> None:
-        stats.accepted(sum(len(add.token_ids) for add in adds))
-        self._hooks = api.hooks
-        self._parsed = parsed
-        self._writer = endpoint.new_writer(parsed, api.fingerprint)
-        how, n = api.settings.tool_call_parser, parsed.num_candidates
-        self._prompts = {
-            add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, how)
-            for at, (add, text) in enumerate(zip(adds, given_texts(parsed), strict=True))
-        }
-        self.subscription = subscription
-        self.stats = stats
-        self._num_open = n * len(adds)
-        self._num_told = 0  # tokens of a stream so far
-
-    @property
-    def done(self) -> bool:
-        return self._num_open == 0
-
-    async def respond(self, receive: Receive) -> Response:
-        """The response, which ends its requests itself.
-
-        Raises:
-            BatonError: it failed before there is an answer.
-            ClientDisconnected: the client has gone.
-        """
-        try:
-            async with cancelled_on_disconnect(receive):
-                pieces = await self.next_pieces()
-                if self._parsed.stream:
-                    return EventStream(self, pieces)
-                return await self._whole(pieces)
-        except BaseException:
-            self.subscription.close()
-            raise
-
-    async def _whole(self, pieces: list[ChoicePiece]) -> Response:
-        merged: dict[int, ChoicePiece] = {}
-        while True:
-            for piece in pieces:
-                if piece.index in merged:
-                    merged[piece.index].extend(piece)
-                else:
-                    merged[piece.index] = piece
-            if self.done:
-                break
-            pieces = await self.next_pieces()
-        choices = self._best(merged)
-        usage, extra = self._finish(choices[0].finish_reason)
-        body = self._writer.full(choices, usage, extra)
-        headers = {"x-baton-kv": kv_header(usage)}
-        return WholeAnswer(self.subscription, body, headers, tells_of_kv=bool(extra))
-
-    def _best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
-        """Of the whole answers by index, those to be returned, in order and with new indices."""
-        chosen: list[ChoiceStream] = []
-        for prompt in self._prompts.values():
-            ranked = prompt.choices
-            if len(ranked) > self._parsed.n:
-                ranked = sorted(ranked, key=lambda choice: -choice.mean_logprob)
-            chosen += ranked[: self._parsed.n]
-        pieces = [merged[choice.index] for choice in chosen]
-        for index, piece in enumerate(pieces):
-            piece.index = index
-        return pieces
-
-    async def next_pieces(self) -> list[ChoicePiece]:
-        """What has arrived since the last call, at least one piece until `done`.
-
-        Raises:
-            BatonError: a sequence failed; the call cannot go on.
-        """
-        while True:
-            fed = [self._feed(delta) for delta in await self.subscription.next_batch()]
-            pieces = [piece for piece in fed if piece is not None]
-            if pieces or self.done:
-                return pieces
-
-    def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
-        if delta.error is not None:
-            raise delta.error.to_error()
-        prompt = self._prompts[delta.request_id]
-        if delta.prompt_logprobs is not None:
-            prompt.add_logprobs(delta.prompt_logprobs)
-        choice = prompt.choices[delta.choice]
-        was_found = choice.stop_found
-        piece = choice.feed(delta)
-        if piece is None:
-            return None
-        if piece.token_ids:
-            self.stats.tokens(len(piece.token_ids))
-        if piece.finish_reason is not None:
-            self._num_open -= 1
-        elif choice.needs_abort and not was_found:
-            several = len(prompt.choices) > 1
-            self.subscription.abort(delta.request_id, delta.choice if several else None)
-        return piece
-
-    def events(self, pieces: list[ChoicePiece]) -> bytes:
-        """The stream's bytes for some pieces, through [DONE] when they are the last."""
-        last = len(pieces) - 1 if self.done else -1
-        shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
-        parts: list[bytes] = []
-        for position, piece in enumerate(pieces):
-            self._num_told += len(piece.token_ids)
-            shows_all = shows_tokens and piece.token_ids  # none after a stop string
-            if position == last:
-                usage, extra = self._finish(piece.finish_reason)
-                parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
-            elif shows_all or piece.text or piece.tool_calls or piece.first or piece.finish_reason:
-                so_far = self._usage(self._num_told) if self._parsed.continuous_usage else None
-                parts.append(self._writer.chunk(piece, so_far))
-        return b"".join(parts)
-
-    def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
-        usage = self._usage()
-        finals = self._finals()
-        extra = self._hooks.finish(finals)
-        self.stats.finished(usage, finish_reason or "stop", finals[0].times if finals else None)
-        return usage, extra
-
-    def _finals(self) -> list[TokenDelta]:
-        """The last delta of each prompt's first choice, in order, as far as they have come."""
-        firsts = [prompt.choices[0].final for prompt in self._prompts.values()]
-        return [final for final in firsts if final is not None]
-
-    def _usage(self, num_told: int | None = None) -> Usage:
-        """Of every candidate, returned or not; a prompt counts once. In a stream it is that up to
-        the piece at hand: others may have arrived with it."""
-        prompts = self._prompts.values()
-        num_tokens = sum(c.num_tokens for prompt in prompts for c in prompt.choices)
-        return Usage(
-            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            completion_tokens=num_tokens if num_told is None else num_told,
-            kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
-        )
-
-
-class WholeAnswer(Response):
-    """Ends its requests. Where it says where retained KV is, and the connection ends before it has
-    taken that, nobody will come for the KV."""
-
-    media_type = "application/json"
-
-    def __init__(
-        self, subscription: Subscription, body: bytes, headers: Mapping[str, str], tells_of_kv: bool
-    ) -> None:
-        super().__init__(body, headers=headers)
-        self._subscription = subscription
-        self._tells_of_kv = tells_of_kv
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _send_head(send, self)
-            await _send_body(send, bytes(self.body), more=self._tells_of_kv)
-            if self._tells_of_kv:
-                await _send_body(send, b"", more=True)  # waits until most of it is out
-                if not is_closing(scope):
-                    self._subscription.answered()
-                await _send_body(send, b"", more=False)
-        finally:
-            self._subscription.close()
-
-
-class EventStream(Response):
-    """Sends a call's events; leaner than StreamingResponse, which runs a task group per stream."""
-
-    media_type = sse.MEDIA_TYPE
-
-    def __init__(self, call: HttpRequestState, pieces: list[ChoicePiece]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._call = call
-        self._pieces = pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with cancelled_on_disconnect(receive):
-                await _send_head(send, self)
-                await self._send_events(send)
-        except BaseException as error:
-            self._call.stats.close(error)
-            if not isinstance(error, ClientDisconnected):
-                raise
-        finally:
-            self._call.subscription.close()
-
-    async def _send_events(self, send: Send) -> None:
-        call, pieces = self._call, self._pieces
-        try:
-            while True:
-                if data := call.events(pieces):
-                    await _send_body(send, data, more=not call.done)
-                if call.done:
-                    return
-                pieces = await call.next_pieces()
-        except BatonError as error:
-            failure = error
-        except Exception:
-            log.exception("a stream failed")
-            failure = InternalError("The server failed while it was answering.")
-        call.stats.close(failure)
-        await _send_body(send, sse.error_event(failure), more=False)
-
-
-async def _send_head(send: Send, response: Response) -> None:
-    start = {"type": "http.response.start", "status": response.status_code}
-    await send({**start, "headers": response.raw_headers})
-
-
-async def _send_body(send: Send, data: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})

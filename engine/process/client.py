@@ -8,10 +8,11 @@ Everything here runs on one event loop.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.process.transport import path_of
-from protocol.errors import EngineDied, NoServerAvailable
+from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
+from protocol.http.admission import Admission, Place, num_queued
 from protocol.ipc.wire import framed
 from protocol.messages import (
     AbortRequest,
@@ -29,8 +30,11 @@ from protocol.messages import (
     encode,
 )
 from protocol.process.logging import get_logger
+from protocol.settings.options import QueueOptions
 
 log = get_logger(__name__)
+
+MAX_UNREAD = 1 << 14  # deltas of a stream that its client is too slow for: some megabytes
 
 
 class Subscription:
@@ -39,14 +43,19 @@ class Subscription:
     Closing it aborts whatever has not ended.
     """
 
-    def __init__(self, engine: "EngineClient", requests: Iterable[AddRequest]) -> None:
+    def __init__(
+        self, engine: "EngineClient", requests: Iterable[AddRequest], place: Place | None
+    ) -> None:
         self._engine = engine
+        self._place = place
         # Choices without a terminal event, by request.
         requests = tuple(requests)
         self._open = {request.request_id: request.num_choices for request in requests}
+        self._waiting = {request.request_id: num_queued(request) for request in requests}
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
         self._pending: list[TokenDelta] = []
+        self._num_unread = 0  # of these, with the likely alternatives that they name
         self._news = asyncio.Event()
 
     async def next_batch(self) -> list[TokenDelta]:
@@ -54,16 +63,22 @@ class Subscription:
         if not self._pending and self._open:
             self._news.clear()
             await self._news.wait()
-        batch, self._pending = self._pending, []
+        batch, self._pending, self._num_unread = self._pending, [], 0
         return batch
 
     def deliver(self, delta: TokenDelta) -> None:
         """Called by the engine for each delta of an open request."""
+        if (waited := self._waiting.pop(delta.request_id, 0)) and self._place is not None:
+            self._place.served(waited)
         self._pending.append(delta)
+        self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
         self._open[delta.request_id] -= delta.finish_reason is not None
         if delta.error is not None or not self._open[delta.request_id]:  # the end of all choices
             del self._open[delta.request_id]
         self._news.set()
+        if self._num_unread > MAX_UNREAD:
+            told = f"{self._num_unread} tokens and likely alternatives were not read in time"
+            self.fail(ClientTooSlow(f"{told}; read the stream as it comes"))
 
     def is_open(self, request_id: str) -> bool:
         """Whether more may come for a request."""
@@ -73,6 +88,18 @@ class Subscription:
         """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
         if request_id in self._open:
             self._engine.tell(AbortRequest(request_id, choice))
+
+    def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
+        """Ends what is open at a time of the loop's clock, unless the result is called before."""
+        return asyncio.get_running_loop().call_at(at, self.fail, error).cancel
+
+    def fail(self, error: BatonError) -> None:
+        """Ends every request here and in the engine; what was not read is dropped for the error."""
+        if self._open:
+            request_id = next(iter(self._open))
+            self.close()
+            self._pending.append(TokenDelta(request_id=request_id, error=ErrorInfo.of(error)))
+            self._news.set()
 
     def answered(self) -> None:
         """The client is told where the KV of these requests is, and may come for it."""
@@ -94,9 +121,14 @@ class EngineClient:
 
     Args:
         address: `ipc://PATH` of the socket.
+        queue: how much may wait.
+
+    Attributes:
+        queue: where to ask for a place before a request is submitted.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, queue: QueueOptions | None = None) -> None:
+        self.queue = Admission(queue or QueueOptions())
         self.ready: EngineReady | None = None
         self.stats: dict[str, float] = {}
         self.failure: str | None = None  # why the engine cannot go on
@@ -149,8 +181,9 @@ class EngineClient:
             raise EngineDied(f"the engine did not start: {self.failure}")
         return self.ready
 
-    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
-        """Starts requests; all their deltas come through the one subscription.
+    def submit(self, requests: Sequence[AddRequest], place: Place | None = None) -> Subscription:
+        """Starts requests; all their deltas come through the one subscription. Their `place` in
+        the queue they leave as each has its first delta.
 
         Raises:
             EngineDied: the engine is gone; nothing was started.
@@ -160,7 +193,7 @@ class EngineClient:
         ids = [request.request_id for request in requests]
         if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
             raise ValueError(f"request ids are in use: {ids}")
-        subscription = Subscription(self, requests)
+        subscription = Subscription(self, requests, place)
         self._was_heard |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))
         try:
@@ -220,7 +253,7 @@ class EngineClient:
             return  # aborted and forgotten; the engine had not heard of it yet
         subscription.deliver(delta)
         if not subscription.is_open(delta.request_id):
-            del self._subscriptions[delta.request_id]
+            self.forget(delta.request_id)
 
     def _send(self, message: EngineInput) -> None:
         """What the engine has not read yet is kept here. Raises EngineDied where nobody will."""

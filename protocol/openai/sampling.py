@@ -133,6 +133,7 @@ class CommonFields(Strict):
     seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
     stream: Switch = False
     ignore_eos: Switch = False
+    priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
     store: Switch = False  # nothing is
     service_tier: UnreadText = None
@@ -170,7 +171,6 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     length_penalty: Any = neutral(1.0)
     typical_p: Any = neutral(1.0)
     top_a: Any = neutral(0.0)
-    priority: Any = neutral(0)
     use_beam_search: Any = neutral(False)
     early_stopping: Any = neutral(False)
     return_hidden_states: Any = neutral(False)

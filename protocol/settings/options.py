@@ -247,6 +247,8 @@ class ListenOptions(Options):
     that began first is refused"""
     client_timeout_s: Seconds = 60.0
     """how long a client may neither send nor read what is due (s)"""
+    request_timeout_s: Seconds | None = None
+    """longest time of a request that names none in x-request-timeout-s (s; None: no limit)"""
     shutdown_grace_s: Seconds = 5.0
     """longest shutdown before a kill (s)"""
     cors_origin: sources.Listed[sources.Origin] = ()
@@ -261,7 +263,16 @@ class ListenOptions(Options):
         return num_bytes
 
 
-class ServerOptions(ListenOptions):
+class QueueOptions(Options):
+    """What may wait; what comes then is refused with 429."""
+
+    max_queue_s: Seconds = 30.0
+    """most time that the prompts which wait already may take, as measured (s)"""
+    max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
+    """most tokens of prompts that wait, each counting as 64 at least (tokens)"""
+
+
+class ServerOptions(QueueOptions, ListenOptions):
     """What a prefill or decode server needs besides its engine."""
 
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
@@ -305,7 +316,7 @@ class RegisterOptions(ServerOptions):
         return urls
 
 
-class RoutingOptions(Options):
+class RoutingOptions(QueueOptions):
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
     """servers get requests by what they have cached and to do; by that alone; in turn"""
     disaggregate: Literal["always", "auto", "never"] = "always"
@@ -317,3 +328,5 @@ class RoutingOptions(Options):
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
     ui: bool = True
     """serve the page that shows the cluster, at the proxy's /"""
+    max_in_flight: int = Field(4096, ge=1, le=2**20)
+    """most requests that the proxy has at once; what comes then is refused with 429"""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.core.connector import KVConnector
-from engine.core.scheduler import Plan
+from engine.core.scheduler import MAX_OVERTAKEN, Plan
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
@@ -100,6 +100,24 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
     assert out.tokens("b") == out.tokens("a") and executor.num_steps == num_steps + 3
     usage = KVUsage(recomputed=recomputed, skipped=skipped, cached_tokens=skipped)
     assert out.terminals("b")[0].usage == usage
+
+
+@pytest.mark.parametrize(
+    ("priorities", "order"),
+    [
+        ([0, 0, 0], [0, 1, 2]),
+        ([1, 0, -1, 0, 1], [2, 1, 3, 0, 4]),
+        # The first is overtaken so many times, and then by none of those that come.
+        ([5, *[-1] * (MAX_OVERTAKEN + 2)], [*range(1, MAX_OVERTAKEN + 1), 0, 65, 66]),
+    ],
+)
+def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(
+    priorities: list[int], order: list[int]
+) -> None:
+    core, _, out = make_core(max_num_seqs=1)
+    asked = [add(str(i), [i, 1], 1, priority=priority) for i, priority in enumerate(priorities)]
+    run_until_idle(core, *asked)
+    assert [int(delta.request_id) for delta in out.deltas] == order
 
 
 @either_depth

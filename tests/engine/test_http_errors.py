@@ -194,7 +194,7 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
 
     async with serving(tokenizer, hang) as server:
         with monkeypatch.context() as patched:
-            patched.setattr("engine.http.generate.PromptGeneration", fails)
+            patched.setattr("engine.http.call.PromptGeneration", fails)
             assert (await server.post()).status_code == 500
         assert server.engine.aborted == [server.engine.added[0].request_id]
         assert server.engine.num_open == 0

@@ -36,6 +36,9 @@ class Settings:
     cors_origin: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     grammar_timeout_s: float = 2.0
+    max_queue_s: float = 30.0
+    max_queued_tokens: int = 2**20
+    request_timeout_s: float | None = None
 
 
 class Server:
@@ -45,6 +48,7 @@ class Server:
         self.engine = engine
         self.http = http
         self.metrics = metrics
+        self.host, self.port = str(http.base_url.host), http.base_url.port
 
     async def post(
         self, path: str = "/v1/completions", headers: Any = None, **fields: Any
@@ -70,10 +74,12 @@ async def serving(
     max_body: int = MAX_BODY,
     config: GenerationConfig | None = None,
     client_timeout_s: float = WAIT_S,
+    **more: Any,
 ) -> AsyncIterator[Server]:
-    engine = ScriptedEngine(script, ready)
+    """`more` are settings."""
+    settings = Settings(max_body_bytes=max_body, cors_origin=origins, **more)
+    engine = ScriptedEngine(script, ready, settings)
     await engine.start()
-    settings = Settings(max_body_bytes=max_body, cors_origin=origins)
     api = Api(
         engine,
         tokenizer,

@@ -13,6 +13,7 @@ from protocol.messages import (
     KVUsage,
     TokenDelta,
 )
+from protocol.settings.options import QueueOptions
 
 
 async def generate(engine: EngineClient, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -66,8 +67,9 @@ class ScriptedEngine(EngineClient):
         self,
         script: Script = count_up,
         ready: EngineReady | None = SMALL_ENGINE,
+        queue: QueueOptions | None = None,
     ) -> None:
-        super().__init__("")
+        super().__init__("", queue)
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self._script = script

@@ -1,0 +1,61 @@
+"""The time that a request may take: said by its client, else by the operator, else unbounded."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from protocol.errors import DeadlineExceeded, InvalidRequest
+from protocol.short_repr import short_repr
+
+HEADER = "x-request-timeout-s"
+MAX_S = 1_000_000  # eleven days, as of options
+_is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
+
+
+@dataclass(frozen=True)
+class Deadline:
+    timeout_s: float  # that was asked for
+    at: float  # its end, by the running loop's clock
+
+    @property
+    def error(self) -> DeadlineExceeded:
+        """What an expired request ends in."""
+        return DeadlineExceeded(f"the request took longer than {self.timeout_s:g} s ({HEADER})")
+
+    def header(self) -> tuple[bytes, bytes]:
+        """What is left, for another server."""
+        left_s = max(self.at - asyncio.get_running_loop().time(), 0.001)
+        return HEADER.encode(), b"%.3f" % left_s
+
+
+def deadline_of(
+    headers: Iterable[tuple[bytes, bytes]], default_s: float | None = None
+) -> Deadline | None:
+    """When a request of these headers, which has just come, is to be given up; None: never. Raises
+    InvalidRequest where the header says no time, or several."""
+    given = [value.strip() for name, value in headers if name == HEADER.encode()]
+    timeout_s = default_s
+    if given:
+        timeout_s = float(given[0]) if len(given) == 1 and _is_number(given[0]) else 0.0
+        if not 0 < timeout_s <= MAX_S:
+            told = short_repr(b", ".join(given).decode("latin-1"), 100)
+            must = f"send one number of seconds above 0 and at most {MAX_S}, such as 2.5"
+            raise InvalidRequest(f"the header {HEADER} is {told}; {must}", param=HEADER)
+    if timeout_s is None:
+        return None
+    return Deadline(timeout_s, asyncio.get_running_loop().time() + timeout_s)
+
+
+@asynccontextmanager
+async def within(deadline: Deadline | None) -> AsyncIterator[None]:
+    """Cancels the body of the `with` at the deadline, and raises DeadlineExceeded then."""
+    timeout = asyncio.timeout_at(None if deadline is None else deadline.at)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if deadline is not None and timeout.expired():
+            raise deadline.error from None
+        raise

@@ -1,0 +1,299 @@
+"""How much may wait at a server, and who is told to come back: the queue's arithmetic with a clock
+of its own, and the HTTP application in front of a scripted engine."""
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.process.client import MAX_UNREAD
+from engine.text.tokenizer import Tokenizer
+from protocol.errors import QueueFull
+from protocol.http.admission import MIN_TOKENS, Admission, Place
+from protocol.messages import AddRequest, SamplingParams, TokenDelta
+from protocol.settings.options import QueueOptions
+from tests.rigs.http_server import Server, events, serving
+from tests.rigs.scripted_engine import count_up, hang
+
+
+def head(length: int, *headers: str) -> bytes:
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {length}", *headers)
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def add(num_tokens: int) -> AddRequest:
+    ids = [1] * num_tokens
+    return AddRequest(request_id="a", token_ids=ids, sampling=SamplingParams(), max_tokens=1)
+
+
+class Queue:
+    """A server's queue, and a server that takes `token_s` for a token, by a clock of their own."""
+
+    def __init__(self, max_queue_s: float = 10.0, max_queued_tokens: int = 10**6) -> None:
+        self.now_s = 100.0
+        options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=max_queued_tokens)
+        self.admission = Admission(options, lambda: self.now_s)
+        self.places: list[tuple[Place, int]] = []
+
+    def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
+        self.places.append((self.admission.enter(num_tokens, priority), num_tokens))
+
+    def serve(self, token_s: float = 0.001, count: int = 1) -> None:
+        for _ in range(count):
+            place, num_tokens = self.places.pop(0)
+            self.now_s += num_tokens * token_s
+            place.served(num_tokens)
+
+    def fill(self) -> tuple[int, QueueFull]:
+        """How many are taken, and what the next one hears."""
+        for count in range(10_000):
+            try:
+                self.ask()
+            except QueueFull as error:
+                return count, error
+        raise AssertionError("it takes any number")
+
+
+def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is() -> None:
+    queue = Queue(max_queue_s=10.0)
+    queue.ask()
+    queue.serve(token_s=0.001)
+    taken, error = queue.fill()
+    assert taken == 11  # the last of them with 10 s before it
+    assert error.retry_after_s == pytest.approx(6.0) and error.headers == {"retry-after": "6"}
+    queue.serve(count=6)
+    assert queue.fill()[0] == 6
+    while queue.places:
+        queue.serve()
+    assert queue.admission.num_tokens == 0 and queue.fill()[0] == 11
+
+
+def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second() -> None:
+    queue = Queue(max_queue_s=10.0)
+    queue.ask()
+    queue.serve(token_s=0.0002)
+    assert queue.fill()[0] in (50, 51)
+    queue.serve(token_s=0.002, count=3)
+    assert 0.75 * 96 <= queue.admission.wait_s() <= 96  # as 47 or 48 prompts take 2 s each now
+    queue.now_s += 1000.0
+    assert queue.admission.wait_s() > 10_000.0  # it stands still
+    while queue.places:
+        queue.serve(token_s=0.0002)
+    queue.ask()
+    queue.serve(token_s=0.0002)
+    assert queue.fill()[0] in (50, 51)
+
+
+def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens() -> None:
+    queue = Queue(max_queued_tokens=5000)
+    queue.ask(50_000)
+    with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
+        queue.ask(64)
+    queue.places.pop()[0].leave()
+    queue.ask(1)
+    place = queue.places[0][0]
+    place.is_of([add(4000)])  # it was a guess
+    other = queue.admission.enter(900)
+    with pytest.raises(QueueFull):
+        other.is_of([add(600), add(500)])
+    assert queue.admission.num_tokens == 4000
+    other.leave()
+    place.leave()
+    place.leave()
+    assert queue.admission.num_tokens == 0
+
+
+def test_the_urgent_wait_only_for_the_urgent() -> None:
+    queue = Queue(max_queue_s=10.0)
+    queue.ask()
+    queue.serve(token_s=0.001)
+    queue.fill()
+    for _ in range(11):
+        queue.ask(priority=-1)
+    for priority in (-1, 0, 7):
+        with pytest.raises(QueueFull):
+            queue.ask(priority=priority)
+    queue.ask(priority=-2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(-1, 1), st.integers(0, 3)), max_size=40)
+)
+def test_the_books_add_up_whatever_comes_and_goes(
+    moves: list[tuple[int, int, int]],
+) -> None:
+    """0, 1: one more comes; 2: the oldest is served in part; 3: the newest leaves."""
+    queue = Queue(max_queue_s=3.0, max_queued_tokens=20_000)
+    left: dict[Place, int] = {}
+    for num_tokens, priority, move in moves:
+        queue.now_s += num_tokens / 5000
+        if move < 2:
+            try:
+                left[queue.admission.enter(num_tokens, priority)] = max(num_tokens, MIN_TOKENS)
+            except QueueFull as error:
+                assert left and 1 <= int(error.headers["retry-after"]) <= 600
+        elif left and move == 2:
+            oldest = next(iter(left))
+            oldest.served(num_tokens)
+            left[oldest] -= min(num_tokens, left[oldest])
+        elif left:
+            left.popitem()[0].leave()
+        assert queue.admission.num_tokens == sum(left.values())
+        assert 0 <= queue.admission.wait_s(0) <= queue.admission.wait_s() < math.inf
+
+
+# -- over HTTP -----------------------------------------------------------------------------------
+
+
+class Gate:
+    """An engine that serves when it is let."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
+        await self.open.wait()
+        async for delta in count_up(request):
+            yield delta
+
+
+async def until_added(server: Server, count: int) -> None:
+    while len(server.engine.added) < count:
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    gate = Gate()
+    fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {}
+    fields |= {"input": "Hi", "prompt": None} if "responses" in path else {}
+    async with serving(tokenizer, gate, max_queued_tokens=100) as server:
+        first = asyncio.create_task(server.post(path, **fields))
+        await until_added(server, 1)
+        refused = await server.post(path, **fields, stream=True)
+        error = refused.json()["error"]
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        told = (error["code"], error["type"], error["phase"], error["retryable"])
+        assert told == ("rate_limit_exceeded", "rate_limit_error", "admission", True)
+        assert len(server.engine.added) == 1
+        gate.open.set()
+        assert (await first).status_code == 200
+        assert (await server.post(path, **fields)).status_code == 200
+        endpoint = path.split("/")[2]
+        count = server.metrics.value("baton_requests", endpoint=endpoint, outcome="rejected")
+        assert count == 1
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [300]}, {"prompt": "x" * 99}, {"n": 0}])
+async def test_a_refused_request_leaves_its_place(tokenizer: Tokenizer, fields: Any) -> None:
+    async with serving(tokenizer, max_queued_tokens=100) as server:
+        for _ in range(3):
+            assert (await server.post(**fields)).status_code == 400
+        assert (await server.post()).status_code == 200
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+NOW = {"x-request-timeout-s": "0.02"}
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"])
+async def test_a_time_that_is_none_is_refused(tokenizer: Tokenizer, given: str) -> None:
+    async with serving(tokenizer) as server:
+        answer = await server.post(headers={"x-request-timeout-s": given})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "x-request-timeout-s")
+        assert "send one number of seconds" in error["message"]
+
+
+@pytest.mark.parametrize("default", [False, True])
+async def test_an_expired_request_ends_in_504_and_in_the_engine(
+    tokenizer: Tokenizer, default: bool
+) -> None:
+    given = {"request_timeout_s": 0.02} if default else {}
+    async with serving(tokenizer, hang, **given) as server:
+        answer = await server.post(
+            prompt=["ab", "cd"], headers=None if default else NOW, stream=True
+        )
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        assert sorted(server.engine.aborted) == sorted(a.request_id for a in server.engine.added)
+        assert server.engine.num_open == 0
+
+
+async def test_one_that_is_answered_in_time_does_not_expire(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, request_timeout_s=0.001) as server:
+        longer = {"x-request-timeout-s": "3000.5"}
+        answer = await server.post(headers=longer, stream=True)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        assert not server.engine.aborted
+
+
+async def test_an_expired_stream_ends_in_an_error_event(tokenizer: Tokenizer) -> None:
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request_id=request.request_id, token_ids=[70])
+        await asyncio.Event().wait()
+
+    async with serving(tokenizer, script) as server:
+        found = events(await server.post(headers={"x-request-timeout-s": "0.3"}, stream=True))
+        assert [name for name, _ in found] == ["message", "error"]
+        assert found[-1][1]["error"]["code"] == "deadline_exceeded"
+        assert server.engine.num_open == 0 and len(server.engine.aborted) == 1
+        assert server.metrics.value("baton_requests_in_progress") == 0
+
+
+async def test_a_body_that_comes_too_late_ends_in_504(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(head(100, "x-request-timeout-s: 0.02"))
+        assert b" 504 " in await reader.readline()
+        writer.close()
+
+
+async def test_priorities_reach_the_engine(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        for fields in ({}, {"priority": -3}, {"priority": 2**31 - 1}):
+            assert (await server.post(**fields)).status_code == 200
+        await server.post("/v1/responses", prompt=None, input="Hi", priority=4)
+        assert [add.priority for add in server.engine.added] == [0, -3, 2**31 - 1, 4]
+        for wrong in (2**31, 0.5, "1", True):
+            answer = await server.post(priority=wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+
+
+# -- clients that do not read --------------------------------------------------------------------
+
+
+async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer: Tokenizer) -> None:
+    sent = 0
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield TokenDelta(request_id=request.request_id, token_ids=[70] * 512)
+            await asyncio.sleep(0)
+
+    async with serving(tokenizer, script) as server:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, (server.host, server.port))
+        body = b'{"prompt": "ab", "stream": true, "max_tokens": 60}'
+        await loop.sock_sendall(sock, head(len(body)) + body)
+        while not server.engine.aborted:
+            await asyncio.sleep(0.002)
+        assert server.engine.num_open == 0
+        told = b""
+        while b"client_too_slow" not in told:  # it reads on after all
+            told = told[-100:] + await loop.sock_recv(sock, 1 << 20)
+        assert sent > MAX_UNREAD
+        sock.close()

@@ -22,15 +22,15 @@ MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2450,
     "decode_server": 605,
-    "deploy": 823,
-    "engine": 8696,
+    "deploy": 824,
+    "engine": 8775,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5567,
+    "protocol": 5798,
     "proxy": 3731,
-    "tests": 33878,
+    "tests": 34203,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -77,8 +77,11 @@ def test_what_differs_is_named_or_computed_here_by_policy(
 ) -> None:
     prefiller, failing = engines.pair(tiny_model, _BFLOAT16, _SMALL)
     prompt = make_prompt(8, 150)
-    with running(proxy := start_proxy([prefiller], [failing])):
-        refused = post(proxy.url, prompt, 6)
+    with running(proxy := start_proxy([prefiller], [failing])):  # which does not pair them
+        assert post(proxy.url, prompt, 6).status_code == 200
+        alone = 'baton_proxy_requests_total{path="decode_only",reason="incompatible"}'
+        assert proxy.metrics()[alone] == 1
+    refused = post(failing.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
     assert refused.status_code == 502, refused.text
     error = refused.json()["error"]
     assert (error["code"], error["phase"]) == ("peer_incompatible", "handshake")

@@ -148,7 +148,8 @@ def may_pair(prefill: str, decode: str) -> bool:
 
 def same_model(one: str, other: str) -> bool:
     """Whether two kv_digests are of the same model, or one is unknown."""
-    return not one or not other or one.partition(".")[0] == other.partition(".")[0]
+    (ours, *form), (theirs, *other_form) = one.split("."), other.split(".")
+    return ours == theirs or not form or not other_form
 
 
 def check_consistent(metadata: EngineMetadata) -> None:

@@ -82,8 +82,7 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     new = replace(health, ready=said.ready, reason=reason, silences=0, misses=misses, room=room)
     if not said.answered:
         return new
-    digest = said.kv_digest or ("" if said.ready else health.kv_digest)
-    models = said.models or health.models
+    digest, models = said.kv_digest or health.kv_digest, said.models or health.models
     return replace(new, models=models, kv_digest=digest, is_foreign=said.is_foreign)
 
 

@@ -175,12 +175,15 @@ class Fleet(Pool):
         self._watch = watch
         self.of: dict[Kind, list[Server]] = {kind: [] for kind in Kind}  # by index
         self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
+        self._models: list[str] | None = None  # None: to be found anew
         self.name_members(LISTED, urls)
 
     @property
     def models(self) -> list[str]:
         """The names that its members serve, as far as they have told."""
-        return sorted({name for server in self.servers for name in server.health.models})
+        if self._models is None:
+            self._models = sorted({name for each in self.servers for name in each.health.models})
+        return self._models
 
     def pool(self, model: str | None) -> Pool:
         """The servers of a model; of the only one there is, where a request names none.
@@ -214,22 +217,27 @@ class Fleet(Pool):
 
     def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
         """These are all that the source names now."""
-        named = [(kind, url) for kind in Kind for url in urls.get(kind, ())]
+        named = dict.fromkeys((kind, url) for kind in Kind for url in urls.get(kind, ()))
         for kind, url in named:
             self.join(kind, url, source)
         for server in self.servers:
             if source in server.sources and (server.kind, server.url) not in named:
                 self.leave(server, source)
 
-    def join(self, kind: Kind, url: str, source: str) -> Server:
-        """The member of that URL, which the source names from now on."""
+    def join(self, kind: Kind, url: str, source: str, said: Health | None = None) -> Server:
+        """The member of that URL, which the source names from now on.
+
+        Args:
+            said: what the source says of one that is new.
+        """
         server = self.find(kind, url)
         if server is not None:
             server.sources.add(source)
             return server
         taken = {each.index for each in self.of[kind]}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        server = Server(kind, url, index, sources={source})
+        server = Server(kind, url, index, said or Health(), sources={source})
+        self._models = None
         bisect.insort(self.of[kind], server, key=lambda each: each.index)
         self._watch.on_join(server)
         return server
@@ -253,6 +261,7 @@ class Fleet(Pool):
             return
         server.has_left = True
         self._next.clear()  # turns of models that nobody serves any more
+        self._models = None
         self.of[server.kind].remove(server)
         self._watch.on_left(server)
 
@@ -300,6 +309,8 @@ class Fleet(Pool):
         old, server.health = server.health, new
         if server.has_left:  # what became of its last request
             return
+        if old.models != new.models:
+            self._models = None
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:
             server.circuit = circuit

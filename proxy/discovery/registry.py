@@ -18,6 +18,7 @@ from protocol.registration import (
 from protocol.settings.sources import base_url
 from protocol.short_repr import short_repr
 from proxy.errors import RegistrationRefused
+from proxy.health import Health
 from proxy.membership import Fleet, Kind
 
 logger = get_logger(__name__)
@@ -86,16 +87,24 @@ class Registry:
             return {"status": "leaving"}
         if heard is None and len(self._heard) >= MAX_SERVERS:
             raise BadRecord(f"{MAX_SERVERS} servers are registered, which are the most")
-        self._check_model(record, url)
-        server = self._fleet.join(*key, REGISTERED)
+        try:
+            self._check_model(record, key)
+        except BadRecord:  # it has started anew, with another model
+            self._end(key, record.issued_ms)
+            raise
+        said = Health(models=(record.model,), kv_digest=record.kv_digest)
+        server = self._fleet.join(*key, REGISTERED, said)
         self._again(key, record.issued_ms, record.ttl_s, self._lapse)
         return {"status": REGISTERED, "server": server.name, "ttl_s": record.ttl_s}
 
-    def _check_model(self, record: Record, url: str) -> None:
-        """Whoever serves a name serves the same model."""
+    def _check_model(self, record: Record, key: _Key) -> None:
+        """Whoever joins under a name serves the model of those that were there before."""
+        own, url = self._fleet.find(*key), key[1]
+        if own is not None and own.sources and own.health.kv_digest == record.kv_digest:
+            return
         for other in self._fleet.servers:
             known = other.health
-            if other.url == url or record.model not in known.models:
+            if other.url == url or record.model not in known.models or not other.sources:
                 continue
             if not same_model(known.kv_digest, record.kv_digest):
                 raise BadRecord(

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from protocol.process.logging import get_logger
+from protocol.registration import http_url
 from protocol.settings.settings import ProxySettings
 from protocol.settings.sources import DNS_SCHEME, UniqueKeys, base_url
 from protocol.short_repr import short_repr
@@ -29,6 +30,8 @@ LOOKUP_TIMEOUT_S = 10.0
 JITTER = 0.2  # of the interval, so that many proxies do not ask in step
 
 Urls = dict[Kind, list[str]]
+Found = tuple[Urls | None, str]  # None: as before; what is wrong
+Look = Callable[[], Awaitable[Found]]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
@@ -100,70 +103,75 @@ class Discovery:
         self._names = [(kind, url) for kind, urls in given.items() for url in urls if is_name[url]]
         listed = {kind: [url for url in urls if not is_name[url]] for kind, urls in given.items()}
         fleet.name_members(LISTED, listed)
-        self._problem: dict[str, str] = {}  # what was told of a source that failed
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        looks = [self._names_look(kind, url, self._clock()) for kind, url in self._names]
+        looks: dict[str, Look] = {}
+        for kind, url in self._names:
+            looks[f"{kind.value} {url}"] = _NameLook(kind, url, self._resolve, self._clock).look
         if self._file is not None:
-            looks.append(self._file_looks(self._file))
-        self._tasks = [asyncio.create_task(look) for look in looks]
+            looks[self._file] = _FileLook(self._file).look
+        self._tasks = [asyncio.create_task(self._follow(*each)) for each in looks.items()]
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _file_looks(self, name: str) -> None:
-        seen: object = None
+    async def _follow(self, source: str, look: Look) -> None:
+        before = ""
         while True:
             try:
-                if (stamp := await asyncio.to_thread(_stamp, name)) != seen:
-                    self._fleet.name_members(name, await asyncio.to_thread(read_servers, name))
-                    seen = stamp
-                self._told(name, "")
-            except BadFile as error:
-                self._told(name, f"--servers-file {name}: {error}; the servers stay as they are")
-            await self._pause()
-
-    async def _names_look(self, kind: Kind, url: str, known_at: float) -> None:
-        plain = url.removeprefix(DNS_SCHEME)
-        parts, source = urlsplit(plain), f"{kind.value} {url}"
-        port = parts.port or 80
-        while True:
-            try:
-                async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                    found = await self._resolve(parts.hostname or "", port)
-                addresses = sorted(set(found))[:MAX_SERVERS]
-                hosts = [f"[{each}]" if ":" in each else each for each in addresses]
-                self._fleet.name_members(source, {kind: [f"http://{h}:{port}" for h in hosts]})
-                known_at = self._clock()
-                self._told(source, "")
-            except (OSError, UnicodeError) as error:  # TimeoutError is one
-                why = f"cannot be looked up: {error or 'no answer'}"
-                if self._clock() - known_at > STALE_S:
-                    self._fleet.name_members(source, {})
-                    why += f"; its last answer, older than {STALE_S:g} s, is forgotten"
-                self._told(source, f"--{kind.value} {url} {why}")
-            await self._pause()
-
-    def _told(self, source: str, problem: str) -> None:
-        """Logs what is wrong with a source, once."""
-        before = self._problem.get(source, "")
-        self._problem[source] = problem
-        if problem and problem != before:
-            logger.warning("%s", problem)
-        elif before and not problem:
-            logger.info("%s is well again", source)
-
-    async def _pause(self) -> None:
-        await asyncio.sleep(self._interval_s * random.uniform(1 - JITTER, 1 + JITTER))
+                urls, problem = await look()
+                if urls is not None:
+                    self._fleet.name_members(source, urls)
+            except Exception:  # our own bug must not leave a source unwatched
+                logger.exception("what the look at %s found", source)
+                problem = before
+            if problem and problem != before:
+                logger.warning("%s", problem)
+            elif before and not problem:
+                logger.info("%s is well again", source)
+            before = problem
+            await asyncio.sleep(self._interval_s * random.uniform(1 - JITTER, 1 + JITTER))
 
 
-def _stamp(name: str) -> object:
-    """What changes with a file's content."""
-    try:
-        found = Path(name).stat()
-    except OSError as error:
-        raise BadFile(error.strerror or str(error)) from None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+class _FileLook:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen: object = None
+
+    async def look(self) -> Found:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> Found:
+        try:
+            found = Path(self._name).stat()
+            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+            urls = read_servers(self._name) if stamp != self._seen else None
+            self._seen = stamp
+        except (OSError, BadFile) as error:
+            why = f"--servers-file {self._name}: {error}; the servers stay as they are"
+            return None, why
+        return urls, ""
+
+
+class _NameLook:
+    def __init__(self, kind: Kind, url: str, resolve: Resolve, clock: Callable[[], float]) -> None:
+        self._kind, self._url, self._resolve, self._clock = kind, url, resolve, clock
+        parts = urlsplit(url.removeprefix(DNS_SCHEME))
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._known_at = clock()
+
+    async def look(self) -> Found:
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                found = await self._resolve(self._host, self._port)
+        except (OSError, UnicodeError) as error:  # TimeoutError is one
+            why = f"--{self._kind.value} {self._url} cannot be looked up: {error or 'no answer'}"
+            if self._clock() - self._known_at <= STALE_S:
+                return None, why
+            return {}, f"{why}; its last answer, older than {STALE_S:g} s, is forgotten"
+        self._known_at = self._clock()
+        addresses = sorted(set(found))[:MAX_SERVERS]
+        return {self._kind: [http_url(each, self._port) for each in addresses]}, ""

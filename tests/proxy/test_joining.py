@@ -139,6 +139,23 @@ async def test_whoever_claims_a_name_serves_the_model_that_others_serve_by_it() 
             )
 
 
+async def test_of_two_models_that_claim_a_name_the_first_has_it_until_it_leaves() -> None:
+    async with rig_of(fixed_series=False) as rig:
+
+        async def says(url: str, digest: str, **said: Any) -> int:
+            return (await register(rig, record(url, kv_digest=digest, **said))).status_code
+
+        first, second = "http://d:1", "http://d:2"
+        assert await says(first, "a.b.c") == 200
+        assert await says(second, "x.b.c") == 403
+        assert await says(first, "a.b.c") == 200  # again
+        assert await says(second, "a.b.c") == 200
+        assert await says(first, "x.b.c") == 403  # it has started anew
+        assert [server.url for server in rig.app.fleet.servers] == [second]
+        await says(second, "a.b.c", leaving=True)
+        assert await says(first, "x.b.c") == 200
+
+
 async def test_a_server_goes_on_until_a_proxy_takes_it(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"

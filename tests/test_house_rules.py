@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
-    "protocol": 5798,
-    "proxy": 3731,
-    "tests": 34203,
+    "protocol": 5799,
+    "proxy": 3758,
+    "tests": 34224,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

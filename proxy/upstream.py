@@ -13,7 +13,7 @@ import errno
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -34,6 +34,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 IDLE_S = 1.0  # servers drop theirs after 5 s
 _LOOK_INTERVAL_S = 1.0  # at a connection that is silent
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
+_CUT_OFF = "the connection ended within the body"
 _UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless they are given
 _WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
@@ -95,6 +96,9 @@ class Response:
         self._response = response
         self._connection = response.connection  # None: the whole body is here
         self._read_timeout_s = read_timeout_s
+        self._look_s = min(_LOOK_INTERVAL_S, read_timeout_s / 4)
+        self._num_looks = -1  # since the reader began to wait; -1: it does not
+        self._timer: asyncio.TimerHandle | None = None  # one for the whole body, not for a chunk
         self.status = response.status
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
         self.body: bytes | None = None
@@ -115,14 +119,36 @@ class Response:
             # `read_nowait` keeps back what came before the connection broke.
             if data := content.read_nowait() if is_whole else content._read_nowait(-1):
                 return data
-            async with within(self._read_timeout_s):
-                while not self._is_cut_off():
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_INTERVAL_S):
-                            return await content.readany() or None
+            if self._is_cut_off():
+                raise Lost(_CUT_OFF)
+            self._num_looks = 0
+            if self._timer is None:
+                self._look_later()
+            data = await content.readany()
+            self._num_looks = -1
+            if data:
+                return data
         except (aiohttp.ClientError, TimeoutError) as error:
+            self._stop_looking()
             raise _translated(error, self._read_timeout_s) from None
-        raise Lost("the connection ended within the body")
+        self._stop_looking()
+        return None
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._look_s, self._look)
+
+    def _look(self) -> None:
+        """Ends a wait that is too long. Looks are counted, not their time: the loop may be late."""
+        content = self._response.content
+        self._timer = None
+        self._num_looks += self._num_looks >= 0
+        if self._is_cut_off():
+            content.set_exception(Lost(_CUT_OFF))
+        elif self._num_looks * self._look_s > self._read_timeout_s:
+            content.set_exception(TimeoutError())
+        elif not content.is_eof() and content.exception() is None:
+            self._look_later()
 
     def _is_cut_off(self) -> bool:
         """Whether the connection has ended without a word to who waits for the body: so aiohttp
@@ -130,6 +156,10 @@ class Response:
         content, connection = self._response.content, self._connection
         is_told = content.is_eof() or content.exception() is not None
         return not is_told and connection is not None and connection.closed
+
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def read(self) -> bytes:
         """The whole body; the connection is free afterwards."""
@@ -146,6 +176,7 @@ class Response:
 
     async def aclose(self) -> None:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
+        self._stop_looking()
         self._response.close()
 
 

@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5799,
-    "proxy": 3758,
-    "tests": 34224,
+    "proxy": 3789,
+    "tests": 34391,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -3,7 +3,7 @@
 import { $, h, setText, legend, seconds, clock } from "./dom.js";
 
 const PHASES = ["proxy", "queue", "prefill", "transfer", "fence", "decode", "stream"];
-const CLOCK_WINDOW_S = 30;
+const CLOCK_ROWS = 25; // that one clock shows
 const LANE_PX = 8;
 
 /** What a request did: {lane, phase, from, to} in seconds since it was read. */
@@ -90,6 +90,8 @@ export class Requests {
       this.rows.delete(number);
     }
     const numbers = [...store.requests.keys()].sort((a, b) => a - b);
+    const oldest = store.requests.get(numbers.at(-CLOCK_ROWS) ?? numbers[0]);
+    this.clock_s = Math.max(2, Math.min(60, this.now - (oldest?.at ?? this.now)));
     for (const number of numbers) {
       const row = store.requests.get(number);
       let shown = this.rows.get(number);
@@ -123,8 +125,8 @@ export class Requests {
     cells.status.className = `status ${row.status === null ? "warn" : row.status === "200" ? "good" : "bad"}`;
     setText(cells.who, row.alone ? `${row.alone} → ${row.legs.at(-1)?.[0] ?? "nobody"}` : row.legs.map(([name]) => name).join(" → ") || row.path);
     setText(cells.total, seconds(row.end_s ?? now_s));
-    const from = this.now - CLOCK_WINDOW_S - row.at;
-    drawTimeline(cells.timeline, row, now_s, ...(this.scale.value === "clock" ? [from, CLOCK_WINDOW_S] : []));
+    const from = this.now - this.clock_s - row.at;
+    drawTimeline(cells.timeline, row, now_s, ...(this.scale.value === "clock" ? [from, this.clock_s] : []));
     this.fillDetail(shown);
   }
 

@@ -7,7 +7,7 @@ have ended; so it is with one that is drained, but that it stays.
 
 import bisect
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -72,37 +72,42 @@ class Pool:
     """Those servers of a fleet that may get a request, and their turns.
 
     Args:
+        of: all of them by kind, in order of index.
         name: of its turns.
     """
 
-    def __init__(
-        self, fleet: "Fleet", name: str = "", has: Callable[[Server], bool] = lambda _: True
-    ) -> None:
-        self._fleet, self._name, self._has = fleet, name, has
+    def __init__(self, fleet: "Fleet", of: dict[Kind, list[Server]], name: str = "") -> None:
+        self._fleet, self.of, self._name = fleet, of, name
+        self._parts: dict[Hashable, Pool] = {}  # kept until members come, go or change
+        self._ready: dict[Kind, list[Server]] = {}  # as of `_changes`
+        self._changes = -1
 
-    def members(self, kind: Kind) -> list[Server]:
-        return [server for server in self._fleet.of[kind] if self._has(server)]
+    def _part(self, key: Hashable, has: Callable[[Server], bool], name: str) -> "Pool":
+        if key not in self._parts:
+            of = {kind: [each for each in self.of[kind] if has(each)] for kind in Kind}
+            self._parts[key] = Pool(self._fleet, of, name)
+        return self._parts[key]
 
     def paired(self) -> "Pool":
         """This one without prefill servers whose KV no decode server that is ready can read."""
-        told = {server.health.kv_digest for server in self.ready(Kind.DECODE)}
+        told = frozenset(server.health.kv_digest for server in self.ready(Kind.DECODE))
 
         def fits(server: Server) -> bool:
             digest = server.health.kv_digest
             return server.kind is Kind.DECODE or any(may_pair(digest, each) for each in told)
 
-        return Pool(self._fleet, self._name, lambda each: self._has(each) and fits(each))
+        return self._part(told, fits, self._name)
 
     def readers_of(self, digest: str) -> "Pool":
         """Those that can read KV of this digest."""
-
-        def fits(server: Server) -> bool:
-            return self._has(server) and may_pair(digest, server.health.kv_digest)
-
-        return Pool(self._fleet, self._name, fits)
+        return self._part(digest, lambda s: may_pair(digest, s.health.kv_digest), self._name)
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
-        return [s for s in self.members(kind) if s.accepts and s not in exclude]
+        if self._changes != self._fleet.changes:
+            self._changes = self._fleet.changes
+            self._ready = {k: [s for s in self.of[k] if s.accepts] for k in Kind}
+        ready = self._ready[kind]
+        return [s for s in ready if s not in exclude] if exclude else ready
 
     def choose(
         self,
@@ -129,7 +134,7 @@ class Pool:
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
         """The servers that are known to have a shorter context than that, or fewer sequences."""
-        return [s for s in self.members(kind) if not s.health.room.holds(num_tokens, num_choices)]
+        return [s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)]
 
 
 def _nothing(*_: Any) -> None:
@@ -170,12 +175,12 @@ class Fleet(Pool):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(self)
+        super().__init__(self, {kind: [] for kind in Kind})
+        self.changes = 0  # of who may be given requests
         self._clock = clock
         self._watch = watch
-        self.of: dict[Kind, list[Server]] = {kind: [] for kind in Kind}  # by index
         self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
-        self._models: list[str] | None = None  # None: to be found anew
+        self._models: list[str] | None = None  # kept as `_parts`
         self.name_members(LISTED, urls)
 
     @property
@@ -192,19 +197,26 @@ class Fleet(Pool):
             ModelNotFound, InvalidRequest: there is none of that name; there are several.
         """
         models = self.models
-        told = ", ".join(short_repr(name, 200) for name in models[:_TOLD])
         if model is None:
             if len(models) > 1:
+                told = _named(models)
                 raise InvalidRequest(f"`model` must say one of {told}", param="model")
             return self
         if not models:
             return self
         # Who has not told its names yet may have this one.
-        known = [each for each in self.servers if model in (each.health.models or (model,))]
-        if not known:
+        pool = self._part((model,), lambda s: model in (s.health.models or (model,)), model)
+        if not any(pool.of.values()):
             wrong = short_repr(model, 200)
-            raise ModelNotFound(f"`model` is {wrong}; this endpoint has {told}", param="model")
-        return Pool(self, model, lambda each: model in (each.health.models or (model,)))
+            del self._parts[(model,)]  # clients name as many as they like
+            raise ModelNotFound(
+                f"`model` is {wrong}; this endpoint has {_named(models)}", param="model"
+            )
+        return pool
+
+    def _has_changed(self) -> None:
+        self._parts.clear()
+        self._models = None
 
     @property
     def servers(self) -> list[Server]:
@@ -231,13 +243,14 @@ class Fleet(Pool):
             said: what the source says of one that is new.
         """
         server = self.find(kind, url)
+        self.changes += 1
         if server is not None:
             server.sources.add(source)
             return server
         taken = {each.index for each in self.of[kind]}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         server = Server(kind, url, index, said or Health(), sources={source})
-        self._models = None
+        self._has_changed()
         bisect.insort(self.of[kind], server, key=lambda each: each.index)
         self._watch.on_join(server)
         return server
@@ -245,7 +258,13 @@ class Fleet(Pool):
     def leave(self, server: Server, source: str) -> None:
         """The source names it no more."""
         server.sources.discard(source)
+        self.changes += 1
         self._end(server)
+
+    def drain(self, server: Server, drained: bool = True) -> None:
+        """It is given nothing new, or is again."""
+        server.drained = drained
+        self.changes += 1
 
     def begun(self, server: Server) -> None:
         """It was given a request."""
@@ -261,7 +280,7 @@ class Fleet(Pool):
             return
         server.has_left = True
         self._next.clear()  # turns of models that nobody serves any more
-        self._models = None
+        self._has_changed()
         self.of[server.kind].remove(server)
         self._watch.on_left(server)
 
@@ -270,14 +289,15 @@ class Fleet(Pool):
     def take(
         self,
         kind: Kind,
-        ready: Collection[Server],
+        ready: Sequence[Server],
         rotation: str,
         first: Callable[[list[Server]], Server],
     ) -> Server | None:
         """One of these servers, in turn; see `choose`."""
         now = self._clock()
         start = self._next.get((kind, rotation), 0)
-        in_turn = sorted(ready, key=lambda server: (server.index < start, server.index))
+        at = bisect.bisect_left(ready, start, key=lambda server: server.index)
+        in_turn = [*ready[at:], *ready[:at]]
         usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
         if not usable:
             return None
@@ -309,11 +329,16 @@ class Fleet(Pool):
         old, server.health = server.health, new
         if server.has_left:  # what became of its last request
             return
-        if old.models != new.models:
-            self._models = None
+        self.changes += old.ready != new.ready
+        if (old.models, old.kv_digest) != (new.models, new.kv_digest):
+            self._has_changed()
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:
             server.circuit = circuit
             self._watch.on_circuit(server)
         if (old.ready, old.reason) != (new.ready, new.reason):
             self._watch.on_change(server, old, new)
+
+
+def _named(models: Sequence[str]) -> str:
+    return ", ".join(short_repr(name, 200) for name in models[:_TOLD])

@@ -64,7 +64,7 @@ def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
     for server in found:
         match action:
             case "drain" | "undrain":
-                server.drained = action == "drain"
+                fleet.drain(server, action == "drain")
             case "remove":
                 for source in list(server.sources):
                     fleet.leave(server, source)

@@ -80,7 +80,7 @@ def test_who_leaves_or_is_drained_gets_nothing_new(
     (server,) = fleet.servers
     fleet.polled(server, YES, 0.0)
     fleet.begun(server)
-    server.drained = bool(drained)
+    fleet.drain(server, bool(drained))
     for source in sources:
         fleet.join(Kind.DECODE, "u", source)
     fleet.leave(server, "listed")

@@ -29,7 +29,7 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5799,
-    "proxy": 3789,
+    "proxy": 3814,
     "tests": 34391,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

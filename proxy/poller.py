@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import random
 import time
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class Poller:
         """Checks a member until it has left; before `start` nothing is checked."""
         if self._is_running and server not in self._tasks:
             self._hurry[server] = asyncio.Event()
-            self._tasks[server] = asyncio.create_task(self._poll(server))
+            # Not in the context of the request by which it joined: its log lines are not of that.
+            poll, own = self._poll(server), contextvars.Context()
+            self._tasks[server] = asyncio.create_task(poll, context=own)
 
     def leave(self, server: Server) -> None:
         self._hurry.pop(server, None)

@@ -1,6 +1,7 @@
 """Members that registered: each stays until its time ends, or it says that it leaves."""
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ class Registry:
         if heard.timer is not None:
             heard.timer.cancel()
         heard.issued_ms = issued_ms
-        heard.timer = asyncio.get_running_loop().call_later(after_s, then, key)
+        own = contextvars.Context()  # what it logs is not of the request that brought the record
+        heard.timer = asyncio.get_running_loop().call_later(after_s, then, key, context=own)
 
     def _warn(self, error: BadRecord) -> None:
         now_s = self._now_s()

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from engine.http.registrar import Registrar
+from protocol.process.logging import current_request_id
 from protocol.registration import MAX_AGE_S, Record, seal
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.sources import MAX_FILE_BYTES, BadFile, Discovery, read_servers
@@ -77,12 +79,20 @@ async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream()
         await asyncio.gather(slow.stop(), other.stop())
 
 
-async def test_a_registration_that_is_not_repeated_lapses(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_registration_that_is_not_repeated_lapses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ids = list[str | None]()
+    seen = logging.Handler()
+    seen.emit = lambda record: ids.append(current_request_id())  # type: ignore[method-assign]
     async with rig_of(fixed_series=False) as rig:
         assert (await register(rig, record("http://d:1", ttl_s=1.0))).status_code == 200
         assert names(rig) == ["decode-0"]
+        logging.getLogger("baton.proxy").addHandler(seen)
         await until(lambda: names(rig) == [])
+        logging.getLogger("baton.proxy").removeHandler(seen)
     assert "the registration of decode server http://d:1 has lapsed" in caplog.text
+    assert set(ids) == {None}  # not that of the request that registered it
 
 
 async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(

@@ -64,6 +64,15 @@ class Server:
         """Whether it may be given requests."""
         return self.health.ready and bool(self.sources) and not self.drained
 
+    @property
+    def state(self) -> str:
+        """For people."""
+        if not self.sources:
+            return "leaving"
+        if self.drained:
+            return "draining" if self.in_flight else "drained"
+        return "ready" if self.health.ready else "not_ready"
+
     def __str__(self) -> str:
         return f"{self.name} {self.url}"
 

@@ -78,18 +78,10 @@ def _told(server: Server) -> dict[str, Any]:
         "role": server.kind.value,
         "url": server.url,
         "sources": sorted(server.sources),
-        "state": _state(server),
+        "state": server.state,
         "reason": health.reason,
         "circuit": server.circuit,
         "in_flight": server.in_flight,
         "models": list(health.models),
         "kv_digest": health.kv_digest,
     }
-
-
-def _state(server: Server) -> str:
-    if not server.sources:
-        return "leaving"
-    if server.drained:
-        return "draining" if server.in_flight else "drained"
-    return "ready" if server.health.ready else "not_ready"

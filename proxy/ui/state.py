@@ -189,9 +189,8 @@ class State:
             seen = (len(request.trace.legs), request.trace.first_byte_s is not None)
             if seen != request.seen:
                 request.seen, request.changed = seen, self._next()
-        busy = Counter(one.trace.legs[-1][0] for one in self._running.values() if one.trace.legs)
         for server, known in self._known.items():
-            row = _row(server, known, busy[server.name])
+            row = _row(server, known)
             if row != known.row:
                 known.row, known.changed = row, self._next()
         self._points.append((self._next(), self._point()))
@@ -201,6 +200,9 @@ class State:
         known.problem, before = "not ready", known.told
         known.told = Numbers(before.server, {}, [], before.next)
         if not server.health.ready:
+            return
+        if server.health.is_foreign:
+            known.problem = "it speaks vLLM's dialect, and tells no numbers"
             return
         try:
             async with within(ASK_TIMEOUT_S):
@@ -241,14 +243,15 @@ class State:
         return self._count
 
 
-def _row(server: Server, known: Known, num_legs: int) -> Row:
-    health = server.health
+def _row(server: Server, known: Known) -> Row:
+    health, told = server.health, known.told.server
     return {
-        **known.told.server,
+        **told,
         "role": server.kind.value,
-        "ready": health.ready,
+        "state": server.state,
+        "models": health.models or ([told["model"]] if "model" in told else []),
         "reason": known.problem if health.ready else _ADDRESS.sub("…", health.reason),
         "circuit": server.circuit,
-        "in_flight": num_legs,
+        "in_flight": server.in_flight,
         "values": known.told.values,
     }

@@ -100,7 +100,7 @@ async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it()
         assert found["points"][-1]["pd"] == 1
         assert found["points"][-1]["decode"] == {"baton_requests_running": 1.0}
         decode = found["servers"]["decode-0"]
-        assert (decode["tp"], decode["ready"], decode["reason"]) == (2, True, "")
+        assert (decode["tp"], decode["state"], decode["reason"]) == (2, "ready", "")
         assert "404" in found["servers"]["prefill-0"]["reason"], "of a server that has no numbers"
         await looks_until(rig, lambda _: "since=7" in rig.decode[0].looks[-1].query)
         assert "SECRET" not in str(found) and rig.decode[0].url not in str(found)
@@ -131,7 +131,9 @@ async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_call
         found = await looks_until(rig, lambda found: not found["running"])
         assert found["requests"][0]["status"] == "none", "the client has gone"
         await rig.decode[0].stop()
-        found = await looks_until(rig, lambda found: not found["servers"]["decode-0"]["ready"])
+        found = await looks_until(
+            rig, lambda found: found["servers"]["decode-0"]["state"] == "not_ready"
+        )
         assert "127.0.0.1" not in found["servers"]["decode-0"]["reason"]
 
 
@@ -159,7 +161,7 @@ async def test_a_server_without_numbers_keeps_no_page_from_the_others(
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
         rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
         servers = (await look(rig))["servers"]
-        assert servers["decode-0"]["reason"] and servers["decode-0"]["ready"]
+        assert servers["decode-0"]["reason"] and servers["decode-0"]["state"] == "ready"
         assert servers["decode-1"]["values"] == {"x": 1.0}
         assert (await rig.complete()).status_code == 200
 

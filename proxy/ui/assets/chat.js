@@ -38,7 +38,7 @@ export class Chat {
   }
 
   update(store) {
-    const models = [...new Set([...store.servers.values()].map((server) => server.model).filter(Boolean))].sort();
+    const models = [...new Set([...store.servers.values()].flatMap((server) => server.models))].sort();
     const select = $("chat-model");
     if ([...select.options].map((option) => option.value).join("\n") !== models.join("\n")) {
       const chosen = select.value;

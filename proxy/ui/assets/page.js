@@ -43,13 +43,13 @@ function take(news) {
 
 function head() {
   const all = [...store.servers.values()];
-  const ready = all.filter((server) => server.ready && server.circuit === "closed");
+  const ready = all.filter((server) => server.state === "ready" && server.circuit === "closed");
   const decodes = ready.filter((server) => server.role === "decode");
   const [word, kind] = !decodes.length ? ["not ready", "bad"] : ready.length < all.length ? ["degraded", "warn"] : ["ready", "good"];
   const pill = $("status");
   setText(pill, `${word}: ${ready.length} of ${all.length} servers`);
   pill.className = `pill ${kind}`;
-  const models = [...new Set(all.map((server) => server.model).filter(Boolean))];
+  const models = [...new Set(all.flatMap((server) => server.models))];
   const versions = [...new Set(all.map((server) => server.version).filter(Boolean))];
   setText($("models"), [models.join(", "), versions.length ? `Baton ${versions.join(", ")}` : ""].filter(Boolean).join(" · "));
 }

@@ -49,7 +49,7 @@ export class Servers {
     const servers = [...this.rows.values()];
     let shown = 0;
     for (const { element, server } of servers) {
-      const text = `${server.name} ${server.model ?? ""} ${stateOf(server)[0]}`.toLowerCase();
+      const text = `${server.name} ${server.models.join(" ")} ${stateOf(server)[0]}`.toLowerCase();
       const isHidden = Boolean(wanted) && !wanted.split(/\s+/).every((word) => text.includes(word));
       if (element.hidden !== isHidden) element.hidden = isHidden;
       shown += !isHidden;
@@ -59,7 +59,8 @@ export class Servers {
 }
 
 function stateOf(server) {
-  if (!server.ready) return ["not ready", "bad"];
+  if (server.state === "not_ready") return ["not ready", "bad"];
+  if (server.state !== "ready") return [server.state, "warn"];
   if (server.circuit !== "closed") return [`circuit ${server.circuit}`, "warn"];
   return ["ready", "good"];
 }
@@ -88,7 +89,7 @@ function fill({ cells, bar }, server, rates) {
   const [state, kind] = stateOf(server);
   tell("State", state, server.reason);
   cells.State[0].className = kind;
-  tell("Model", server.model ?? "–", server.version ? `Baton ${server.version}` : "");
+  tell("Model", server.models.join(", ") || "–", server.version ? `Baton ${server.version}` : "");
   const numbers = STATES.map((each) => values[`baton_kv_blocks{state=${each}}`] ?? 0);
   const total = numbers.reduce((sum, number) => sum + number, 0) || server.num_blocks || 0;
   const inUse = numbers.slice(0, 3).reduce((sum, number) => sum + number, 0);

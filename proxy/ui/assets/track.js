@@ -120,9 +120,9 @@ export function handOff(row) {
 function node(server, place) {
   const { x, y, width, height } = place;
   const used = busy(server);
-  const isUp = server.ready && server.circuit === "closed";
+  const isUp = server.state === "ready" && server.circuit === "closed";
   const middle = y + height / 2;
-  const told = isUp ? `${server.in_flight} in flight` : server.ready ? "circuit open" : "down";
+  const told = isUp ? `${server.in_flight} in flight` : server.state === "ready" ? `circuit ${server.circuit}` : server.state === "not_ready" ? "down" : server.state;
   const parts = [
     s("rect", { class: `node ${isUp ? "" : "down"}`, x, y, width, height, rx: 6 }),
     s("rect", { class: "fill", x, y, width: width * used, height, rx: 6 }),

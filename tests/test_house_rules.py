@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5799,
-    "proxy": 3819,
-    "tests": 34401,
+    "proxy": 3823,
+    "tests": 34403,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

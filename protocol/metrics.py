@@ -118,8 +118,8 @@ TABLE = (
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),
     Spec("baton_proxy_upstream_failures", "counter", "proxy",
-         "Failed calls to a server by leg and reason: unreachable, lost, timeout, busy (503), died "
-         "(503 as its engine died), error (other 5xx).", ("leg", "reason")),
+         "Failed calls to a server by leg and reason: unreachable, lost, timeout, full (429), busy "
+         "(503), died (503 as its engine died), error (other 5xx).", ("leg", "reason")),
     Spec("baton_proxy_upstream_ready", "gauge", "proxy",
          "1 while the server is ready.", ("role", "server")),
     Spec("baton_proxy_upstream_circuit", "gauge", "proxy",

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from protocol.errors import BatonError, InternalError, InvalidRequest, RequestError
-from protocol.http.connections import ClientDisconnected, read_body, refusal
+from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull, RequestError
+from protocol.http.connections import ClientDisconnected, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
@@ -71,7 +71,9 @@ class ProxyApp:
             interval_s=settings.health_interval_s,
             timeout_s=settings.health_timeout_s,
         )
-        self._upstreams = Upstreams(self.fleet, self._upstream, self.metrics, self.knowledge)
+        self._upstreams = Upstreams(
+            self.fleet, self._upstream, self.metrics, self.knowledge, settings.max_queue_s
+        )
         self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
@@ -175,14 +177,15 @@ class ProxyApp:
 
     async def _pass(self, scope: Scope, receive: Receive, reply: Reply, is_read: bool) -> None:
         """Has servers answer."""
-        path, data = scope["path"], b""
+        path = scope["path"]
         headers = _forwarded(scope, reply.request_id)
         if not is_read:
-            data = await read_body(scope, receive, self.settings.max_body_bytes)
             headers = [(b"content-type", b"application/json"), *headers]
         method = "GET" if is_read else "POST"
         asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
-        request = PDRequest(self._upstreams, method, asked, headers, data, reply)
+        request = PDRequest(self._upstreams, method, asked, headers, b"", reply)
+        limits = self.settings.request_timeout_s, self.settings.max_body_bytes
+        await request.take(scope, receive, *limits)
         if path in GENERATE_PATHS:
             await self._run(request.run(), receive)
         else:
@@ -195,10 +198,14 @@ class ProxyApp:
 
         Raises:
             ClientDisconnected, ShuttingDown: it was cancelled.
+            QueueFull: so many are under way that it was not begun.
         """
         if self.shutting_down:
             work.close()
             raise ShuttingDown("this proxy is shutting down")
+        if len(self._running) >= self.settings.max_in_flight:
+            work.close()
+            raise QueueFull(f"{len(self._running)} requests are under way (--max-in-flight)")
         task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
         self._running.add(task)
         try:

@@ -183,10 +183,16 @@ def num_choices(body: Body) -> int:
     return max((int(value) for value in asked if _is_token_limit(value)), default=1)
 
 
-def error_code(answer: bytes) -> str:
-    """The `code` of an error answer; empty where there is none."""
+def priority(body: Body) -> int:
+    """The smaller, the more urgent; 0 for what is none, which servers refuse."""
+    text = member(body, "priority")
+    return int(text) if text.removeprefix(b"-").isdigit() and len(text) <= 11 else 0
+
+
+def error_of(answer: bytes, name: str = "code") -> str:
+    """A member of an error answer; empty where there is none."""
     try:
-        return str(msgspec.json.decode(answer)["error"]["code"])
+        return str(msgspec.json.decode(answer)["error"][name])
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
         return ""
 

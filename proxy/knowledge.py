@@ -161,6 +161,10 @@ class Knowledge:
         self._prefixes.add(load.index, ask.hashes, most)
         return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s)
 
+    def wait_s(self, server: object) -> float:
+        """Until the server has computed the prompts that it was sent, as predicted."""
+        return max(self.loads[server].free_at - self._clock(), 0.0)
+
     def answered(self, work: Work) -> None:
         """The first token has come, or all of a prefill."""
         self._computed(work, late_s=self._clock() - work.end - work.load.late_s)

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
+from protocol.http.connections import read_body
+from protocol.http.deadlines import Deadline, deadline_of, within
 from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Kind, Pool, Server
@@ -36,6 +38,9 @@ class PDRequest:
 
     Args:
         data: the body as it came.
+
+    Attributes:
+        deadline: of all of it; None: it may take as long as it takes.
     """
 
     upstreams: Upstreams
@@ -44,6 +49,7 @@ class PDRequest:
     headers: Headers
     data: bytes
     reply: Reply
+    deadline: Deadline | None = field(default=None, init=False)
     _body: bodies.Body = field(default_factory=dict, init=False)
     _ask: Ask | None = field(default=None, init=False)  # of a request that generates
 
@@ -53,9 +59,21 @@ class PDRequest:
         self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
 
+    async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
+        """Reads the body, if it is to have one. Its time runs from here: what it asks for itself,
+        else `timeout_s`. Raises BatonError and ClientDisconnected."""
+        self.deadline = deadline_of(scope["headers"], timeout_s)
+        if self.method == "POST":
+            async with within(self.deadline):
+                self.data = await read_body(scope, receive, max_bytes)
+
     async def pass_on(self, rotation: str, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
+        async with within(self.deadline):
+            await self._pass_on(rotation, model)
+
+    async def _pass_on(self, rotation: str, model: str | None) -> None:
         self._trace.rotation = rotation
         if self.data and len(self._fleet.models) > 1:
             self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
@@ -69,6 +87,10 @@ class PDRequest:
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
+        async with within(self.deadline):
+            await self._serve()
+
+    async def _serve(self) -> None:
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data))
         self._body = bodies.seeded(self._plain)
         if stripped:
@@ -87,6 +109,8 @@ class PDRequest:
     async def _generate(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
+        urgency, decodes = bodies.priority(self._plain), self._pool.ready(Kind.DECODE)
+        self.upstreams.check_room(Kind.DECODE, urgency, decodes)  # or P would work in vain
         leg = None if is_scored else await self._prefill()
         if leg is not None:
             if leg.response.status != 200:
@@ -221,7 +245,10 @@ class PDRequest:
                     raise DecodeServerTimeout(text) from None
             raise NoServerAvailable(f"no decode server could be had: {failed}") from None
         self._trace.decode = leg.server.url
-        await self._relay(leg)
+        if leg.response.body is None:
+            await self._relay(leg)
+        else:
+            await self.reply.relay(leg.response)
 
     async def _relay(self, leg: Leg) -> None:
         server, response, kind = leg.server, leg.response, leg.server.kind.value
@@ -250,6 +277,7 @@ class PDRequest:
             foreign = partial(bodies.decode_leg, self._plain, params, foreign=True)
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
+        options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain)}
         return UpstreamCall(kind, *asked, leg, ask=self._ask, pool=self._pool, **options)
 
     def _goes_alone(self) -> bool:
@@ -271,5 +299,5 @@ class PDRequest:
 def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
     """Whether a request too long for a prefill server's `own` context may fit another server, of
     which the longest has `context`."""
-    is_too_long = bodies.error_code(answer.body or b"") == ContextLengthExceeded.code
+    is_too_long = bodies.error_of(answer.body or b"") == ContextLengthExceeded.code
     return is_too_long and own is not None and context is not None and own < context

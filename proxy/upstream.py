@@ -45,6 +45,7 @@ class Failure(Enum):
     UNREACHABLE = "unreachable"  # nothing was delivered
     LOST = "lost"  # delivered; the connection ended before the answer's head
     TIMEOUT = "timeout"  # delivered; silent for too long
+    FULL = "full"  # 429: refused, its queue is full
     BUSY = "busy"  # 503: refused, or handed back
     DIED = "died"  # 503: delivered; the server's engine ended before there was an answer
     ERROR = "error"  # any other 5xx

@@ -6,6 +6,8 @@ delivered and not answered may be what killed the server, so at most `MAX_DELIVE
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +16,12 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from protocol.errors import EngineDied
+from protocol.errors import EngineDied, QueueFull
+from protocol.http.deadlines import Deadline
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
-from proxy.body import error_code
+from proxy.body import error_of
 from proxy.knowledge import Knowledge, Work
 from proxy.membership import Fleet, Kind, Pool, Server
 from proxy.placement import Ask
@@ -39,14 +42,16 @@ logger = get_logger(__name__)
 MAX_DELIVERIES = 2
 MANY_ALONE = 50
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
+MAX_GIVING_BACK = 1024  # at once; beyond, the lease's end frees KV
 CLOSE_TIMEOUT_S = 2.0
+MAX_HELD_S = 1.0  # for which a server that is full is believed to be
 
 _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not repeated: the client would
     # wait for another one. Nor is a decode server's own error: it has its failure policy.
-    Kind.DECODE: frozenset({Failure.UNREACHABLE, Failure.LOST, Failure.BUSY, Failure.DIED}),
+    Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
 _DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
@@ -56,10 +61,11 @@ WorkT = TypeVar("WorkT")
 def failure_of(status: int, body: bytes | None = None) -> Failure | None:
     """What an answer says about its server; None: it is to be relayed."""
     if status < 500:
-        return None
+        is_full = status == QueueFull.status and error_of(body or b"", "phase") == QueueFull.phase
+        return Failure.FULL if is_full else None
     if status != 503:
         return Failure.ERROR
-    return Failure.DIED if error_code(body or b"") == EngineDied.code else Failure.BUSY
+    return Failure.DIED if error_of(body or b"") == EngineDied.code else Failure.BUSY
 
 
 def may_retry(kind: Kind, failures: Sequence[Failure]) -> bool:
@@ -88,6 +94,8 @@ class UpstreamCall:
         computes: the server computes the prompt.
         pool: whom to ask; None: any of its kind.
         foreign_body: makes the body for a server that speaks vLLM's dialect, if it differs.
+        deadline: of all legs together; servers are told what is left.
+        priority: the smaller, the more urgent.
     """
 
     kind: Kind
@@ -101,6 +109,8 @@ class UpstreamCall:
     computes: bool = False
     pool: Pool | None = None
     foreign_body: Callable[[], bytes] | None = None
+    deadline: Deadline | None = None
+    priority: int = 0
 
 
 class LegFailed(Exception):
@@ -126,6 +136,24 @@ class Leg:
     work: Work | None
 
 
+def _all_full(kind: Kind, retry_after_s: float) -> QueueFull:
+    return QueueFull(f"every {kind.value} server has a full queue; try again later", retry_after_s)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A server's 429, to requests of this priority. Times are those of time.monotonic.
+
+    Attributes:
+        until: before which no such request is sent to it.
+        retry_at: when there should be room again.
+    """
+
+    until: float
+    retry_at: float
+    priority: int
+
+
 @dataclass
 class Upstreams:
     """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
@@ -134,8 +162,10 @@ class Upstreams:
     upstream: HttpUpstream
     metrics: Metrics
     knowledge: Knowledge
+    max_queue_s: float = 30.0
 
     def __post_init__(self) -> None:
+        self._full = WeakKeyDictionary[Server, _Refused]()
         # Of those that keep waiting for it.
         self._patience = WeakKeyDictionary[Server, set[asyncio.Timeout]]()
         self._giving_back: set[asyncio.Task[None]] = set()
@@ -167,6 +197,10 @@ class Upstreams:
         pool = call.pool or self.fleet
         if not pool.ready(kind, unfit):
             unfit = ()
+        if call.ask is not None:
+            servers = pool.ready(kind, unfit)
+            unfit = [*unfit, *self.check_room(kind, call.priority, servers)]
+        full: list[_Refused] = []
         while server := pool.choose(kind, [*unfit, *tried], trace.rotation, first):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
@@ -188,9 +222,37 @@ class Upstreams:
             message = f"{server.name}: {told}"
             failures.append(failure)
             self.failed(server, failure, detail, answer.status if answer else None)
+            if failure is Failure.FULL and answer is not None:
+                self._full[server] = self._refused(answer, call.priority)
+                full.append(self._full[server])
             if not may_retry(kind, failures):
                 break
+        if full and failures[-1] not in _DELIVERED:
+            raise _all_full(kind, min(one.retry_at for one in full) - time.monotonic())
         raise LegFailed(message, failures[-1] if failures else None, answer)
+
+    def check_room(self, kind: Kind, priority: int, servers: Sequence[Server]) -> list[Server]:
+        """Those of some servers that are full, as they said just now, or as prefill servers have so
+        much to compute. Raises QueueFull where all are."""
+        now = time.monotonic()
+        waits: dict[Server, float] = {}
+        for server in servers:
+            refused = self._full.get(server)
+            if refused is not None and now < refused.until and priority >= refused.priority:
+                waits[server] = refused.retry_at - now
+            elif kind is Kind.PREFILL and priority >= 0:
+                wait_s = self.knowledge.wait_s(server)
+                if wait_s > self.max_queue_s:
+                    waits[server] = wait_s - self.max_queue_s / 2
+        if servers and len(waits) == len(servers):
+            raise _all_full(kind, min(waits.values()))
+        return list(waits)
+
+    def _refused(self, answer: Response, priority: int) -> "_Refused":
+        given = dict(answer.headers).get(b"retry-after", b"")
+        wait_s, now = float(given[:6]) if given.isdigit() else 1.0, time.monotonic()
+        held_s = min(MAX_HELD_S, wait_s, self.max_queue_s / 4)
+        return _Refused(now + held_s, now + wait_s, priority)
 
     def count(self, path: str, reason: str) -> None:
         """Counts a request by the way it takes; warns when none is disaggregated any more, the
@@ -239,10 +301,11 @@ class Upstreams:
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
         make = call.foreign_body if server.health.is_foreign else None
         body = call.body if make is None else make()
+        left = [] if call.deadline is None else [call.deadline.header()]
         response = await self.upstream.send(
-            server.url, call.method, call.path, headers=call.headers, body=body
+            server.url, call.method, call.path, headers=[*call.headers, *left], body=body
         )
-        if response.status >= call.whole_from:
+        if response.status >= call.whole_from or response.status == QueueFull.status:
             await response.read()
         return response
 
@@ -280,7 +343,8 @@ class Upstreams:
         """Counts a failure and lets the fleet know."""
         leg, message = server.kind.value, f"{server}: {detail}"
         self.metrics.inc("baton_proxy_upstream_failures", leg=leg, reason=failure.value)
-        logger.warning("%s leg: %s: %s", leg, failure.value, message)
+        level = logging.DEBUG if failure is Failure.FULL else logging.WARNING  # that is no fault
+        logger.log(level, "%s leg: %s: %s", leg, failure.value, message)
         if failure in (Failure.UNREACHABLE, Failure.LOST, Failure.DIED):
             self.fleet.unreachable(server, message)
         elif trips_breaker(failure, status):
@@ -291,7 +355,7 @@ class Upstreams:
     ) -> None:
         """Tells a prefill server that nobody will come for its KV, which its lease frees anyway, by
         a task of its own: neither the client nor its absence delays it. vLLM's takes none."""
-        if server.health.is_foreign:
+        if server.health.is_foreign or len(self._giving_back) >= MAX_GIVING_BACK:
             return
         url, body = server.url, msgspec.json.encode({"kv_transfer_params": params})
         task = asyncio.create_task(self._give_back(url, headers, body, after_s))

@@ -213,14 +213,13 @@ class Fleet(Pool):
             return self
         if not models:
             return self
-        # Who has not told its names yet may have this one.
-        pool = self._part((model,), lambda s: model in (s.health.models or (model,)), model)
+        # Who has not told its names yet may have this one. What no server has told is kept as one:
+        # clients name as many as they like.
+        known = model if model in models else ""
+        pool = self._part((known,), lambda s: known in (s.health.models or (known,)), known)
         if not any(pool.of.values()):
-            wrong = short_repr(model, 200)
-            del self._parts[(model,)]  # clients name as many as they like
-            raise ModelNotFound(
-                f"`model` is {wrong}; this endpoint has {_named(models)}", param="model"
-            )
+            told = f"{short_repr(model, 200)}; this endpoint has {_named(models)}"
+            raise ModelNotFound(f"`model` is {told}", param="model")
         return pool
 
     def _has_changed(self) -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.errors import ModelNotFound
 from proxy.health import LONG_SILENCE, MAX_PAUSE, Health, Said, pause_s, polled, silent
 from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
@@ -111,3 +112,32 @@ def test_a_circuit_is_told_when_it_changes() -> None:
     fleet.polled(server, YES, 5.0)
     fleet.succeeded(server)
     assert told == ["open", "half_open", "closed"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz*-")), max_size=30))
+def test_a_pool_is_of_those_that_serve_its_model_now(steps: list[tuple[str, str]]) -> None:
+    fleet = Fleet({Kind.DECODE: "abc"})
+    serves: dict[str, str] = {}  # by URL; none: not ready, or it has not told
+    for url, model in steps:
+        server = fleet.find(Kind.DECODE, url)
+        assert server is not None
+        fleet.drain(server, model == "-")
+        if model not in "*-":
+            serves[url] = model
+        fleet.polled(server, Said(model != "*", models=tuple(serves.get(url, ""))), 0.0)
+        for name in "xyzu":
+            wanted = {u for u in "abc" if serves.get(u, name) == name}
+            try:
+                found = fleet.pool(name)
+            except ModelNotFound:
+                assert not wanted
+                continue
+            if serves:
+                assert {each.url for each in found.of[Kind.DECODE]} == wanted
+            assert found.ready(Kind.DECODE) == [s for s in found.of[Kind.DECODE] if s.accepts]
+
+
+def test_names_that_clients_make_up_are_not_kept() -> None:
+    fleet = Fleet({Kind.DECODE: "ab"})
+    fleet.polled(fleet.servers[0], Said(True, models=("m",)), 0.0)
+    assert len({id(fleet.pool(f"made up {number}")) for number in range(9)}) == 1

@@ -21,17 +21,21 @@ import uvloop
 
 LEVELS = (50, 90, 99)  # percentiles
 _DONE = b"data: [DONE]\n\n"
+_go = asyncio.Event()
 _KV = {"kv_transfer_params": {"remote_engine_id": "fake", "remote_block_ids": [1]}}
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serves a connection: as a prefill server what is one's, and else a stream, of whose events
-    the prompt says how many they are and how many seconds apart."""
+    the prompt says how many they are and how many seconds apart; below 0, the first is followed by
+    the others once anybody has asked for /go."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while head := await reader.readuntil(b"\r\n\r\n"):
             lines = (line.partition(b": ") for line in head.lower().split(b"\r\n"))
             length = next((int(value) for name, _, value in lines if name == b"content-length"), 0)
             body = json.loads(await reader.readexactly(length) or b"{}")
+            if b" /go " in head:
+                _go.set()
             if body.get("stream"):
                 await _stream(writer, *map(float, body["prompt"].split()))
                 continue
@@ -47,7 +51,7 @@ async def _stream(writer: asyncio.StreamWriter, num_events: float, interval_s: f
         event = b'data: {"sent_s": %.6f}\n\n' % time.monotonic()
         writer.write(b"%x\r\n%b\r\n" % (len(event), event))
         await writer.drain()
-        await asyncio.sleep(interval_s)
+        await (asyncio.sleep(interval_s) if interval_s >= 0 else _go.wait())
     writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(_DONE), _DONE))
 
 
@@ -95,11 +99,15 @@ async def until_ready(port: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def read_stream(port: int, num_events: int, interval_s: float) -> list[float]:
+async def read_stream(
+    port: int, num_events: int, interval_s: float, turn: asyncio.Semaphore | None = None
+) -> list[float]:
     """How late each event was, in seconds: the first one since the request, the others since they
-    were sent. A stream without its end is shorter than that."""
+    were sent. Raises AssertionError for what is no stream, or one without its end."""
     body = {"model": "m", "stream": True, "prompt": f"{num_events} {interval_s}"}
     data = json.dumps(body).encode()
+    if turn is not None:  # to begin
+        await turn.acquire()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
     begun_s, late = time.monotonic(), list[float]()
@@ -108,6 +116,10 @@ async def read_stream(port: int, num_events: int, interval_s: float) -> list[flo
         while (event := await reader.readuntil(b"\n\n"))[-len(_DONE) :] != _DONE:
             sent_s = float(event[event.rindex(b":") + 1 : -3]) if late else begun_s
             late.append(time.monotonic() - sent_s)
+            if turn is not None and len(late) == 1:
+                turn.release()
+    except asyncio.IncompleteReadError as error:
+        raise AssertionError(f"{len(late)} events, then {error.partial[:500]!r}") from None
     finally:
         writer.close()
     return late

@@ -1,0 +1,141 @@
+"""Connections that are many and idle, slow or deaf, and streams that are many: a proxy in a process
+of its own, which goes on serving, at a bounded price."""
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.rigs.streams import proxy_of_fakes, read_stream, until_ready
+
+BODY = b'{"model":"m","stream":true,"prompt":"1000000 0"}'  # a stream without end
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass
+class Proxy:
+    pid: int
+    port: int
+    fake_port: int
+
+    @property
+    def memory_bytes(self) -> int:
+        with open(f"/proc/{self.pid}/statm") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+
+    async def serves(self) -> None:
+        """A stream comes whole: of a client that behaves."""
+        assert len(await read_stream(self.port, 20, 0.001)) == 20
+
+
+@contextlib.asynccontextmanager
+async def proxied(*options: str) -> AsyncIterator[Proxy]:
+    with proxy_of_fakes(*options) as (process, port, fake_port):
+        await until_ready(port)
+        proxy = Proxy(process.pid, port, fake_port)
+        await proxy.serves()
+        yield proxy
+
+
+def room_for(connections: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < connections + 200:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, connections + 200), hard))
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    port: int, connections: int
+) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    room_for(connections)
+    opened = []
+    try:
+        for _ in range(connections):
+            opened.append(await asyncio.open_connection("127.0.0.1", port, limit=1024))
+        yield opened
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+@pytest.mark.parametrize("connections", [200, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_idle_connections_cost_little_and_leave_room(connections: int) -> None:
+    async with proxied() as proxy:
+        before = proxy.memory_bytes
+        async with connected(proxy.port, connections) as opened:
+            for reader, writer in opened:  # kept after a request, which is worth more
+                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readuntil(b'{"status":"ok"}')
+            each = (proxy.memory_bytes - before) / connections
+            print(f"{connections} idle connections: {each / 1024:.1f} KiB each")
+            await proxy.serves()
+            assert each < 64 << 10
+            for _, writer in opened:
+                assert not writer.is_closing()
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes, interval_s: float) -> None:
+    with contextlib.suppress(ConnectionError):
+        for byte in data:
+            if writer.is_closing():
+                return
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(interval_s)
+
+
+SLOW = {
+    "a head by the byte": HEAD + b"x: " + b"y" * 10_000,
+    "a body by the byte": HEAD + b"content-length: 10000\r\n\r\n" + b" " * 10_000,
+    "chunks by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000,
+    "a chunk's size by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"0" * 10_000,
+    "a chunk's extension by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"a" * 9999,
+    "trailers by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 2000,
+}
+
+
+@pytest.mark.parametrize("each", [25, pytest.param(250, marks=pytest.mark.slow)])
+async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each: int) -> None:
+    async with proxied("--client-timeout-s", "1") as proxy:
+        before = proxy.memory_bytes
+        async with connected(proxy.port, (len(SLOW) + 1) * each) as opened:
+            kinds = list(SLOW.values())
+            dripping = [
+                asyncio.create_task(drip(writer, kinds[at % len(kinds)], 0.3))
+                for at, (_, writer) in enumerate(opened[each:])
+            ]
+            for _, writer in opened[:each]:
+                writer.transport.pause_reading()  # reads nothing of a stream without end
+                writer.write(HEAD + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY))
+            await proxy.serves()
+            slow = [reader.read() for reader, _ in opened[each:]]
+            answers = await asyncio.gather(*slow, return_exceptions=True)
+            told = {answer[9:12] for answer in answers if isinstance(answer, bytes)}
+            assert told <= {b"", b"408"}, told
+            await proxy.serves()
+            assert proxy.memory_bytes - before < (32 << 20) + each * (1 << 20)
+            await asyncio.gather(*dripping)
+
+
+@pytest.mark.parametrize(
+    ("idle", "busy"), [(60, 20), pytest.param(1000, 200, marks=pytest.mark.slow)]
+)
+async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(idle: int, busy: int) -> None:
+    room_for(idle + busy)
+    async with proxied() as proxy:
+        before, turn = proxy.memory_bytes, asyncio.Semaphore(20)
+        waits = [read_stream(proxy.port, 3, -1, turn) for _ in range(idle)]
+        waiting = asyncio.gather(*waits)
+        works = [read_stream(proxy.port, 50, 0.1, turn) for _ in range(busy)]
+        assert {len(late) for late in await asyncio.gather(*works)} == {50}
+        assert not waiting.done()
+        held = proxy.memory_bytes - before
+        print(f"{idle} idle, {busy} busy streams: {held / (idle + busy) / 1024:.1f} KiB each")
+        assert held < (32 << 20) + (128 << 10) * (idle + busy)
+        async with connected(proxy.fake_port, 1) as ((_, writer),):
+            writer.write(b"GET /go HTTP/1.1\r\n\r\n")
+            assert {len(late) for late in await waiting} == {3}

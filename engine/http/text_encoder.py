@@ -23,6 +23,7 @@ import msgspec
 
 from engine.http.limits import prompt_param, too_long
 from engine.text.tokenizer import Tokenizer
+from protocol.errors import QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -31,6 +32,7 @@ from protocol.openai.tools import Tools
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
 LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
+MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread, or have one
 _LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
 
 _T = TypeVar("_T")
@@ -100,15 +102,23 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._alone = asyncio.Lock()
+        self._num_chars = 0  # for threads
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """The result of `work`, which takes as much as tokenizing `size` characters does."""
+        """The result of `work`, which takes as much as tokenizing `size` characters does. Raises
+        QueueFull where too much of that waits already."""
         if size <= INLINE_CHARS:
             return work()
-        if size <= LONG_CHARS:
-            return await asyncio.to_thread(work)
-        async with self._alone:
-            return await asyncio.to_thread(work)
+        if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
+            raise QueueFull(f"texts of {self._num_chars} characters wait already; try again soon")
+        self._num_chars += size
+        try:
+            if size <= LONG_CHARS:
+                return await asyncio.to_thread(work)
+            async with self._alone:
+                return await asyncio.to_thread(work)
+        finally:
+            self._num_chars -= size
 
     async def tokenize(
         self,

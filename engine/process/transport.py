@@ -22,6 +22,7 @@ from protocol.messages import (
 )
 
 MAX_BYTES = (1 << 32) - 1  # of a message: both ends are one server's
+MAX_UNSENT_BYTES = 1 << 26  # beyond, no step is taken: the HTTP process stands still
 _LINGER_S = 1.0  # how long unsent answers may outlive the core
 
 
@@ -55,7 +56,13 @@ class EngineTransport:
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
         """Waits for input or a wake-up, at most `timeout_s`; True once a Shutdown has come, or the
-        HTTP process is gone."""
+        HTTP process is gone. First it waits for that to read, if too much is unsent."""
+        with contextlib.suppress(WireClosed):  # as below
+            while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
+                room = select.poll()
+                room.register(self._wire, select.POLLOUT)
+                room.poll(1000)
+                self._wire.flush()
         awaits_room = select.POLLOUT if self._wire.has_unsent else 0
         self._poll.modify(self._wire, select.POLLIN | awaits_room)
         ready = dict(self._poll.poll(int(timeout_s * 1000)))

@@ -5,6 +5,7 @@ import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,6 +198,17 @@ async def test_a_refused_request_leaves_its_place(tokenizer: Tokenizer, fields: 
         for _ in range(3):
             assert (await server.post(**fields)).status_code == 400
         assert (await server.post()).status_code == 200
+
+
+async def test_texts_that_wait_to_be_tokenized_are_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.http.text_encoder.MAX_WAITING_CHARS", 12_000)
+    async with serving(tokenizer) as server:
+        ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
+        found = [answer.status_code for answer in await asyncio.gather(*[ask() for _ in range(9)])]
+        assert set(found) <= {200, 429} and 200 in found
+        assert (await ask()).status_code == 200
 
 
 # -- deadlines -----------------------------------------------------------------------------------

@@ -215,6 +215,24 @@ async def test_sending_never_waits_and_nothing_is_lost(socket_folder: Any, ends:
         assert [delta.token_ids for delta in found] == [one.token_ids for one in long]
 
 
+async def test_no_step_is_taken_while_its_reader_stands_still(
+    socket_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.process.transport.MAX_UNSENT_BYTES", 1 << 16)
+    with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
+        transport = EngineTransport(f"ipc://{socket_folder}/raw")
+        http, _ = listener.accept()
+        http.setblocking(False)
+        transport.send([_delta("a", *[70_000] * 4_000_000)])  # 20 MB
+        going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
+        num_read = 0
+        while not going_on.done():
+            num_read += len(await asyncio.get_running_loop().sock_recv(http, 1 << 16))
+        assert going_on.result() == ([], False) and num_read > 10_000_000
+        transport.close()
+        http.close()
+
+
 async def test_messages_come_in_order_through_the_shutdown(socket_folder: Any) -> None:
     with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
         transport = EngineTransport(f"ipc://{socket_folder}/raw")

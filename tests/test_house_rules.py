@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2450,
     "decode_server": 605,
     "deploy": 824,
-    "engine": 8775,
+    "engine": 8792,
     "kvcache": 6756,
     "kvcache/transfer": 5532,
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5799,
     "proxy": 3932,
-    "tests": 34780,
+    "tests": 34810,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

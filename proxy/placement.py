@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
+_FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
 _INTERRUPTED_S = 0.015  # of first token, that each stream loses to a prompt however short
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
@@ -90,12 +91,17 @@ class PrefixIndex:
         self._servers: dict[int, int] = {}  # by hash
         self._recent: dict[int, OrderedDict[int, None]] = {}  # by server: its hashes
         self._num_blocks = 0
+        self._gone: dict[int, OrderedDict[int, None]] = {}  # as `_recent`, of servers to forget
+        self._hidden = 0  # these servers, as a set
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def add(self, server: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
         """The server has these blocks, used now; it keeps `max_blocks` of all at most."""
+        self._forget_some()
+        if server in self._gone:
+            return
         recent = self._recent.setdefault(server, OrderedDict())
         bit = 1 << server
         for block in reversed(hashes):  # the first of a prefix is forgotten last
@@ -107,20 +113,32 @@ class PrefixIndex:
                 self._num_blocks += 1
         while len(recent) > (max_blocks if max_blocks is not None else self._max_blocks):
             self._drop(server, next(iter(recent)))
-        while self._num_blocks > self._max_blocks:
+        while self._num_blocks > self._max_blocks and self._recent:
             largest = max(self._recent, key=lambda each: len(self._recent[each]))
             self._drop(largest, next(iter(self._recent[largest])))
 
     def forget(self, server: int) -> None:
-        """It has restarted, or left."""
-        for block in list(self._recent.get(server, ())):
-            self._drop(server, block)
-        self._recent.pop(server, None)
+        """It has restarted, or left. All at once would hold up streams for a tenth of a second: its
+        blocks are hidden now, and go with what is added; it gets new ones after that."""
+        if blocks := self._recent.pop(server, None):
+            self._gone[server] = blocks
+            self._hidden |= 1 << server
+
+    def _forget_some(self) -> None:
+        num_left = _FORGOTTEN
+        while self._gone and num_left:
+            server, blocks = next(iter(self._gone.items()))
+            while blocks and num_left:
+                self._unset(server, blocks.popitem()[0])
+                num_left -= 1
+            if not blocks:
+                del self._gone[server]
+                self._hidden &= ~(1 << server)
 
     def depths(self, hashes: Sequence[int]) -> dict[int, int]:
         """By server: how many blocks of this prefix it has, without those that have none."""
         found: dict[int, int] = {}
-        left = -1
+        left = ~self._hidden
         depth = 0
         for depth, block in enumerate(hashes):
             having = left & self._servers.get(block, 0)
@@ -136,6 +154,9 @@ class PrefixIndex:
 
     def _drop(self, server: int, block: int) -> None:
         del self._recent[server][block]
+        self._unset(server, block)
+
+    def _unset(self, server: int, block: int) -> None:
         self._num_blocks -= 1
         left = self._servers[block] & ~(1 << server)
         if left:

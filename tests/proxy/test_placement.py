@@ -134,7 +134,22 @@ def test_the_index_is_what_bounded_caches_hold(seed: int) -> None:
             caches.add(server, prompt, 6)
         asked = rng.choice(prompts)
         assert index.depths(asked) == caches.depths(asked)
+    index.add(0, [])  # which lets go of what was forgotten
     assert len(index) == sum(map(len, caches.blocks.values()))
+
+
+def test_what_a_server_had_is_hidden_at_once_and_goes_a_little_with_each_addition() -> None:
+    index, prompt = PrefixIndex(), range(10_000)
+    index.add(0, prompt)
+    index.forget(0)
+    num_additions = 0
+    while not index.depths(prompt):
+        before = len(index)
+        index.add(0, prompt)
+        num_additions += 1
+        assert before - len(index) < 2_000
+    assert num_additions > 5 and index.depths(prompt) == {0: 10_000}
+    assert len(index) == 10_000
 
 
 def test_the_index_is_bounded_and_takes_from_the_server_with_the_most() -> None:

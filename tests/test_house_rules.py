@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2900,
     "prefill_server": 337,
     "protocol": 5799,
-    "proxy": 3932,
-    "tests": 34810,
+    "proxy": 3953,
+    "tests": 34825,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

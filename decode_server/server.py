@@ -5,11 +5,8 @@ everything else about it (lease, peer, bytes) the engine finds out. Its first to
 if they were drawn as this request draws; otherwise the KV is pulled and they are drawn here.
 """
 
-import dataclasses
-import math
-import time
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from msgspec.structs import replace
@@ -20,52 +17,9 @@ from protocol.errors import KVParamsRejected
 from protocol.kv_params import FirstTokenBits, KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
-from protocol.process.logging import get_logger
-
-logger = get_logger(__name__)
-
-_WINDOW_S = 60.0
 
 
-class RefusalAlarm:
-    """Whether most references are refused, which an operator should hear of: answers stay right
-    then, and cost as much as without prefill servers. Judges each minute of references at its end,
-    which the first reference after it brings."""
-
-    def __init__(self) -> None:
-        self._began_s = -math.inf
-        self._used = 0
-        self._refused = Counter[str]()  # by the field at fault
-        self._last: dict[str, str] = {}  # message by field
-
-    def heard(self, refusal: KVParamsRejected | None, now_s: float) -> str | None:
-        """Takes in a reference, refused or not. Returns what to warn of: at most once a minute."""
-        warning = None
-        if now_s - self._began_s >= _WINDOW_S:
-            warning = self._verdict(now_s)
-            self._began_s, self._used = now_s, 0
-            self._refused.clear()
-        if refusal is None:
-            self._used += 1
-        else:
-            field = refusal.param or ""
-            self._refused[field] += 1
-            self._last[field] = refusal.message
-        return warning
-
-    def _verdict(self, now_s: float) -> str | None:
-        num_refused = self._refused.total()
-        if num_refused <= self._used:
-            return None
-        ((field, _),) = self._refused.most_common(1)
-        return (
-            f"prefill servers work in vain: {num_refused} of {num_refused + self._used} references "
-            f"to their KV were refused in the last {now_s - self._began_s:.0f} s; "
-            f"mostly: {self._last[field]}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DecodeHooks(ServerHooks):
     """Verifies kv_transfer_params.
 
@@ -76,7 +30,6 @@ class DecodeHooks(ServerHooks):
 
     secret: bytes
     policy: str
-    alarm: RefusalAlarm = dataclasses.field(default_factory=RefusalAlarm)
     role: str = "decode"
 
     def prepare(
@@ -85,20 +38,13 @@ class DecodeHooks(ServerHooks):
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
             return adds
-        try:
-            references = kv_params.parse_list(offered, len(adds))
-        except KVParamsRejected as error:
-            self._heard(error)
-            raise  # what is malformed is an error under any policy
+        # What is malformed is an error under any policy.
+        references = kv_params.parse_list(offered, len(adds))
         lent = kv_params.sender_releases(offered)
         return [
             self._with_reference(add, params, lent, request.seed, ready.vocab_size)
             for add, params in zip(adds, references, strict=True)
         ]
-
-    def _heard(self, refusal: KVParamsRejected | None) -> None:
-        if warning := self.alarm.heard(refusal, time.monotonic()):
-            logger.warning("%s", warning)
 
     def _with_reference(
         self,
@@ -114,11 +60,9 @@ class DecodeHooks(ServerHooks):
             remote = kv_params.to_remote_prefill(params, sender_releases=lent)
             _check_belongs(params, add, vocab_size)
         except KVParamsRejected as error:
-            self._heard(error)
             if self.policy == "recompute":
                 return replace(add, kv_rejected=error.message, kv_unused=remote)
             raise
-        self._heard(None)
         if not _are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))

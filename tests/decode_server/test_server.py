@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_server.server import DecodeHooks, RefusalAlarm
+from decode_server.server import DecodeHooks
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.messages import (
@@ -180,30 +180,3 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
     assert list(DecodeHooks(_SECRET, "recompute").refused(offered)) == []
-
-
-_UNSIGNED = KVParamsRejected("signature: give all one secret", param="signature")
-_OTHER_PROMPT = KVParamsRejected("prompt_digest: ask both for the same", param="prompt_digest")
-
-
-def _warnings(alarm: RefusalAlarm, begin_s: int, refusals: list[KVParamsRejected | None]) -> list:
-    """One reference a second; what is warned of, and when."""
-    told = ((s, alarm.heard(refusal, float(s))) for s, refusal in enumerate(refusals, begin_s))
-    return [(s, warning) for s, warning in told if warning is not None]
-
-
-def test_while_most_are_refused_it_warns_once_a_minute_with_the_commonest_reason() -> None:
-    found = _warnings(RefusalAlarm(), 1000, [_UNSIGNED, _UNSIGNED, _OTHER_PROMPT, None] * 60)
-    assert [s for s, _ in found] == [1060, 1120, 1180]
-    for _, warning in found:
-        assert "45 of 60 references" in warning and "last 60 s" in warning
-        assert warning.endswith("mostly: signature: give all one secret")
-
-
-def test_it_is_silent_while_half_of_them_are_used_and_judges_a_minute_when_somebody_comes() -> None:
-    alarm = RefusalAlarm()
-    assert not _warnings(alarm, 0, [_UNSIGNED, None] * 90)
-    assert [s for s, _ in _warnings(alarm, 180, [_OTHER_PROMPT] * 60 + [None] * 240)] == [240]
-    assert not _warnings(alarm, 1000, [_OTHER_PROMPT] * 3)
-    ((_, warning),) = _warnings(alarm, 1600, [None])
-    assert "3 of 3 references" in warning and "last 600 s" in warning

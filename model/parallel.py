@@ -4,9 +4,6 @@ Process groups are explicit objects, never torch's process-wide default, so that
 live in one process.
 """
 
-import ipaddress
-import socket
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -72,31 +69,25 @@ class Parallel(Ranks):
         rank: int,
         size: int,
         *,
-        host: str,
-        port: int,
+        meeting: str,
         device: torch.device | str = "cpu",
         dcp: int = 1,
         timeout_s: float = 60.0,
-        on_listening: Callable[[int], object] | None = None,
     ) -> "Parallel":
-        """Joins the group whose rank 0 listens on host:port; blocks until all ranks are there.
+        """Joins a group of this host; blocks until all ranks are there.
 
         Args:
-            port: 0 lets rank 0 take a free one, which nobody else can take meanwhile.
-            on_listening: rank 0 tells its port before it waits for the others.
+            meeting: path of a file that is not there yet, by which the ranks find each other.
             device: "cpu" uses gloo, "cuda:N" NCCL on that GPU.
             dcp: size of the context-parallel groups, a divisor of `size`.
             timeout_s: for joining, and afterwards for each collective.
         """
         if size == 1:
             return cls(rank, size)
+        store = distributed.FileStore(meeting, size)
         timeout = timedelta(seconds=timeout_s)
-        store = distributed.TCPStore(
-            host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
-        if on_listening is not None:
-            on_listening(store.port)
-        make = partial(_make_group, host=host, device=torch.device(device), timeout=timeout)
+        store.set_timeout(timeout)
+        make = partial(_make_group, device=torch.device(device), timeout=timeout)
         group = make(store, rank, size)
         if dcp == 1:
             return cls(rank, size, group)
@@ -133,7 +124,7 @@ class Parallel(Ranks):
 
 
 def _make_group(
-    store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout: timedelta
+    store: Any, rank: int, size: int, *, device: torch.device, timeout: timedelta
 ) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -144,10 +135,5 @@ def _make_group(
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout
     # Left alone, gloo binds to what the host name resolves to, which need not be reachable.
-    local = {"hostname": "127.0.0.1"} if _is_loopback(host) else {"hostname": socket.gethostname()}
-    options._devices = [distributed.ProcessGroupGloo.create_device(**local)]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return distributed.ProcessGroupGloo(store, rank, size, options)
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback

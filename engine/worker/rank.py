@@ -6,6 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
+from engine.process.transport import path_of
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
 from engine.worker.ranks import RankLinks, blame
@@ -98,17 +99,10 @@ def pool_size(
 
 
 def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
-    """The ranks meet at the port that rank 0 takes: the largest that any of them tells."""
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
-    return Parallel.connect(
-        rank,
-        config.tp,
-        host="127.0.0.1",
-        port=links.agree(0, int, max) if rank else 0,
-        device=device,
-        dcp=config.dcp,
-        on_listening=None if rank else lambda port: links.agree(port, int, max),
-    )
+    links.agree(0, int, max)  # all have started: the group waits for a minute, links for ten
+    meeting = path_of(config.control_address) + "-group"
+    return Parallel.connect(rank, config.tp, meeting=meeting, device=device, dcp=config.dcp)
 
 
 def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:

@@ -1,7 +1,7 @@
 """The links between the ranks of an engine: a socket from rank 0 to each other one, which connects.
 
-First the ranks agree: on the port where their collectives meet, on the blocks that all can hold, on
-where everybody's KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
+First the ranks agree: that all have started, on the blocks that all can hold, on where everybody's
+KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
 and at the end an empty one. Steps are not answered: rank 0 takes part in each of them, and the
 collectives of the forward pass keep all ranks together: a step whose tokens rank 0 has drawn was
 computed on all. A rank that dies ends the engine (its parent watches every rank).

@@ -4,7 +4,6 @@ heads, or (dcp) with half the tokens."""
 import multiprocessing
 import os
 import queue
-import socket
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -37,10 +36,10 @@ TIMEOUT_S = 120.0
 _DCP = (1, 2)
 
 
-def _run_rank(rank: int, ports: dict[int, int], folders: list[Path], results: Any) -> None:
+def _run_rank(rank: int, meetings: dict[int, str], folders: list[Path], results: Any) -> None:
     groups = {
-        dcp: Parallel.connect(rank, 2, host="127.0.0.1", port=port, device=f"cuda:{rank}", dcp=dcp)
-        for dcp, port in ports.items()
+        dcp: Parallel.connect(rank, 2, meeting=meeting, device=f"cuda:{rank}", dcp=dcp)
+        for dcp, meeting in meetings.items()
     }
     runners = []
     for folder, (dcp, parallel) in product(folders, groups.items()):
@@ -60,22 +59,19 @@ def _run_rank(rank: int, ports: dict[int, int], folders: list[Path], results: An
     os._exit(0)  # as a rank process of an engine ends
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def continued() -> Iterator[dict[tuple[str, int, int], Any]]:
+def continued(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[tuple[str, int, int], Any]]:
     """What two ranks, started once for all models, continue, by model, dcp and rank: rank 0's
     tokens and logits, and the tokens of masked steps."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ports = {dcp: _free_port() for dcp in _DCP}
+    meetings = {dcp: str(tmp_path_factory.mktemp("group") / str(dcp)) for dcp in _DCP}
     folders = [MODELS[name] for name in SERVED]
     ranks = [
-        context.Process(target=_run_rank, args=(rank, ports, folders, results)) for rank in range(2)
+        context.Process(target=_run_rank, args=(rank, meetings, folders, results))
+        for rank in range(2)
     ]
     for process in ranks:
         process.start()

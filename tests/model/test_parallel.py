@@ -14,7 +14,6 @@ from model.sizes import check_parallelism
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA
-from tests.ports import kept_ports
 
 PROMPT = list(range(3, 40))
 # 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
@@ -51,16 +50,16 @@ def observe(case: dict, parallel: Parallel) -> dict:
     return {"ids": greedy(model, PROMPT, 16), "logits": logits, "kv_heads": kv_heads}
 
 
-def run_ranks(size: int, cases: list[dict]) -> list[list[dict]]:
+def run_ranks(size: int, cases: list[dict], meeting: Path) -> list[list[dict]]:
     """What each rank of a group, here threads, observed of each case."""
 
     def run(rank: int) -> list[dict]:
-        parallel = Parallel.connect(rank, size, host="127.0.0.1", port=port)
+        parallel = Parallel.connect(rank, size, meeting=str(meeting))
         found = [observe(case, parallel) for case in cases]
         parallel.close()
         return found
 
-    with kept_ports(1) as (port,), ThreadPoolExecutor(size) as threads:
+    with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, range(size)))
 
 
@@ -72,9 +71,9 @@ def run_ranks(size: int, cases: list[dict]) -> list[list[dict]]:
         (4, ["llama", "qwen3", "deepseek", "dummy"], [1, 1, 1, 1]),  # qwen3: each KV head twice
     ],
 )
-def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases):
+def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases, tmp_path):
     chosen = [cases[name] for name in names]
-    ranks = run_ranks(size, chosen)
+    ranks = run_ranks(size, chosen, tmp_path / "group")
     assert [case["kv_heads"] for case in ranks[0]] == kv_heads
     for index, case in enumerate(chosen):
         alone = observe(case, Parallel())
@@ -102,9 +101,9 @@ def test_a_size_that_does_not_fit_is_refused(config, size, named):
         check_parallelism(parse_config(DEEPSEEK if "kv_lora_rank" in config else LLAMA), fitting)
 
 
-def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves():
-    def rank_of_four(rank: int, port: int) -> tuple:
-        parallel = Parallel.connect(rank, 4, host="127.0.0.1", port=port, dcp=2)
+def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves(tmp_path):
+    def rank_of_four(rank: int) -> tuple:
+        parallel = Parallel.connect(rank, 4, meeting=str(tmp_path / "group"), dcp=2)
         context = parallel.context
         mine = torch.tensor([[10.0 * rank, 1.0]])
         gathered = context.all_gather(mine)
@@ -115,8 +114,8 @@ def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themsel
         parallel.close()
         return heads, gathered.tolist(), exchanged.tolist(), summed.item()
 
-    with kept_ports(1) as ports, ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(rank_of_four, range(4), ports * 4))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(rank_of_four, range(4)))
     for rank, (heads, gathered, exchanged, summed) in enumerate(found):
         group, place = divmod(rank, 2)
         assert [list(some) for some in heads] == [[0], [group], [2 * group, 2 * group + 1]]

@@ -1,10 +1,10 @@
 """Ranks of a real model, each in a thread, behind one executor; all but the first get each step as
 bytes."""
 
-import queue
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.core.batch import (
@@ -66,16 +66,12 @@ class Ranks:
             runner.allocate(num_blocks)
 
 
-def _runner(
-    rank: int, *, size: int, dcp: int, port: int, listening: "queue.Queue[int]", **options: Any
-) -> ModelRunner:
+def _runner(rank: int, *, size: int, dcp: int, meeting: str, **options: Any) -> ModelRunner:
     model = ensure_model("gqa")
     config = make_config(model_dir=str(model), tp=size, dcp=dcp, **options)
     parallel = Parallel()
     if size > 1:
-        parallel = Parallel.connect(
-            rank, size, host="127.0.0.1", port=port, dcp=dcp, on_listening=listening.put
-        )
+        parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)
     return ModelRunner(config, load_config(model), parallel)
 
 
@@ -86,15 +82,13 @@ def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
     Args:
         options: further ones of EngineConfig.
     """
-    listening: queue.Queue[int] = queue.Queue()
     runners: list[ModelRunner] = []
     with ExitStack() as stack:
         # Once no thread runs any more.
         stack.callback(lambda: [each.model.parallel.close() for each in runners])
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
-        options = {"size": size, "dcp": dcp, "listening": listening, **options}
-        making = [threads[0].submit(_runner, 0, port=0, **options)]
-        port = listening.get(timeout=WAIT_S) if size > 1 else 0
-        making += [threads[r].submit(_runner, r, port=port, **options) for r in range(1, size)]
+        folder = stack.enter_context(TemporaryDirectory())
+        options = {"size": size, "dcp": dcp, "meeting": f"{folder}/group", **options}
+        making = [thread.submit(_runner, rank, **options) for rank, thread in enumerate(threads)]
         runners += [each.result(WAIT_S) for each in making]
         yield Ranks(runners, threads)

@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,6 @@ from benchmarks.transfer_pair import (
     Side,
     Size,
     kind_of,
-    loop_ms_beside,
     new_agent,
     synchronize,
     use_device,
@@ -68,14 +66,13 @@ class Row:
     best_ms: float
     gb_per_s: float
     of_copy: float
-    loop_ms: float  # DecodeRank.loop_ms, the slower of before and after
     of_bare: float | None = None  # what bare NIXL reaches with the same runs
 
     def __str__(self) -> str:
         of_bare = "" if self.of_bare is None else f"{self.of_bare:.0%}"
         times = f"{self.milliseconds:8.3f} {self.best_ms:8.3f} {self.gb_per_s:7.1f}"
         name = f"{self.case:20} {self.path:12} {self.descriptors:11}"
-        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5} {self.loop_ms:5.1f}"
+        return f"{name} {times} {self.of_copy:6.0%} {of_bare:>5}"
 
 
 class Case(NamedTuple):
@@ -145,12 +142,9 @@ class BareReader:
                 raise RuntimeError("a READ failed")
             self._agent.release(handle)
 
-    def close(self) -> float:
-        """Ends it; what a loop of Python took on its thread's processor, in ms."""
-        loop_ms = loop_ms_beside(self.thread.submit(threading.get_native_id).result())
+    def close(self) -> None:
         self.thread.shutdown()
         self._agent.close()
-        return loop_ms
 
 
 def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
@@ -241,11 +235,9 @@ class Bench:
         return remote
 
     def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
-        loops_ms = decode.of_ranks("loop_ms")
         done = [decode.pull(self._lease(tokens)) for _ in range(count)]
-        loops_ms += decode.of_ranks("loop_ms")
         seconds, last = [each.seconds for each in done], done[-1]
-        return self._row(name, last.path, last.descriptors, last.nbytes, seconds, loops_ms)
+        return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
 
     def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
         """A row of READs of all ranks, posted at once, until all have ended."""
@@ -257,24 +249,19 @@ class Bench:
             for future in [reader.thread.submit(reader.read) for reader in readers]:
                 future.result()
             seconds.append(time.perf_counter() - started)
-        loops_ms = [reader.close() for reader in readers]
+        for reader in readers:
+            reader.close()
         count = sum(len(read.lengths) for reads in each for read in reads)
         nbytes = self.size.kv_bytes
-        return self._row(case.name, "bare NIXL", count, nbytes, seconds[1:], loops_ms)
+        return self._row(case.name, "bare NIXL", count, nbytes, seconds[1:])
 
     def _row(
-        self,
-        case: str,
-        path: str,
-        descriptors: int,
-        nbytes: int,
-        seconds: list[float],
-        loops_ms: list[float],
+        self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float]
     ) -> Row:
         median_s = statistics.median(seconds)
         rate = nbytes / median_s / 1e9
         times = (median_s * 1e3, min(seconds) * 1e3, rate, rate / self.copy_gb_per_s)
-        return Row(case, path, descriptors, nbytes, *times, max(loops_ms))
+        return Row(case, path, descriptors, nbytes, *times)
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
@@ -294,7 +281,7 @@ def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare  loop",
+    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare",
           *rows, sep="\n", flush=True)  # fmt: skip
 
 

@@ -1,18 +1,16 @@
-"""P and D of the transfer benchmark: the servers' own lease server, coordinator and workers, but
-no engines.
+"""P and D without engines, to measure pulls: the servers' own lease server, coordinator, workers.
 
 P's ranks are in one process. Rank 0 of D and its coordinator are in this one, its other ranks in
 processes of their own, as in a server: a pull is timed from its order to the fence's answer.
 """
 
 import multiprocessing
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +24,7 @@ from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import Event, PeerReady, PullDone
+from kvcache.transfer.pulls.messages import Event, PeerFailed, PeerReady, PullDone, PullFailed
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
@@ -34,9 +32,8 @@ from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, R
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import FirstToken, RemotePrefill
 
-_SECRET = b"a benchmark needs none"
-_WAIT_S = 120.0
-_LOOP_ROUNDS = 100_000
+_SECRET = b"nobody else is asked"
+_WAIT_S = 60.0
 
 
 class Size(NamedTuple):
@@ -54,7 +51,7 @@ class Size(NamedTuple):
     @property
     def compat(self) -> CompatRecord:
         return CompatRecord(
-            model_fingerprint="benchmark",
+            model_fingerprint="none",
             kv_dtype="bfloat16",
             num_layers=self.layers,
             total_kv_heads=self.heads,
@@ -176,7 +173,7 @@ class Prefill:
     def _rank(self, rank: int) -> RankMetadata:
         memory = _RankMemory(self._side, self._size, rank, self._device)
         memory.fill()
-        pool, agent = memory.pool, new_agent("bench-p", self._device)
+        pool, agent = memory.pool, new_agent("pair-p", self._device)
         self._ranks.append((agent, pool))
         kind = kind_of(self._device)
         agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
@@ -223,18 +220,14 @@ class DecodeRank:
             rank,
             side.tp,
             setup.size.heads,
-            new_agent("bench-d", device),
+            new_agent("pair-d", device),
             pool,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
             mapped=MappedPath(placer, required=True) if setup.mapped else None,
         )
-        self._worker = TransferWorker(local, link)
-        self._worker.start()
-        self.is_filled, self.close = memory.is_filled, self._worker.close
-
-    def loop_ms(self) -> float:
-        """Of the processors that the pull thread and the calling one are on, the slower's."""
-        return max(map(loop_ms_beside, (self._worker.native_id, threading.get_native_id())))
+        worker = TransferWorker(local, link)
+        worker.start()
+        self.is_filled, self.close = memory.is_filled, worker.close
 
 
 class Decode:
@@ -248,9 +241,10 @@ class Decode:
     holds = True
 
     def __init__(self, side: Side, setup: Setup) -> None:
+        use_device(setup.device(0))
         self._side, self._size = side, setup.size
         self._woken, self._count = threading.Event(), 0
-        address = f"ipc://\0baton-bench-{uuid.uuid4().hex}"  # of no file
+        address = f"ipc://\0baton-pair-{uuid.uuid4().hex}"  # of no file
         compat, wake = setup.size.compat, self._woken.set
         self._coordinator = PullCoordinator(address, side.tp, compat, _SECRET)
         self._coordinator.on_event = wake
@@ -258,18 +252,14 @@ class Decode:
         self._first = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 
-    def of_ranks(self, method: str) -> list[Any]:
-        """What DecodeRank's method says on every rank."""
-        others = (other.call(method) for other in self._others)
-        return [getattr(self._first, method)(), *others]
-
     def connect(self, remote: RemotePrefill) -> None:
+        """Shakes hands. Raises BatonError where that fails."""
         self._coordinator.connect(remote)
-        if not isinstance(event := self._wait(), PeerReady):
-            raise RuntimeError(f"the handshake failed: {event}")
+        assert isinstance(self._wait(), PeerReady)
 
     def pull(self, remote: RemotePrefill) -> PullDone:
-        """A whole pull; its seconds are those from the order to the end, fence included."""
+        """A whole pull; its seconds are those from the order to the end, fence included. Raises
+        BatonError where it fails."""
         self._count += 1
         pull_id = str(self._count)
         blocks = self._side.blocks(self._size, remote.num_tokens).tolist()
@@ -281,12 +271,13 @@ class Decode:
         while time.perf_counter() < renewed:
             time.sleep(0.00002)
         self._coordinator.pull(pull_id, remote, 0, remote.num_tokens, blocks)
-        if not isinstance(event := self._wait(), PullDone):
-            raise RuntimeError(f"the pull failed: {event}")
+        event = self._wait()
+        assert isinstance(event, PullDone)
         return event
 
     def check(self) -> None:
-        if not all(found := self.of_ranks("is_filled")):
+        found = [self._first.is_filled(), *(other.call("is_filled") for other in self._others)]
+        if not all(found):
             raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
 
     def _wait(self) -> Event:
@@ -295,6 +286,8 @@ class Decode:
             if self._woken.wait(1.0):
                 self._woken.clear()
                 for event in self._coordinator.drain():
+                    if isinstance(event, PeerFailed | PullFailed):
+                        raise event.error
                     return event
         raise RuntimeError(f"no event within {_WAIT_S} s")
 
@@ -310,26 +303,46 @@ class Decode:
 class Remote:
     """An object in a process of its own, made there by `make(*args)`; it has a `close`.
 
-    What it raises there is raised here; TimeoutError where no answer comes.
+    Raises:
+        RuntimeError: what it raised there, or no answer.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self._process = multiprocessing.get_context("spawn").Pool(1)
-        self._run(_make, make, *args)
+        try:
+            self._run(_make, make, *args)
+        except BaseException:
+            self._process.terminate()
+            raise
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._process.apply_async(function, args).get(_WAIT_S)
+        try:
+            error, result = self._process.apply_async(_told, (function, *args)).get(_WAIT_S)
+        except multiprocessing.TimeoutError:
+            error, result = f"no answer from another process within {_WAIT_S:g} s", None
+        if error:
+            raise RuntimeError(error)
+        return result
 
     def call(self, method: str, *args: Any) -> Any:
         """Its method's result."""
         return self._run(_call, method, *args)
 
     def close(self) -> None:
-        self.call("close")
+        with suppress(RuntimeError):
+            self.call("close")
         self._process.terminate()
 
 
 _made: Any = None
+
+
+def _told(function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
+    """What it raises, in words, as not all errors can be sent; and its result."""
+    try:
+        return "", function(*args)
+    except Exception as error:
+        return str(error) or repr(error), None
 
 
 def _make(make: Callable[..., Any], *args: Any) -> None:
@@ -339,27 +352,3 @@ def _make(make: Callable[..., Any], *args: Any) -> None:
 
 def _call(method: str, *args: Any) -> Any:
     return getattr(_made, method)(*args)
-
-
-def loop_ms_beside(thread_id: int | None) -> float:
-    """What a loop of Python takes on the processor that a thread of this process was on last, the
-    best of three, in ms.
-
-    A virtual machine's processor may be one thread of a core whose other thread is a neighbour's:
-    while that one works, Python here takes twice as long.
-
-    Args:
-        thread_id: as the system numbers it.
-    """
-    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-    allowed, found = os.sched_getaffinity(0), []
-    os.sched_setaffinity(0, {int(stat.rpartition(")")[2].split()[36])})
-    try:
-        for _ in range(3):
-            started, total = time.perf_counter(), 0
-            for number in range(_LOOP_ROUNDS):
-                total += number & 7
-            found.append((time.perf_counter() - started) * 1e3)
-    finally:
-        os.sched_setaffinity(0, allowed)
-    return min(found)

@@ -1,24 +1,27 @@
 """`baton doctor`: how KV would move between servers of this machine, how fast, and what is missing.
 
-Measures every way between two devices once, with bytes that it makes itself; needs no model and no
-running server.
+Pulls KV that it makes itself between two devices, in every way that servers have; needs no model
+and no running server.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
-from kvcache.transfer.link.transports import Host, Link, look, measure
-from kvcache.transfer.link.ucx_log import GPU_FIX
+from kvcache.transfer.link.host import Host, look
+from kvcache.transfer.link.ucx_log import GPU_FIX, UcxRead, ucx_log
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 
+_BLOCK_TOKENS, _LAYERS, _HEADS, _HEAD_DIM = 64, 8, 8, 64
+_BLOCK_BYTES = _BLOCK_TOKENS * _LAYERS * _HEADS * _HEAD_DIM * 2 * 2
 # Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
 _SLOW_GPU_BYTES_PER_S = 15e9
 _MIN_SHM_BYTES = 64 << 20
-_NVLINK_BYTES = 256 << 20
+_GPU_BYTES = 1 << 30  # beside which its fence takes little
 _MIN_MEMLOCK_BYTES = 64 << 30  # with RDMA the whole KV pool is locked
 
 
@@ -32,14 +35,56 @@ class DoctorSettings(BatonSettings):
     as_json: bool = Field(False, description="print one JSON line instead of text")
 
 
+@dataclass(frozen=True)
+class Link:
+    """One way from one device to another; `bytes_per_s` is None where it does not work."""
+
+    path: str  # "mapped" | "nixl"
+    source: str
+    target: str
+    bytes_per_s: float | None
+    reason: str = ""
+    way: UcxRead | None = None  # by which UCX says that it read; None: it does not, or is not used
+
+
+def measure(path: str, source: str, target: str, nbytes: int) -> Link:
+    """Pulls about `nbytes` out of the pool of another process, the best of four.
+
+    Args:
+        path: "mapped" or "nixl".
+        source, target: torch devices, of the process that owns the KV and of this one.
+    """
+    with ExitStack() as opened:
+        try:
+            from benchmarks import transfer_pair as pair  # loads UCX
+
+            tokens = -(-nbytes // _BLOCK_BYTES) * _BLOCK_TOKENS
+            size = pair.Size(_LAYERS, _HEADS, _HEAD_DIM, tokens)
+            side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
+            prefill = pair.Remote(pair.Prefill, source, size)
+            opened.callback(prefill.close)
+            prefill.call("open", side)
+            setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
+            decode = pair.Decode(side, setup)
+            opened.callback(decode.close)
+            decode.connect(prefill.call("lease", tokens))
+            seconds = min(decode.pull(prefill.call("lease", tokens)).seconds for _ in range(4))
+            decode.check()
+            gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
+            way = None if setup.mapped else ucx_log.read_between(**gpus)
+            return Link(path, source, target, size.kv_bytes / seconds, way=way)
+        except Exception as error:  # whatever it is, it is what the user has to know
+            return Link(path, source, target, None, str(error) or repr(error))
+
+
 def links(host: Host, nbytes: int) -> list[Link]:
     """All ways between the devices that servers would use, measured: two GPUs, else one GPU with
     itself, else the CPU."""
-    pair = ("cpu", "cpu")
+    devices = ("cpu", "cpu")
     if host.gpus:
-        pair = ("cuda:0", "cuda:1" if len(host.gpus) > 1 else "cuda:0")
-        nbytes = max(nbytes, _NVLINK_BYTES)
-    return [measure(path, *pair, nbytes) for path in ("mapped", "nixl")]
+        devices = ("cuda:0", "cuda:1" if len(host.gpus) > 1 else "cuda:0")
+        nbytes = max(nbytes, _GPU_BYTES)
+    return [measure(path, *devices, nbytes) for path in ("mapped", "nixl")]
 
 
 def advice(host: Host, found: Sequence[Link]) -> list[str]:

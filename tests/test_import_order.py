@@ -1,7 +1,7 @@
 """Who may import whom, read from the source: lazy imports and TYPE_CHECKING ones count too.
 
 protocol < kvcache < attention < model < engine < {prefill_server, decode_server}; proxy imports
-protocol only; deploy and benchmarks may import all, and nothing imports them.
+protocol only; deploy and benchmarks may import all, and nothing else imports them.
 """
 
 import ast

@@ -6,7 +6,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
-from engine.process.transport import path_of
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
 from engine.worker.ranks import RankLinks, blame
@@ -101,7 +100,7 @@ def pool_size(
 def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     links.agree(0, int, max)  # all have started: the group waits for a minute, links for ten
-    meeting = path_of(config.control_address) + "-group"
+    meeting = f"{links.path}-group"
     return Parallel.connect(rank, config.tp, meeting=meeting, device=device, dcp=config.dcp)
 
 

@@ -47,6 +47,9 @@ class RankLinks:
     Args:
         address: where rank 0 listens; not used by an engine of one rank.
         rank, size: this one, of how many.
+
+    Attributes:
+        path: the address in the file system.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class RankLinks:
         self._timeout_s = timeout_s
         self._listener = socket.socket(socket.AF_UNIX)
         self._links: list[Connection] = []
+        self.path = path_of(address)
         if rank:
-            self._links.append(_connected(path_of(address)))
+            self._links.append(_connected(self.path))
         elif size > 1:
-            self._listener.bind(path_of(address))
+            self._listener.bind(self.path)
             self._listener.listen(size)
             self._listener.settimeout(timeout_s)
 

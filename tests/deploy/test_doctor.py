@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deploy.doctor import advice, main, text, used
-from kvcache.transfer.link.transports import Host, Link, measure
+from deploy.doctor import Link, advice, main, measure, text, used
+from kvcache.transfer.link.host import Host
 
 GPU_HOST = Host(
     cores=16,
@@ -78,3 +78,5 @@ def test_both_ways_between_processes_of_this_machine_are_measured(
     report = json.loads(capsys.readouterr().out)
     assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]
     assert all(link["bytes_per_s"] > 0 for link in report["links"]), report["links"]
+    transport = report["links"][1]["way"]["transport"]
+    assert transport.startswith(("cma/", "sysv/", "posix/")), transport

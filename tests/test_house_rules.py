@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2450,
-    "decode_server": 605,
-    "deploy": 824,
-    "engine": 8792,
-    "kvcache": 6756,
-    "kvcache/transfer": 5532,
-    "model": 2900,
+    "decode_server": 549,
+    "deploy": 860,
+    "engine": 8789,
+    "kvcache": 6597,
+    "kvcache/transfer": 5373,
+    "model": 2890,
     "prefill_server": 337,
     "protocol": 5799,
     "proxy": 3953,
-    "tests": 34825,
+    "tests": 34785,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -49,7 +49,7 @@ export class Chat {
     for (const row of store.requests.values()) {
       const answer = this.open.get(row.id);
       if (!answer) continue;
-      drawTimeline(answer.timeline, row, Math.max(row.first_s ?? 0, Date.now() / 1000 - row.at));
+      this.atEnd(() => drawTimeline(answer.timeline, row, Math.max(row.first_s ?? 0, Date.now() / 1000 - row.at)));
       if (row.end_s !== null && Object.keys(row.served).length === new Set(row.legs.map(([name]) => name)).size) this.open.delete(row.id);
     }
   }
@@ -76,8 +76,15 @@ export class Chat {
     } finally {
       this.controller = null;
       this.busy(false);
-      this.tell(answer);
+      this.atEnd(() => this.tell(answer));
     }
+  }
+
+  /** Whoever reads the end goes on seeing it. */
+  atEnd(change) {
+    const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
+    change();
+    if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 
   show(text) {
@@ -123,10 +130,10 @@ export class Chat {
     answer.last = performance.now();
     answer.first ??= answer.last;
     answer.tokens += 1;
-    const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
-    if (answer.message.textContent.length < MAX_CHARS) answer.message.append(text);
-    if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
-    this.tell(answer);
+    this.atEnd(() => {
+      if (answer.message.textContent.length < MAX_CHARS) answer.message.append(text);
+      this.tell(answer);
+    });
   }
 
   tell(answer) {

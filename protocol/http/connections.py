@@ -185,7 +185,7 @@ class _Unfinished:
             first = next(iter(self._bytes))
             self.remove(first)
             first.give_up(
-                errors.Overloaded("too many requests are being sent at once; send it again")
+                errors.QueueFull("too many requests are being sent at once; send it again")
             )
 
     def remove(self, connection: "_BoundedHttp") -> None:

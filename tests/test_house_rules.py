@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 5799,
     "proxy": 3953,
-    "tests": 34785,
+    "tests": 34900,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
+from engine.core import pace
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
 from proxy.placement import Ask, Limits, Load, cheapest_decode, place
 
@@ -89,6 +90,7 @@ class Engine:
         self.busy = False
         self.totals = Totals()
         self.gaps = Counter[int]()
+        self.pace = pace.Pace(limit, times.mixed)
 
     def queued_s(self) -> float:
         """What the prompts that wait will take."""
@@ -117,7 +119,7 @@ class Engine:
         seconds = self.base_s()
         most = t.batch if self.prefills else t.mixed
         if self.streams:
-            most = min(max(int(self.room_s() / t.token), 16), most)
+            most = self.pace.prompt_tokens(len(self.streams), self.held)
         room, ended = most, list[Request]()
         while self.waiting and room > 0:
             first = self.waiting[0]
@@ -135,6 +137,7 @@ class Engine:
                 self.cache.add(first.hashes)
         if room < most:
             seconds = max(seconds, t.prompts)
+        self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
         steps, tokens, took = self.totals
         tokens += len(self.streams) + most - room
         self.totals = Totals(steps + 1, tokens, took + seconds)

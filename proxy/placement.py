@@ -12,9 +12,10 @@ from dataclasses import dataclass
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
-_INTERRUPTED_S = 0.015  # of first token, that each stream loses to a prompt however short
+_INTERRUPTED_S = 0.0175  # of first token, that each stream loses to a prompt however short
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
-_PATIENCE_S = 0.3  # after which a wait feels twice as long
+_PATIENCE_S = 0.25  # after which a wait feels twice as long
+_WORK = 1.0  # seconds of first token that one of computing is worth: others wait for it
 _DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
@@ -220,7 +221,11 @@ def place(
     d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
     left = ask.uncached(depths.get(p.index, 0))
     seconds = max(p.free_at - ask.now, 0.0) + left * p.token_s + _HANDOFF_S + _room_s(ask, d)
-    return alone if cost < _felt_s(seconds) else Placement(p.index, d.index, left)
+    return (
+        alone
+        if cost < _felt_s(seconds) + _WORK * left * p.token_s
+        else Placement(p.index, d.index, left)
+    )
 
 
 def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
@@ -228,7 +233,7 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) 
     best, least = 0, float("inf")
     for place, server in enumerate(servers):
         left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
-        seconds = (left if left > 1 else 1) * server.token_s
+        seconds = (left if left > 1 else 1) * server.token_s * (1 + _WORK)
         if server.free_at > ask.now:
             seconds += server.free_at - ask.now
         if seconds < least:
@@ -266,10 +271,11 @@ def _cheapest_alone(
     best, least, wanted = 0, float("inf"), ask.tokens + ask.answer
     for place, server in enumerate(servers):
         left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
-        seconds, lost = (left if left > 1 else 1) * server.token_s, 0.0
+        seconds = (left if left > 1 else 1) * server.token_s
+        lost = _WORK * seconds
         if streams := server.running + coming:
             harm = limits.harm * seconds
-            lost = streams * (harm if harm > _INTERRUPTED_S else _INTERRUPTED_S)
+            lost += streams * (harm if harm > _INTERRUPTED_S else _INTERRUPTED_S)
             share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:

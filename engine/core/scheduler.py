@@ -103,7 +103,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
-        self._pace = Pace(limits.itl_target_s) if limits.itl_target_s else None
+        self._pace = (
+            Pace(limits.itl_target_s, limits.max_num_batched_tokens)
+            if limits.itl_target_s
+            else None
+        )
         self._loads: deque[Load] = deque()  # of the launched steps
         self._num_launched_steps = 0
         self._num_finished_steps = 0

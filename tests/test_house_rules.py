@@ -23,13 +23,13 @@ MAX_LINES = {
     "benchmarks": 2450,
     "decode_server": 549,
     "deploy": 860,
-    "engine": 8789,
+    "engine": 8797,
     "kvcache": 6597,
     "kvcache/transfer": 5373,
     "model": 2890,
     "prefill_server": 337,
     "protocol": 5799,
-    "proxy": 3953,
+    "proxy": 3959,
     "tests": 34900,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

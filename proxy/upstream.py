@@ -86,6 +86,22 @@ async def within(timeout_s: float) -> AsyncIterator[None]:
             countdown.cancel()
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Connects within a time that a late loop does not shorten: or the proxy would find servers
+    unreachable, all of them, when very many requests come at once."""
+
+    def __init__(self, connect_timeout_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._connect_timeout_s = connect_timeout_s
+
+    async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+        try:
+            async with within(self._connect_timeout_s):
+                return await super().connect(req, traces, timeout)
+        except TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError from error
+
+
 class Response:
     """A response whose head has arrived. Read it to its end or `aclose` it, always.
 
@@ -197,10 +213,13 @@ class HttpUpstream:
     def _session(self) -> aiohttp.ClientSession:
         """Made on the loop that it runs on."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=IDLE_S, socket_factory=_make_socket
+            connector=_Connector(
+                self.connect_timeout_s,
+                limit=0,
+                keepalive_timeout=IDLE_S,
+                socket_factory=_make_socket,
             ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_UNSENT,
             auto_decompress=False,

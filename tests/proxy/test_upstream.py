@@ -10,6 +10,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 
@@ -182,6 +183,17 @@ async def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert await ask(client, script) == b"ok"
+
+
+async def test_no_server_is_unreachable_because_the_loop_stands_still() -> None:
+    """As it does where a thousand requests come at once."""
+    script = Script(OK)
+    async with serving(script, connect_timeout_s=0.1) as client:
+        asking = asyncio.create_task(ask(client, script))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            time.sleep(0.2)
+        assert await asking == b"ok"
 
 
 async def test_a_server_that_does_not_take_connections_is_given_up() -> None:

@@ -147,8 +147,11 @@ class _Pages:
         return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        self._api.metrics.update_engine(self._client.stats)
-        return Response(self._api.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+        metrics, queue = self._api.metrics, self._client.queue
+        metrics.update_engine(self._client.stats)
+        metrics.set("baton_queue_tokens", queue.num_tokens)
+        metrics.set("baton_queue_seconds", queue.wait_s())
+        return Response(metrics.expose(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi_json(self, request: Request) -> Response:
         return JSONResponse(self._document)

@@ -184,12 +184,14 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
         told = (error["code"], error["type"], error["phase"], error["retryable"])
         assert told == ("rate_limit_exceeded", "rate_limit_error", "admission", True)
         assert len(server.engine.added) == 1
+        assert "baton_queue_tokens 64.0" in (await server.http.get("/metrics")).text
         gate.open.set()
         assert (await first).status_code == 200
         assert (await server.post(path, **fields)).status_code == 200
         endpoint = path.split("/")[2]
         count = server.metrics.value("baton_requests", endpoint=endpoint, outcome="rejected")
         assert count == 1
+        assert "baton_queue_tokens 0.0" in (await server.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("fields", [{"prompt": [300]}, {"prompt": "x" * 99}, {"n": 0}])

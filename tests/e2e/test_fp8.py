@@ -80,15 +80,13 @@ def test_what_differs_is_named(
     assert said in error["message"] and "--kv-convert" in error["message"], error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "d"),
-    [
-        pytest.param(_OURS, (), id="fp8 to float32"),
-        pytest.param((), _OURS, id="float32 to fp8", marks=pytest.mark.slow),
-        pytest.param(_THEIRS, _OURS, id="to other scales", marks=pytest.mark.slow),
-    ],
+    [(_OURS, ()), ((), _OURS), (_THEIRS, _OURS)],
+    ids=["fp8 to float32", "float32 to fp8", "to other scales"],
 )
-@pytest.mark.parametrize("transfer", ["nixl", pytest.param("mapped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transfer", ["nixl", "mapped"])
 def test_told_to_convert_a_decode_server_requantises(
     engines: Farm,
     tiny_model: Path,

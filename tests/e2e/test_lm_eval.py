@@ -55,13 +55,8 @@ def _pulled(cluster: Cluster) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="prompts as token ids"),
-        pytest.param(("--text-prompts",), id="prompts as text", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--text-prompts",)], ids=["token ids", "text"])
 def test_own_tasks_equal_the_hf_backend_document_by_document(
     tiny_cluster: Cluster,
     tiny_model: Path,

@@ -6,11 +6,12 @@ from typing import Final
 from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
-from kvcache.layout import ITEMSIZE_BYTES, KVLayout
+from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
 from model.config import ModelConfig
 from model.sizes import check_files, check_parallelism, largest, num_elements, stored_elements
+from protocol.handshake import ITEMSIZE
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out
@@ -36,7 +37,7 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
             elements, fix = _elements_beside_files(config, model)
     else:
         most, told = config.tp * _MOST_BYTES_OF_A_GPU, f"is more than {config.tp} GPU(s) have"
-    needed = elements * ITEMSIZE_BYTES.get(config.dtype, 1)  # others are refused with the layout
+    needed = elements * ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
     if needed > most:
         raise InvalidGeometry(
             f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "

@@ -43,14 +43,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
-from protocol.handshake import AXES, LayoutRecord, check_order
+from protocol.handshake import AXES, ITEMSIZE, MAX_BYTES, LayoutRecord, check_order
 
 NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
 DEFAULT_ORDER = NAMED_ORDERS[0]
 MAX_BLOCK_SIZE_TOKENS = 256
-ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-_MAX_BYTES = 2**48  # no device has more, and sums of offsets stay far from 64 bits
 
 
 class LayoutError(ValueError):
@@ -73,7 +70,7 @@ class KVLayout:
     num_components: int  # C: 2 (K, V) or 1 (MLA latent)
     block_size: int  # N, tokens per block, 1..256
     head_dim: int  # D, elements per head and token
-    dtype: str  # a key of ITEMSIZE_BYTES
+    dtype: str  # a key of ITEMSIZE
 
     def __post_init__(self) -> None:
         try:
@@ -90,9 +87,9 @@ class KVLayout:
             raise LayoutError(
                 f"block_size is {self.block_size} tokens; use 1 to {MAX_BLOCK_SIZE_TOKENS}"
             )
-        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE_BYTES:
-            raise LayoutError(f"dtype is {self.dtype!r}; use one of {', '.join(ITEMSIZE_BYTES)}")
-        if self.nbytes > _MAX_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
+            raise LayoutError(f"dtype is {self.dtype!r}; use one of {', '.join(ITEMSIZE)}")
+        if self.nbytes > MAX_BYTES:
             raise LayoutError(f"num_blocks is {self.num_blocks}: {self.nbytes} bytes; use fewer")
 
     @classmethod
@@ -132,7 +129,7 @@ class KVLayout:
     @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return ITEMSIZE_BYTES[self.dtype]
+        return ITEMSIZE[self.dtype]
 
     @property
     def nbytes(self) -> int:

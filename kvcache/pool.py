@@ -1,6 +1,5 @@
 """The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
 
-import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,9 +8,6 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
 from protocol.handshake import AXES
-from protocol.process.logging import get_logger
-
-logger = get_logger(__name__)
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -48,7 +44,7 @@ class KVPool:
         self.layout = layout
         self.scales = tuple(scales)
         self.device = _resolved(torch.device(device))
-        self.shared = _share(layout.nbytes) if self.device.type == "cpu" else None
+        self.shared = SharedMemory(layout.nbytes) if self.device.type == "cpu" else None
         # uint8[nbytes]: the allocation as transfers see it
         self.flat_bytes = _allocate(layout.nbytes, self.device, self.shared)
         dtype = TORCH_DTYPES[layout.dtype]
@@ -96,21 +92,8 @@ def _resolved(device: torch.device) -> torch.device:
     return device
 
 
-def _share(nbytes: int) -> SharedMemory | None:
-    try:
-        return SharedMemory(nbytes)
-    except (AttributeError, OSError) as error:  # not Linux, or forbidden
-        logger.info("the KV pool cannot be shared with processes of this host: %s", error)
-        return None
-
-
 def _allocate(nbytes: int, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
     """Zeroed uint8[nbytes]; the tensor keeps the mapping alive."""
-    if device.type != "cpu":
+    if shared is None:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        mapping = shared.mapping if shared else mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+    return torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes)

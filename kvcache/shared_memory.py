@@ -18,15 +18,15 @@ _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
 _ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl; Python names them from 3.14 on
 
 
-class NotShared(Exception):
-    """The memory cannot be opened here; the text says why."""
+class NotMappable(Exception):
+    """This peer's memory cannot be opened here; the text says why."""
 
 
 class SharedMemory:
     """Owns the file for as long as it lives.
 
     Raises:
-        OSError: the system has no memory files, or no room for one of this size.
+        MemoryError: it does not fit.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -38,9 +38,9 @@ class SharedMemory:
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, _ADD_SEALS, _SEALS)
             self.mapping = mmap.mmap(self.fd, size)
-        except BaseException:
+        except (OSError, OverflowError) as error:
             os.close(self.fd)
-            raise
+            raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
         self.mapping[size - TOKEN_BYTES :] = self.token
 
     def __del__(self) -> None:
@@ -56,29 +56,29 @@ def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
         nbytes: how much of it there must be.
 
     Raises:
-        NotShared: the owner is gone, may not be looked at, or this is not the file it announced.
+        NotMappable: the owner is gone, may not be looked at, or this is not the file it announced.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # open nothing else
-            raise NotShared("its file is another one")
+            raise NotMappable("its file is another one")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise NotShared(f"its memory cannot be opened: {error}") from error
+        raise NotMappable(f"its memory cannot be opened: {error}") from error
     try:
         wanted, size = _file_bytes(nbytes), os.fstat(opened).st_size
         if size != wanted:
-            raise NotShared(f"its memory has {size} bytes, not the {wanted} it must have")
+            raise NotMappable(f"its memory has {size} bytes, not the {wanted} it must have")
         if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
-            raise NotShared("its memory may still be cut short")
+            raise NotMappable("its memory may still be cut short")
         mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
-        raise NotShared(f"its memory cannot be mapped: {error}") from error
+        raise NotMappable(f"its memory cannot be mapped: {error}") from error
     finally:
         os.close(opened)
     if not compare_digest(mapping[size - TOKEN_BYTES :], token):
         mapping.close()
-        raise NotShared("its memory is another engine's")
+        raise NotMappable("its memory is another engine's")
     return mapping
 
 

@@ -28,7 +28,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # by
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
-_MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
+MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
 
 
 def check_order(order: str) -> str:
@@ -190,7 +190,7 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
         where, layout = f"ranks[{rank.rank}]", rank.layout
         yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
         yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
-        yield _within(f"{where}.nbytes", rank.nbytes, 1, _MAX_BYTES)
+        yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
         yield _within(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
         is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
         yield f"{where}.layout.order", layout.order, is_order, f"have each of {AXES} once, D last"

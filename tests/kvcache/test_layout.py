@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.layout import AXES, ITEMSIZE_BYTES, KVLayout, LayoutError
-from protocol.handshake import LayoutRecord
+from kvcache.layout import AXES, KVLayout, LayoutError
+from protocol.handshake import ITEMSIZE, LayoutRecord
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 NUMPY_STANDIN = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -28,7 +28,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         num_components=draw(st.integers(1, 2)),
         block_size=draw(st.integers(1, 6) | st.just(256)),
         head_dim=draw(st.integers(1, 5)),
-        dtype=draw(st.sampled_from(sorted(ITEMSIZE_BYTES))),
+        dtype=draw(st.sampled_from(sorted(ITEMSIZE))),
     )
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.layout import AXES, ITEMSIZE_BYTES, NAMED_ORDERS, KVLayout
+from kvcache.layout import AXES, NAMED_ORDERS, KVLayout
 from kvcache.pool import TORCH_DTYPES, KVPool
+from protocol.handshake import ITEMSIZE
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
@@ -32,7 +33,7 @@ def fill(pool: KVPool) -> None:
 @given(
     st.sampled_from(ALL_ORDERS),
     st.sampled_from(ALL_ORDERS),
-    st.sampled_from(sorted(ITEMSIZE_BYTES)),
+    st.sampled_from(sorted(ITEMSIZE)),
     st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 2), st.integers(1, 5), st.integers(1, 4)),
 )
 @settings(deadline=None, max_examples=100)
@@ -51,7 +52,7 @@ def test_pools_of_any_two_orders_hold_the_same_content(
 
 
 @pytest.mark.parametrize("order", NAMED_ORDERS)
-@pytest.mark.parametrize("dtype", sorted(ITEMSIZE_BYTES))
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
 def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> None:
     pool = KVPool(replace(BASE, order=order, dtype=dtype))
     strides = pool.layout.byte_strides
@@ -67,7 +68,7 @@ def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> N
 
 
 def test_item_sizes_are_those_of_torch() -> None:
-    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEMSIZE_BYTES
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEMSIZE
 
 
 def resident_bytes() -> int:

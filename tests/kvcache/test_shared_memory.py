@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.shared_memory import TOKEN_BYTES, NotShared, SharedMemory, open_memory
+from kvcache.shared_memory import TOKEN_BYTES, NotMappable, SharedMemory, open_memory
 
 NBYTES = 3 * mmap.PAGESIZE + 100
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() ->
     process.communicate()
     assert memory[5] == 77
     memory.close()
-    with pytest.raises(NotShared, match="cannot be opened"):
+    with pytest.raises(NotMappable, match="cannot be opened"):
         open_memory(pid, fd, token, NBYTES)
 
 
@@ -58,12 +58,12 @@ def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() ->
 def test_what_is_not_the_announced_memory_is_refused(change: dict, reason: str) -> None:
     mine = SharedMemory(NBYTES)
     values = {"pid": os.getpid(), "fd": mine.fd, "token": mine.token, "nbytes": NBYTES}
-    with pytest.raises(NotShared, match=reason):
+    with pytest.raises(NotMappable, match=reason):
         open_memory(**(values | change))
 
 
 def test_a_file_of_another_kind_is_not_opened(tmp_path: Path) -> None:
-    with open(tmp_path / "file", "wb") as file, pytest.raises(NotShared, match="another one"):
+    with open(tmp_path / "file", "wb") as file, pytest.raises(NotMappable, match="another one"):
         open_memory(os.getpid(), file.fileno(), b"", 1)
 
 
@@ -71,7 +71,7 @@ def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
     fd = os.memfd_create("baton-kv")
     os.ftruncate(fd, 2 * mmap.PAGESIZE)
     try:
-        with pytest.raises(NotShared, match="cut short"):
+        with pytest.raises(NotMappable, match="cut short"):
             open_memory(os.getpid(), fd, b"\0" * TOKEN_BYTES, mmap.PAGESIZE)
     finally:
         os.close(fd)

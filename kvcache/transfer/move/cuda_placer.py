@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcache.layout import ITEMSIZE_BYTES, KVLayout
+from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from kvcache.shared_memory import NotMappable
 from kvcache.transfer.move import cuda
-from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
+from kvcache.transfer.move.peer_memory import Memory, open_on_gpu
 from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
-from protocol.handshake import FP8, RankMetadata
+from protocol.handshake import FP8, ITEMSIZE, RankMetadata
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -81,7 +82,7 @@ def kinds_into(target: KVLayout, *, convert: bool) -> Iterator[Kind]:
     Args:
         convert: also KV of other dtypes and scales.
     """
-    for dtype in ITEMSIZE_BYTES if convert else (target.dtype,):
+    for dtype in ITEMSIZE if convert else (target.dtype,):
         may_scale = convert and FP8 in (dtype, target.dtype)
         for factors in (None, (1.0,))[: 1 + may_scale]:
             yield kind_of(replace(target, dtype=dtype), target, factors)

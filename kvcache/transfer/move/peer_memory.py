@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotShared, open_memory
+from kvcache.shared_memory import NotMappable, open_memory
 from kvcache.transfer.move import cuda
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
@@ -27,10 +27,6 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-
-
-class NotMappable(Exception):
-    """This peer's memory cannot be opened here; the text says why."""
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
@@ -119,10 +115,7 @@ def open_host(rank: RankMetadata) -> Memory:
     record = offered(rank)
     if rank.device_kind != "cpu" or record.fd < 0:
         raise NotMappable(f"its KV is in {rank.device_kind} memory that is not shared")
-    try:
-        mapping = open_memory(record.pid, record.fd, record.token, rank.nbytes)
-    except NotShared as error:
-        raise NotMappable(str(error)) from error
+    mapping = open_memory(record.pid, record.fd, record.token, rank.nbytes)
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
     return Memory(address, bytes_at(address, rank.nbytes), mapping.close)
 

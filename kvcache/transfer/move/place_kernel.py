@@ -9,7 +9,7 @@ and the rest are the decode batch's.
 import triton
 import triton.language as tl
 
-from kvcache.layout import ITEMSIZE_BYTES
+from protocol.handshake import ITEMSIZE
 
 TILE_UNITS = 2048  # 32 KiB
 CONVERTED_TILE_UNITS = 512
@@ -36,7 +36,7 @@ def launch(
     if scaled or source != target:
         constants = _DTYPES[source], _DTYPES[target], unit_elements, CONVERTED_TILE_UNITS, scaled
     else:
-        word, width = _WORDS[unit_elements * ITEMSIZE_BYTES[source]]
+        word, width = _WORDS[unit_elements * ITEMSIZE[source]]
         constants = word, word, width, TILE_UNITS, False
     _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
 

@@ -68,9 +68,6 @@ class StagingBuffer:
         """Whose the slots are."""
         return self._queue[0] if self._queue else None
 
-    def owned_by(self, pull_id: str) -> bool:
-        return bool(self._queue) and self._queue[0] == pull_id
-
     def leave(self, pull_id: str) -> None:
         """Leaves the queue; the pull has no active READ into a slot."""
         if pull_id in self._queue:

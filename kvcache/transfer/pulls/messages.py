@@ -152,7 +152,6 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
 
 Report = RankFailing | RankEnded
 
-error_info = ErrorInfo.of
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

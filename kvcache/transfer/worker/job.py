@@ -133,7 +133,7 @@ class ReadJob(TransferJob):
         runs; False where that cannot be."""
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
-        if self._staging.owned_by(self.pull_id):
+        if self._staging.owner == self.pull_id:
             return True
         if self._plan.transfer.converts:
             return False
@@ -224,7 +224,7 @@ class ReadJob(TransferJob):
         else:
             slot = index % staging.num_slots(self._slot_bytes)
             filling = any(active.slot == slot for _, active in self._active)
-            if filling or slot in self._placing or not staging.owned_by(self.pull_id):
+            if filling or slot in self._placing or staging.owner != self.pull_id:
                 return None
             reads = step.reads
             posting = _Posting(deque(), staging.base_address + slot * self._slot_bytes, step, slot)

@@ -23,13 +23,13 @@ from kvcache.transfer.pulls.messages import (
     RankEnded,
     RankFailing,
     StopPull,
-    error_info,
 )
 from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.job import MappedJob, ReadJob, TransferJob
 from kvcache.transfer.worker.peer import LocalRank, Peer
 from protocol.errors import BatonError, PullWithheld, TransferFailed
 from protocol.ipc.wire import allow_short_naps
+from protocol.messages import ErrorInfo
 from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
 
@@ -134,7 +134,7 @@ class TransferWorker:
             happened |= self._drive(job, job.poll)
             if job.error is not None and job.active and not job.is_failure_told:
                 job.is_failure_told = True
-                failing = RankFailing(job.pull_id, self._number, error_info(job.error))
+                failing = RankFailing(job.pull_id, self._number, ErrorInfo.of(job.error))
                 self._link.report(failing)
             if job.ended:
                 self._end(job)
@@ -284,7 +284,7 @@ class TransferWorker:
         Args:
             done: members of RankEnded, of a pull that is complete.
         """
-        told = error_info(error) if error else None
+        told = ErrorInfo.of(error) if error else None
         members = {"complete": bool(done), "error": told, **done}
         self._link.report(RankEnded(pull_id=pull_id, rank=self._number, **members))
 

@@ -10,9 +10,8 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import TORCH_DTYPES, KVPool
-from kvcache.shared_memory import NotMappable
 from kvcache.transfer.move.cuda_placer import NUM_PARAMETERS, kind_of, piece_units, units_of
-from kvcache.transfer.move.peer_memory import Memory, bytes_at, offered
+from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
 from kvcache.transfer.move.place import ALL_BYTES, Placer
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.plan.endpoint import IntArray

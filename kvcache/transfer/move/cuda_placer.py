@@ -22,9 +22,8 @@ import torch
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotMappable
 from kvcache.transfer.move import cuda
-from kvcache.transfer.move.peer_memory import Memory, open_on_gpu
+from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
 from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotMappable, open_memory
+from kvcache.shared_memory import NotMappable as NotMappable
+from kvcache.shared_memory import open_memory
 from kvcache.transfer.move import cuda
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger

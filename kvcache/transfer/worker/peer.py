@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotMappable
 from kvcache.transfer.link.agent import GPU_WINDOW, ReadWindow, Throttle, TransferAgent
 from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
-from kvcache.transfer.move.peer_memory import Memory
+from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.block_copy import Transfer

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.shared_memory import NotMappable
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import EXTRA_KEY
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from kvcache.transfer.worker.peer import MappedPath

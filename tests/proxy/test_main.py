@@ -59,15 +59,23 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
         child.kill()
 
 
-@pytest.mark.parametrize(("lacks", "status"), [("a port", 1), ("--decode", 2)])
-def test_it_says_what_it_cannot_start_without(lacks: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("argv", "words", "status"),
+    [
+        (("--decode", "http://127.0.0.1:1"), "PORT", 1),
+        (("--prefill", "http://127.0.0.1:1"), "--decode", 2),
+        (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must say", 2),
+    ],
+)
+def test_it_says_what_it_cannot_start_without(
+    argv: tuple[str, ...], words: str, status: int
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        argv = ("--decode", "http://127.0.0.1:1", "--port", port)
-        child, events = start(*(argv if status == 1 else ("--prefill", "http://127.0.0.1:1")))
+        child, events = start("--port", port, *argv)
         failed, ended = events.get(timeout=60), events.get(timeout=60)
     assert failed.kind == "failed"
-    assert (port if status == 1 else lacks) in failed.value
+    assert words.replace("PORT", port) in failed.value
     assert (ended.kind, ended.value) == ("exited", status)
     assert child.failure == failed.value
 

@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.numbers import MAX_ID_CHARS, STATS_PATH, Numbers, Served
 from protocol.process.logging import get_logger
-from proxy.membership import Fleet, Server
+from proxy.membership import Fleet, Kind, Server
 from proxy.relay import Reply, RequestTrace
 from proxy.upstream import HttpUpstream, UpstreamError, within
 
@@ -30,6 +30,7 @@ MAX_REQUESTS = 200  # that have ended
 MAX_RUNNING = 50  # the newest of those that have not
 MAX_POINTS = 300
 MAX_SAMPLES = 64  # of a point
+MAX_COLUMNS = 200  # numbers of a point, for each kind of server
 INTERVAL_S = 1.0
 ASKS_PER_S = 10  # of many servers each is asked less often
 LINGER_S = 10.0  # after the last question of a page
@@ -99,6 +100,8 @@ class State:
         self._by_id: dict[str, Request] = {}
         self._totals = Counter({"ended": 0, "failed": 0, "pd": 0, "alone": 0})
         self._known: dict[Server, Known] = {}
+        self._columns: dict[str, int] = {}  # where a number is in points; only ever longer
+        self._columns_changed = 0
         self._points: deque[tuple[int, Row]] = deque(maxlen=MAX_POINTS)
         self._first_bytes: list[float] = []  # since the last point, of streams (s)
         self._asked_at = 0.0
@@ -154,6 +157,7 @@ class State:
                 "interval_s": self._interval_s,
                 "names": list(known),
                 "servers": {name: one.row for name, one in known.items() if one.changed > after},
+                "columns": list(self._columns) if self._columns_changed > after else None,
                 "points": [point for changed, point in self._points if changed > after],
                 "running": [one.number for one in running],
                 "requests": requests,
@@ -226,16 +230,20 @@ class State:
 
     def _point(self) -> Row:
         """Counts since the servers' starts, to be compared where `of` is the same."""
-        sums: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
+        sums = {kind.value: Counter[str]() for kind in Kind}
         for server, known in self._known.items():
             sums[server.kind.value].update(known.told.values)
+        for name in {name for counts in sums.values() for name in counts} - self._columns.keys():
+            if len(self._columns) < MAX_COLUMNS:
+                self._columns[name], self._columns_changed = len(self._columns), self._next()
+        rows = {kind: [counts[name] for name in self._columns] for kind, counts in sums.items()}
         return {
             "at": time.time(),
             "of": hash(tuple(s.name for s, known in self._known.items() if known.told.values)),
             "first_bytes": self._first_bytes[:],
             "open": len(self._running),
             **self._totals,
-            **sums,
+            **rows,
         }
 
     def _next(self) -> int:

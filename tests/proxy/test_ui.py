@@ -98,7 +98,8 @@ async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it()
         assert (request["id"], request["status"], request["alone"]) == ("mine", "200", None)
         assert request["served"]["decode-0"]["times"] == {"admitted": 0.1, "end": 0.4}
         assert found["points"][-1]["pd"] == 1
-        assert found["points"][-1]["decode"] == {"baton_requests_running": 1.0}
+        told = dict(zip(found["columns"], found["points"][-1]["decode"], strict=True))
+        assert told == {"baton_requests_running": 1.0}
         decode = found["servers"]["decode-0"]
         assert (decode["tp"], decode["state"], decode["reason"]) == (2, "ready", "")
         assert "404" in found["servers"]["prefill-0"]["reason"], "of a server that has no numbers"
@@ -111,7 +112,7 @@ async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys() -> None
         await rig.complete()
         first = await look(rig)
         again = await look(rig, first["number"], first["epoch"])
-        assert again["requests"] == [] and again["servers"] == {}
+        assert again["requests"] == [] and again["servers"] == {} and again["columns"] is None
         await rig.complete()
         (new,) = (await look(rig, first["number"], first["epoch"]))["requests"]
         assert new["number"] == 2
@@ -138,12 +139,14 @@ async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_call
 
 
 async def test_rings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_REQUESTS", "MAX_RUNNING"):
+    for name in ("MAX_REQUESTS", "MAX_RUNNING", "MAX_COLUMNS", "MAX_POINTS"):
         monkeypatch.setattr(state, name, 3)
     async with Rig() as rig:
         for _ in range(5):
             await rig.complete(headers={"x-request-id": "the same"})
-        found = await looks_until(rig, lambda found: len(found["points"]) > 3)
+        rig.decode[0].on_stats = Tells(**dict.fromkeys("abcde", 1.0))
+        found = await looks_until(rig, lambda found: len(found["columns"]) == 3)
+        assert len(found["points"][-1]["decode"]) == 3 >= len(found["points"])
         assert [request["number"] for request in found["requests"]] == [3, 4, 5]
         rig.decode[0].behave = hangs
         tasks = [asyncio.create_task(rig.complete()) for _ in range(5)]

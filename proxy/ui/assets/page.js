@@ -12,7 +12,7 @@ const MAX_POINTS = 300;
 const MAX_REQUESTS = 250;
 const MAX_WAIT_S = 5; // between two tries, where the proxy is silent
 
-const store = { epoch: "", number: 0, servers: new Map(), points: [], requests: new Map() };
+const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], requests: new Map() };
 const parts = [new Track(), new Charts(), new Servers(), new Requests(), new Chat(store)];
 let failures = 0;
 let timer = 0;
@@ -32,6 +32,9 @@ function take(news) {
   }
   const names = new Set(news.names);
   for (const name of store.servers.keys()) if (!names.has(name)) store.servers.delete(name);
+  if (news.columns) store.columns = news.columns;
+  const named = (row) => Object.fromEntries(store.columns.map((name, at) => [name, row[at] ?? 0]));
+  for (const point of news.points) Object.assign(point, { prefill: named(point.prefill), decode: named(point.decode) });
   for (const point of news.points) store.points.push(derive(point, store.points, news.interval_s));
   if (store.points.length > MAX_POINTS) store.points.splice(0, store.points.length - MAX_POINTS);
   for (const row of news.requests) store.requests.set(row.number, row);

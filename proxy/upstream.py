@@ -4,8 +4,8 @@
           \\-> error or aclose() on the way   the connection is closed, which the server sees
 
 A connection that was idle for longer than IDLE_S is not used again, as its server may be closing it
-at that moment. So a request whose connection ends is never sent again from here: it is the likelier
-reason, and another server's turn.
+at that moment. So a request whose connection ends is not sent again from here, unless not a byte of
+it was: it is the likelier reason, and another server's turn.
 """
 
 import asyncio
@@ -243,16 +243,25 @@ class HttpUpstream:
             Lost, TimedOut: it was sent, and no head came.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
+
+        async def ask() -> aiohttp.ClientResponse:
+            return await self._session.request(
+                method,
+                URL(url + path, encoded=True),
+                headers=CIMultiDict((_text(n), _text(value)) for n, value in headers),
+                data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
+                allow_redirects=False,
+                ssl=self._tls if url.startswith("https:") else False,
+            )
+
         try:
             async with within(self.read_timeout_s):
-                response = await self._session.request(
-                    method,
-                    URL(url + path, encoded=True),
-                    headers=CIMultiDict((_text(n), _text(value)) for n, value in headers),
-                    data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
-                    allow_redirects=False,
-                    ssl=self._tls if url.startswith("https:") else False,
-                )
+                try:
+                    response = await ask()
+                except aiohttp.ClientOSError as error:
+                    if not _is_unsent(error, body):
+                        raise
+                    response = await ask()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _translated(error, self.read_timeout_s, self.connect_timeout_s) from None
         except ValueError as error:
@@ -263,6 +272,13 @@ class HttpUpstream:
     async def close(self) -> None:
         """Closes every connection."""
         await self._session.close()
+
+
+def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
+    """Whether the first byte was refused, as a kept connection's whose end was seen in the same
+    turn of the loop. Of a body in pieces any may have been."""
+    is_refused = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
+    return is_refused and len(body) <= _WHOLE_BYTES
 
 
 def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:

@@ -122,7 +122,8 @@ async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(tol
             await client.send(script.url, "POST", "/", headers=[(b"x-request-id", b"3")])
 
 
-async def test_a_connection_that_ended_unseen_is_not_used_again() -> None:
+@pytest.mark.parametrize("body", [b"", b"{}", b"x" * 60_000])
+async def test_a_connection_that_ended_unseen_is_not_used_again(body: bytes) -> None:
     """As where the proxy stood still between an answer and the next request."""
     links: list[int] = []
 
@@ -136,7 +137,8 @@ async def test_a_connection_that_ended_unseen_is_not_used_again() -> None:
         await (await client.send(script.url, "GET", "/")).read()
         with socket.fromfd(links[0], socket.AF_INET, socket.SOCK_STREAM) as link:
             link.shutdown(socket.SHUT_WR)
-        assert await (await client.send(script.url, "GET", "/")).read() == b"ok"
+        method = "POST" if body else "GET"
+        assert await (await client.send(script.url, method, "/", body=body)).read() == b"ok"
         assert script.num_connections == 2
 
 

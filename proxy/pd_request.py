@@ -109,8 +109,9 @@ class PDRequest:
     async def _generate(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
-        urgency, decodes = bodies.priority(self._plain), self._pool.ready(Kind.DECODE)
-        self.upstreams.check_room(Kind.DECODE, urgency, decodes)  # or P would work in vain
+        if self._ask is not None:  # or P would work in vain
+            urgency, decodes = bodies.priority(self._plain), self._pool.ready(Kind.DECODE)
+            self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = None if is_scored else await self._prefill()
         if leg is not None:
             if leg.response.status != 200:

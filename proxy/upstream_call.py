@@ -7,6 +7,7 @@ delivered and not answered may be what killed the server, so at most `MAX_DELIVE
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -142,16 +143,20 @@ def _all_full(kind: Kind, retry_after_s: float) -> QueueFull:
 
 @dataclass(frozen=True)
 class _Refused:
-    """A server's 429, to requests of this priority. Times are those of time.monotonic.
+    """A server's 429 to a request of this priority and length. Times are those of time.monotonic.
 
     Attributes:
-        until: before which no such request is sent to it.
+        until: before which none is sent to it that is as long and no more urgent.
         retry_at: when there should be room again.
     """
 
     until: float
     retry_at: float
     priority: int
+    tokens: int
+
+    def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
+        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
 
 
 @dataclass
@@ -199,7 +204,7 @@ class Upstreams:
             unfit = ()
         if call.ask is not None:
             servers = pool.ready(kind, unfit)
-            unfit = [*unfit, *self.check_room(kind, call.priority, servers)]
+            unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[_Refused] = []
         while server := pool.choose(kind, [*unfit, *tried], trace.rotation, first):
             if tried:
@@ -223,22 +228,23 @@ class Upstreams:
             failures.append(failure)
             self.failed(server, failure, detail, answer.status if answer else None)
             if failure is Failure.FULL and answer is not None:
-                self._full[server] = self._refused(answer, call.priority)
-                full.append(self._full[server])
+                full.append(self._refused(server, answer, call))
             if not may_retry(kind, failures):
                 break
         if full and failures[-1] not in _DELIVERED:
             raise _all_full(kind, min(one.retry_at for one in full) - time.monotonic())
         raise LegFailed(message, failures[-1] if failures else None, answer)
 
-    def check_room(self, kind: Kind, priority: int, servers: Sequence[Server]) -> list[Server]:
+    def check_room(
+        self, kind: Kind, ask: Ask, priority: int, servers: Sequence[Server]
+    ) -> list[Server]:
         """Those of some servers that are full, as they said just now, or as prefill servers have so
         much to compute. Raises QueueFull where all are."""
         now = time.monotonic()
         waits: dict[Server, float] = {}
         for server in servers:
             refused = self._full.get(server)
-            if refused is not None and now < refused.until and priority >= refused.priority:
+            if refused is not None and refused.speaks_of(ask, priority, now):
                 waits[server] = refused.retry_at - now
             elif kind is Kind.PREFILL and priority >= 0:
                 wait_s = self.knowledge.wait_s(server)
@@ -248,11 +254,17 @@ class Upstreams:
             raise _all_full(kind, min(waits.values()))
         return list(waits)
 
-    def _refused(self, answer: Response, priority: int) -> "_Refused":
+    def _refused(self, server: Server, answer: Response, call: UpstreamCall) -> _Refused:
+        """Keeps in mind what a server said."""
         given = dict(answer.headers).get(b"retry-after", b"")
         wait_s, now = float(given[:6]) if given.isdigit() else 1.0, time.monotonic()
+        priority, tokens = call.priority, call.ask.tokens if call.ask else sys.maxsize
+        before = self._full.get(server)
+        if before is not None and now < before.until:  # it cannot have more room than that
+            priority, tokens = min(priority, before.priority), min(tokens, before.tokens)
         held_s = min(MAX_HELD_S, wait_s, self.max_queue_s / 4)
-        return _Refused(now + held_s, now + wait_s, priority)
+        self._full[server] = _Refused(now + held_s, now + wait_s, priority, tokens)
+        return self._full[server]
 
     def count(self, path: str, reason: str) -> None:
         """Counts a request by the way it takes; warns when none is disaggregated any more, the

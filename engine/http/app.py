@@ -31,6 +31,7 @@ from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
     error_response,
+    in_time,
     read_json,
     refusal_of,
 )
@@ -170,9 +171,11 @@ class _Pages:
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
         try:
-            members, num_bytes = await read_json(request, self._api.settings.max_body_bytes)
-            fill_in_model(members, self._api.model_name)
-            return Response(await work(members, num_bytes), media_type="application/json")
+            settings = self._api.settings
+            async with in_time(request, settings.request_timeout_s):
+                members, num_bytes = await read_json(request, settings.max_body_bytes)
+                fill_in_model(members, self._api.model_name)
+                return Response(await work(members, num_bytes), media_type="application/json")
         except RecursionError as raised:
             raise refusal_of(raised) from None
 

@@ -221,10 +221,11 @@ NOW = {"x-request-timeout-s": "0.02"}
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"])
 async def test_a_time_that_is_none_is_refused(tokenizer: Tokenizer, given: str) -> None:
     async with serving(tokenizer) as server:
-        answer = await server.post(headers={"x-request-timeout-s": given})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "x-request-timeout-s")
-        assert "send one number of seconds" in error["message"]
+        for path in ("/v1/completions", "/tokenize"):
+            answer = await server.post(path, headers={"x-request-timeout-s": given})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "x-request-timeout-s")
+            assert "send one number of seconds" in error["message"]
 
 
 @pytest.mark.parametrize("default", [False, True])

@@ -56,11 +56,14 @@ async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_
         assert rig.in_flight() == 0 and all(map(rig.is_ready, range(len(fakes))))
 
 
-async def test_a_server_that_was_full_just_now_is_asked_by_the_more_urgent_alone() -> None:
+async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_urgent() -> None:
     prefill, decode = fleet(prefills), fleet(full(100))
     async with Rig(prefill, decode) as rig:
-        for priority, num_asked in ((0, 1), (0, 1), (3, 1), (-1, 2), (0, 2)):
-            refused = await rig.complete(priority=priority)
+        for priority, length, num_asked in (
+            *((0, 400, 1), (0, 400, 1), (3, 400, 1), (0, 900, 1)),
+            *((-1, 400, 2), (0, 400, 2), (0, 100, 3), (3, 100, 3), (0, 300, 3)),
+        ):
+            refused = await rig.complete(prompt="x" * length, priority=priority)
             assert refused.status_code == 429 and 99 <= int(refused.headers["retry-after"]) <= 100
             assert len(prefill[0].calls) == len(decode[0].calls) == num_asked
         answer = await rig.client.post("/tokenize", json={"prompt": "a"})

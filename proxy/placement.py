@@ -13,6 +13,7 @@ _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the 
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
 _INTERRUPTED_S = 0.0175  # of first token, that each stream loses to a prompt however short
+_CROWD = 96  # streams, more than which are interrupted as if they were so many
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
 _PATIENCE_S = 0.25  # after which a wait feels twice as long
 _WORK = 1.0  # seconds of first token that one of computing is worth: others wait for it
@@ -274,8 +275,9 @@ def _cheapest_alone(
         seconds = (left if left > 1 else 1) * server.token_s
         lost = _WORK * seconds
         if streams := server.running + coming:
-            harm = limits.harm * seconds
-            lost += streams * (harm if harm > _INTERRUPTED_S else _INTERRUPTED_S)
+            harm = limits.harm * seconds * streams
+            interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
+            lost += harm if harm > interrupted else interrupted
             share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:

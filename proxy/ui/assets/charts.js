@@ -110,7 +110,7 @@ class Chart {
     this.chart?.destroy();
     this.chart = new uPlot({
       ...this.size(),
-      padding: [6, 4, 0, 0],
+      padding: [6, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { setScale: false, x: false }, sync: { key: "page" }, points: { show: !spec.isStacked } },
       scales: { y: { range: (_, __, most) => [0, spec.most ?? ((most || 0) * 1.15 || 1)] } },

@@ -8,8 +8,7 @@ const MAX_TURNS = 40; // shown and sent
 const MAX_CHARS = 200_000; // of an answer
 
 export class Chat {
-  constructor(store) {
-    this.store = store;
+  constructor() {
     this.turns = [];
     this.open = new Map(); // answers whose request's row may still change, by x-request-id
     this.log = $("chat-log");
@@ -38,14 +37,29 @@ export class Chat {
   }
 
   update(store) {
-    const models = [...new Set([...store.servers.values()].flatMap((server) => server.models))].sort();
+    this.offer([...store.servers.values()].flatMap((server) => server.models));
+    this.follow(store);
+  }
+
+  offer(given) {
+    const models = [...new Set(given)].sort();
     const select = $("chat-model");
     if ([...select.options].map((option) => option.value).join("\n") !== models.join("\n")) {
       const chosen = select.value;
+      select.parentElement.hidden = !models.length;
       select.replaceChildren(...models.map((model) => h("option", { value: model }, model)));
       if (models.includes(chosen)) select.value = chosen;
       this.snippets();
     }
+  }
+
+  /** For who may chat and not see the numbers. */
+  async askForModels() {
+    const answer = await fetch("/v1/models", { headers: headers() });
+    if (answer.ok) this.offer((await answer.json()).data.map((model) => model.id));
+  }
+
+  follow(store) {
     for (const row of store.requests.values()) {
       const answer = this.open.get(row.id);
       if (!answer) continue;

@@ -13,7 +13,8 @@ const MAX_REQUESTS = 250;
 const MAX_WAIT_S = 5; // between two tries, where the proxy is silent
 
 const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], requests: new Map() };
-const parts = [new Track(), new Charts(), new Servers(), new Requests(), new Chat(store)];
+const chat = new Chat();
+const parts = [new Track(), new Charts(), new Servers(), new Requests(), chat];
 let failures = 0;
 let timer = 0;
 let isAsking = false;
@@ -83,6 +84,7 @@ async function ask() {
       if (answer.status === 401 && !failures) askForKey(key() ? told : undefined);
       failures += 1;
       wait_s = null; // until there is another key
+      if (answer.status === 403) await chat.askForModels();
     } else if (!answer.ok) {
       throw new Error(`it answers with status ${answer.status}`);
     } else {

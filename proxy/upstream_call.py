@@ -240,16 +240,18 @@ class Upstreams:
     ) -> list[Server]:
         """Those of some servers that are full, as they said just now, or as prefill servers have so
         much to compute. Raises QueueFull where all are."""
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self.max_queue_s
+        if not any(now < refused.until for refused in self._full.values()):
+            self._full.clear()
         waits: dict[Server, float] = {}
-        for server in servers:
+        for server in servers if self._full else ():
             refused = self._full.get(server)
             if refused is not None and refused.speaks_of(ask, priority, now):
                 waits[server] = refused.retry_at - now
-            elif kind is Kind.PREFILL and priority >= 0:
-                wait_s = self.knowledge.wait_s(server)
-                if wait_s > self.max_queue_s:
-                    waits[server] = wait_s - self.max_queue_s / 2
+        others = [server for server in servers if server not in waits]
+        waited_s = self.knowledge.wait_s
+        if kind is Kind.PREFILL and priority >= 0 and all(waited_s(s) > limit_s for s in others):
+            waits |= {server: waited_s(server) - limit_s / 2 for server in others}
         if servers and len(waits) == len(servers):
             raise _all_full(kind, min(waits.values()))
         return list(waits)

@@ -29,7 +29,7 @@ MAX_LINES = {
     "model": 2890,
     "prefill_server": 337,
     "protocol": 5800,
-    "proxy": 4017,
+    "proxy": 4019,
     "tests": 34900,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

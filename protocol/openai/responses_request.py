@@ -151,6 +151,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         asked=asked,
         messages=[*first, *asked.input],  # type: ignore[list-item]  # pydantic makes Messages
         max_completion_tokens=asked.max_output_tokens,
+        verbosity=asked.text.verbosity if asked.text else None,
         **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
     )
     chat.check()

@@ -61,6 +61,8 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     ((COMPLETIONS, CHAT), {"bad_words": [""]}, "`bad_words` is [\"\"]; it must be a list of"),
     ((CHAT,), {"parallel_tool_calls": False}, IGNORED),
     ((CHAT,), {"verbosity": "low"}, prompt("user:Hi|;,,,low")),
+    ((RESPONSES,), {"text": {"verbosity": "low"}}, prompt("user:Hi|;,,,low")),
+    ((CHAT,), {"include_reasoning": False}, "`include_reasoning` is false, which is not impl"),
     ((CHAT,), {"verbosity": "loud"}, "it must be low, medium or high"),
     ((CHAT,), {"reasoning_effort": "high"}, prompt("user:Hi|;True,True,high,")),
     ((CHAT,), {"reasoning_effort": "none"}, prompt("user:Hi|;False,False,,")),

@@ -34,7 +34,7 @@ from protocol.settings.options import QueueOptions
 
 log = get_logger(__name__)
 
-MAX_UNREAD = 1 << 14  # deltas of a stream that its client is too slow for: some megabytes
+MAX_UNREAD = 1 << 14  # deltas of a choice whose client is too slow for it: some megabytes
 
 
 class Subscription:
@@ -52,6 +52,7 @@ class Subscription:
         requests = tuple(requests)
         self._open = {request.request_id: request.num_choices for request in requests}
         self._waiting = {request.request_id: num_queued(request) for request in requests}
+        self._max_unread = MAX_UNREAD * sum(self._open.values())
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
         self._pending: list[TokenDelta] = []
@@ -76,7 +77,7 @@ class Subscription:
         if delta.error is not None or not self._open[delta.request_id]:  # the end of all choices
             del self._open[delta.request_id]
         self._news.set()
-        if self._num_unread > MAX_UNREAD:
+        if self._num_unread > self._max_unread:
             told = f"{self._num_unread} tokens and likely alternatives were not read in time"
             self.fail(ClientTooSlow(f"{told}; read the stream as it comes"))
 

@@ -132,7 +132,7 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": list(origins),
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
-        "expose_headers": ["x-request-id", "x-baton-kv"],
+        "expose_headers": ["x-request-id", "x-baton-kv", "retry-after"],
         "max_age": 600,  # seconds that a browser may remember the answer for
     }
 

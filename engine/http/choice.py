@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import ToolParser, create_tool_parser
+from engine.text.tool_parser import SPECIAL_TAGS, ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from protocol.openai.chat import ChatRequest
@@ -168,7 +168,12 @@ class ChoiceStream:
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
         skips = request.skip_special_tokens
-        self._detokenizer = create_detokenizer(tokenizer, add.token_ids, skip_special_tokens=skips)
+        self._detokenizer = create_detokenizer(
+            tokenizer,
+            add.token_ids,
+            skip_special_tokens=skips,
+            shown=SPECIAL_TAGS if tool_parser else (),
+        )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True

@@ -62,6 +62,8 @@ class ChatTemplate:
         for message in plain:
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [_with_text(call) for call in calls]
         if continue_final_message:
             plain[-1]["content"] += _HERE
         given = {
@@ -79,6 +81,24 @@ class ChatTemplate:
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
         return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
+
+
+class _Arguments(dict[str, Any]):
+    """Those of a call: some templates look into the object, others add it to a text as its JSON."""
+
+    def __add__(self, text: str) -> str:
+        return _tojson(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + _tojson(self)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    given = function.get("arguments")
+    if not isinstance(given, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(given)}}
 
 
 # Written behind the message to be continued, to find its end in the text. Its last character shows

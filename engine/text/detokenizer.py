@@ -7,7 +7,8 @@ were cut into pieces.
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
@@ -16,7 +17,11 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def create_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    shown: Iterable[str] = (),
 ) -> "ByteDetokenizer | WindowDetokenizer":
     """A fresh detokenizer for one sequence: `push` gives the text that a token completes, special
     tokens have none; `flush` what was held back, with U+FFFD for an incomplete character.
@@ -26,12 +31,16 @@ def create_detokenizer(
 
     Args:
         skip_special_tokens: else they are text like any other.
+        shown: special tokens that are text all the same.
     """
-    special_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    shown_ids = {i: text for text in shown if (i := tokenizer.id_of(text)) in tokenizer.special_ids}
+    special_ids = tokenizer.special_ids - shown_ids.keys()
+    if not skip_special_tokens:
+        special_ids = frozenset()
     if tokenizer.token_bytes is not None:
         return ByteDetokenizer(tokenizer.token_bytes, special_ids)
     decode = tokenizer.decode if skip_special_tokens else tokenizer.decode_all
-    return WindowDetokenizer(decode, special_ids, prompt_ids)
+    return WindowDetokenizer(decode, special_ids, prompt_ids, shown_ids)
 
 
 class ByteDetokenizer:
@@ -66,7 +75,9 @@ class WindowDetokenizer:
         decode: Callable[[Sequence[int]], str],
         special_ids: frozenset[int],
         prompt_ids: Sequence[int] = (),
+        shown: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        self._shown = shown
         self._decode = decode
         self._special_ids = special_ids
         self._ids = _text_tail(prompt_ids, special_ids)
@@ -77,6 +88,10 @@ class WindowDetokenizer:
     def push(self, token_id: int) -> str:
         if token_id in self._special_ids:
             return ""  # skipped before decoding, as a decode of the whole sequence does
+        if token_id in self._shown:  # a text begins anew behind it
+            text = self.flush() + self._shown[token_id]
+            self._ids, self._context_start, self._emitted, self._context_text = [], 0, 0, ""
+            return text
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context_start :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:

@@ -102,6 +102,11 @@ class Tokenizer:
             return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
+    def id_of(self, text: str) -> int | None:
+        """The token that the vocabulary spells so."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
         """Each token as the vocabulary spells it; None for an id that it does not have."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]

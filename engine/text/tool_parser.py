@@ -6,34 +6,79 @@ What models write, by what their chat templates teach them:
 
     hermes       text <tool_call>{"name": "f", "arguments": {...}}</tool_call> <tool_call>...
     llama3_json  {"name": "f", "parameters": {...}}; {...}      nothing but calls
+    mistral      text [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
+                 text [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]f{...}
+    deepseek_v3  text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+                 ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+                 (version 3.1: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...})
+    qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
+    pythonic     [f(a=1), g()]                                  nothing but calls
     required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
     named        {...}                                          the arguments alone
 
 A call's arguments are passed on as they come, as the model spells them, where its name comes before
-them; else once it is complete. Text that turns out to be no call becomes content, so nothing of an
-answer is lost. Each character is looked at once, however long blanks or brackets go on.
+them and they are JSON; else once it, or one of its parameters, is complete. Text that turns out to
+be no call becomes content, so nothing of an answer is lost. Each character is looked at once,
+however long blanks or brackets go on.
 """
 
+import ast
 import json
 import re
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
-from protocol.openai.tools import ToolCallPiece, Tools, new_call_id
+from protocol.openai.tools import ToolCallPiece, Tools, new_call_id, parameters_of
 
-Syntax = Literal["hermes", "llama3_json"]
+Syntax = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG = "<|python_tag|>"
+_PYTHON_TAG, _PYTHON_START = "<|python_tag|>", "<|python_start|>"
+_MISTRAL = "[TOOL_CALLS]"
+_CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+# Those that some vocabularies have as special tokens, which are no text elsewhere.
+SPECIAL_TAGS: Final = (
+    *(_OPEN, _CLOSE, _MISTRAL, "[ARGS]", "[CALL_ID]"),
+    *(_CALLS, _END_CALLS, _CALL, _END_CALL, "<｜tool▁sep｜>"),
+)
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _BLANKS = " \t\r\n"
 _BETWEEN = _BLANKS + "[],;"
-_PLAIN = re.compile(rf".[^<{_BLANKS}]*", re.DOTALL)  # where no tag begins
+_PLAIN = re.compile(rf".[^<\[{_BLANKS}]*", re.DOTALL)  # where no tag begins
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
     rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]', re.DOTALL
 )
+
+# What stands between a tag and the arguments, by the format, and what ends it.
+_MAX_HEAD = 512  # characters
+_NAME = r"\s*(?P<name>[\w.-]+)\s*"
+_HEADS: Final = {
+    "mistral": re.compile(rf"{_NAME}(\[CALL_ID\][^\[{{]*)?(\[ARGS\])?\s*\{{"),
+    "deepseek_v3": re.compile(
+        rf"(\s*function<｜tool▁sep｜>)?{_NAME}(```json|<｜tool▁sep｜>)\s*\{{"
+    ),
+    "qwen3_coder": re.compile(f"{_NAME}>"),
+    "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
+}
+# What a chat template shows of a format, the surest first, and the tokens that are its tags.
+_SHOWN: Final[dict[Syntax, str]] = {
+    "mistral": r"\[TOOL_CALLS\]",
+    "deepseek_v3": _CALL,
+    "qwen3_coder": _FUNCTION,
+    "hermes": _OPEN,
+    "pythonic": r"func_name1\(",
+    "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
+}
+_JSON_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
+    "integer": (int,), "number": (int, float),
+}  # fmt: skip
 
 # A reader asks for more text wherever it is, and returns what the last type says.
 _T = TypeVar("_T")
@@ -52,9 +97,8 @@ def tool_syntax(option: str, template: ChatTemplate | None) -> Syntax:
     """How the model writes calls: `--tool-call-parser`, or as its chat template shows; Hermes' way
     where that does not say."""
     source = template.source if template and template.knows_tools else ""
-    shows_json = re.search(r"""["']parameters["']\s*:""", source) or _PYTHON_TAG in source
-    is_json = option == "llama3_json" if option != "auto" else shows_json and _OPEN not in source
-    return "llama3_json" if is_json else "hermes"
+    shown: Iterator[Syntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
+    return next(shown, "hermes") if option == "auto" else cast(Syntax, option)
 
 
 def create_tool_parser(
@@ -63,7 +107,9 @@ def create_tool_parser(
     """A parser for one answer, None where it can have no calls; see `tool_syntax`."""
     if tools.mode == "none":
         return None
-    return ToolParser(tools, tool_syntax(option, template) if tools.mode == "auto" else tools.mode)
+    syntax = tool_syntax(option, template)
+    # Mistral's templates refuse any but short ids in the next turn.
+    return ToolParser(tools, syntax if tools.mode == "auto" else tools.mode, syntax == "mistral")
 
 
 class ToolParser:
@@ -73,15 +119,18 @@ class ToolParser:
         num_calls: that the model wrote so far, told the client or not.
     """
 
-    def __init__(self, tools: Tools, form: str) -> None:
+    def __init__(self, tools: Tools, form: str, has_short_ids: bool = False) -> None:
         self.num_calls = 0
+        self._has_short_ids = has_short_ids
         self._tools = tools
         self._form = form
         self._text = ""  # not read yet
         self._parsed = Parsed()
         self._held: list[str] = []  # text that may become a tag or a call
         self._ends_call = False  # what is held belongs to the call before it
-        self._depth, self._quoted, self._escaped = 0, False, False  # where an object is
+        self._depth, self._quoted, self._escaped = 0, "", False  # where an object is
+        # What quotes texts in it, and opens and closes brackets.
+        self._marks = ("\"'", "([{", ")]}") if form == "pythonic" else ('"', "[{", "]}")
         self._reader = _READERS[form](self)
         next(self._reader)
 
@@ -105,16 +154,72 @@ class ToolParser:
     def _read_hermes(self) -> _Reader[None]:
         """Objects between tags, text around them."""
         while True:
-            if not (yield from self._tag(_OPEN)):
+            yield from self._content_to(_OPEN)
+            if (yield from self._call()):
+                yield from self._skip(_CLOSE)
+
+    def _read_mistral(self) -> _Reader[None]:
+        """A tag before a list of objects, or before each name and its arguments."""
+        while True:
+            yield from self._content_to(_MISTRAL)
+            if (yield from self._peek()) not in ("[", "{"):
+                yield from self._headed_call()
+                continue
+            between = _BLANKS + "["
+            while (yield from self._call(between)):
+                if (yield from self._skip("]")):
+                    break
+                self._ends_call, between = True, _BLANKS + ","
+
+    def _read_deepseek(self) -> _Reader[None]:
+        """Calls between tags of their own, all of them between another two."""
+        while True:
+            yield from self._content_to(_CALLS)
+            while (yield from self._tag(_CALL)):
+                if not (yield from self._headed_call()):
+                    break
+                yield from self._skip("```")
+                yield from self._skip(_END_CALL)
+                if (yield from self._skip(_END_CALLS)):
+                    break
+
+    def _read_coder(self) -> _Reader[None]:
+        """Functions and parameters between tags; the outermost ones may be missing."""
+        while True:
+            yield from self._content_to(_OPEN, _FUNCTION)
+            name = yield from self._head(">")
+            if not self._begin_call(name):
                 self._let_go()
-                if plain := _PLAIN.match(self._text):
-                    self._parsed.content += plain[0]
-                    self._text = self._text[plain.end() :]
-            elif (yield from self._call()):
+                continue
+            types, before = self._types_of(name), "{"
+            while (yield from self._skip(_PARAMETER)):
                 self._ends_call = True
-                if not (yield from self._tag(_CLOSE)):  # another tag may begin in that
-                    self._text = "".join(self._held) + self._text
-                self._held, self._ends_call = [], False
+                key = (yield from self._to(">"))[:-1].strip()
+                value = (yield from self._to(_END_PARAMETER))[: -len(_END_PARAMETER)]
+                self._held = []
+                value = value.removeprefix("\n").removesuffix("\n")
+                self._tell(f"{before}{_json(key)}: {_as_json(value, types.get(key))}")
+                before = ", "
+            self._tell("{}" if before == "{" else "}")
+            yield from self._skip(_END_FUNCTION)
+            yield from self._skip(_CLOSE)
+
+    def _read_pythonic(self) -> _Reader[None]:
+        """A list of Python's calls; else all is content."""
+        yield from self._tag(_PYTHON_START)
+        is_list = yield from self._tag("[")
+        while is_list and (name := (yield from self._head("("))):
+            at, self._depth = len(self._held), 1
+            yield from self._until((0,), self._held.append)
+            arguments = _json_of_python("".join(self._held[at:]))
+            if arguments is None or not self._begin_call(name):
+                break
+            self._tell(arguments)
+            if (yield from self._skip("]")):
+                yield from self._skip("<|python_end|>")
+                yield from self._peek()
+                break
+        yield from self._all_the_rest()
 
     def _read_json(self) -> _Reader[None]:
         """Objects one after another, in a list or with semicolons between; else all is content."""
@@ -123,6 +228,11 @@ class ToolParser:
         between = _BLANKS
         while (yield from self._call(between)):
             self._ends_call, between = True, _BETWEEN
+        yield from self._all_the_rest()
+
+    def _all_the_rest(self) -> _Reader[None]:
+        """Is content."""
+        self._let_go()
         while True:
             self._parsed.content += self._rest()
             self._text = yield
@@ -148,6 +258,79 @@ class ToolParser:
             if not tag.startswith(text):
                 return False
             self._text += yield
+
+    def _content_to(self, *tags: str) -> _Reader[None]:
+        """Text up to the last of some tags, of which only that must be there."""
+        while True:
+            found = False
+            for tag in tags:
+                found = yield from self._tag(tag)
+            if found:
+                return
+            self._let_go()
+            if plain := _PLAIN.match(self._text):
+                self._parsed.content += plain[0]
+                self._text = self._text[plain.end() :]
+
+    def _skip(self, tag: str) -> _Reader[bool]:
+        """Whether a tag of the call that has begun comes next; another may begin in what is not."""
+        self._ends_call = True
+        found = yield from self._tag(tag)
+        if not found:
+            self._text = "".join(self._held) + self._text
+        self._held, self._ends_call = [], False
+        return found
+
+    def _peek(self) -> _Reader[str]:
+        """The next character behind blanks, which are held back."""
+        yield from self._tag("")
+        while not self._text:
+            self._text += yield
+            yield from self._tag("")
+        return self._text[0]
+
+    def _to(self, tag: str, limit: int = 1 << 62) -> _Reader[str]:
+        """The text through a tag, which is held back; nothing, where so many characters are
+        without one. Each character is looked at once."""
+        parts, size, num_held = list[str](), 0, len(self._held)
+        seen = ""  # the end of the parts, where the tag may have begun
+        while True:
+            at = (seen + self._text).find(tag)
+            end = at + len(tag) - len(seen) if at >= 0 else len(self._text)
+            if size + end > limit:
+                self._text = "".join([*parts, self._text])
+                del self._held[num_held:]
+                return ""
+            size += end
+            parts.append(self._text[:end])
+            self._held.append(self._text[:end])
+            seen = (seen + self._text)[-len(tag) + 1 :] if len(tag) > 1 else ""
+            self._text = self._text[end:]
+            if at >= 0:
+                return "".join(parts)
+            self._text = yield
+
+    def _head(self, end: str) -> _Reader[str | None]:
+        """The name in a format's head, whose last character is `end`; None where it is none."""
+        found = _HEADS[self._form].fullmatch((yield from self._to(end, _MAX_HEAD)))
+        return found and found["name"]
+
+    def _headed_call(self) -> _Reader[bool]:
+        """Reads a name, as the format's head has it, and the arguments; whether it was a call."""
+        name = yield from self._head("{")
+        if not self._begin_call(name):
+            self._let_go()
+            return False
+        self._tell("{")
+        self._depth = 1
+        yield from self._until((0,), self._tell)
+        return True
+
+    def _types_of(self, name: str | None) -> dict[str, Any]:
+        """The schemas of a tool's parameters by their names."""
+        own = (tool for tool in self._tools.offered if tool["function"]["name"] == name)
+        properties = next((parameters_of(tool) for tool in own), {}).get("properties")
+        return properties if isinstance(properties, dict) else {}
 
     def _rest(self) -> str:
         text, self._text = self._text, ""
@@ -186,14 +369,19 @@ class ToolParser:
 
     def _until(self, depths: tuple[int, ...], take: Callable[[str], None]) -> _Reader[None]:
         """Takes an object's text up to where its brackets come to be so deep."""
+        quotes, opening, closing = self._marks
         while True:
             for at, char in enumerate(self._text, 1):
                 if self._escaped or (self._quoted and char == "\\"):
                     self._escaped = not self._escaped
-                elif char == '"':
-                    self._quoted = not self._quoted
-                elif not self._quoted and char in "{[]}":
-                    self._depth += 1 if char in "{[" else -1
+                elif char == self._quoted:
+                    self._quoted = ""
+                elif self._quoted:
+                    pass
+                elif char in quotes:
+                    self._quoted = char
+                elif char in opening or char in closing:
+                    self._depth += 1 if char in opening else -1
                     if self._depth in depths:
                         take(self._text[:at])
                         self._text = self._text[at:]
@@ -203,11 +391,13 @@ class ToolParser:
 
     def _begin_call(self, name: str | None) -> bool:
         """Whether there is such a tool, whose call has begun."""
-        if name is None or (self._form == "llama3_json" and name not in self._tools.names):
+        is_sure = self._form not in ("llama3_json", "pythonic")  # they look like other text
+        if name is None or not (is_sure or name in self._tools.names):
             return False
         self._held = []
         self.num_calls += 1
-        self._parsed.calls.append(ToolCallPiece(self.num_calls - 1, "", new_call_id(), name))
+        piece = ToolCallPiece(self.num_calls - 1, "", new_call_id(self._has_short_ids), name)
+        self._parsed.calls.append(piece)
         return True
 
     def _tell(self, arguments: str) -> None:
@@ -220,6 +410,10 @@ class ToolParser:
 _READERS: Final = {
     "hermes": ToolParser._read_hermes,
     "llama3_json": ToolParser._read_json,
+    "mistral": ToolParser._read_mistral,
+    "deepseek_v3": ToolParser._read_deepseek,
+    "qwen3_coder": ToolParser._read_coder,
+    "pythonic": ToolParser._read_pythonic,
     "required": ToolParser._read_json,
     "named": ToolParser._read_named,
 }
@@ -238,3 +432,40 @@ def _call_in(text: str) -> tuple[str | None, str]:
     except (LookupError, TypeError, ValueError, RecursionError):
         return None, ""
     return name, arguments
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _json_of_python(text: str) -> str | None:
+    """The arguments of Python's `f(a=1, b=[True])`, from behind the first bracket, as JSON."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a model writes nobody's log need tell
+            call = ast.parse("f(" + text, mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        given = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
+        return None if "" in given else _json(given)
+    except (AssertionError, SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def _as_json(text: str, schema: Any) -> str:
+    """A parameter's text: as it is where that is a value of a type that its schema allows, else a
+    text."""
+    said = schema if isinstance(schema, dict) else {}
+    several = [said, *(said.get("anyOf") or ()), *(said.get("oneOf") or ())]
+    found = (one.get("type") for one in several if isinstance(one, dict))
+    kinds = [kind for of in found for kind in (of if isinstance(of, list) else [of])]
+    names = [kind for kind in kinds if isinstance(kind, str)] or [*_JSON_TYPES]
+    given = text.strip()
+    given = {"True": "true", "False": "false", "None": "null"}.get(given, given)
+    try:
+        value = json.loads(given)
+        _json(value)  # no NaN
+        if any(type(value) in _JSON_TYPES.get(name, ()) for name in names):
+            return given
+    except (ValueError, RecursionError):
+        pass
+    return _json(text)

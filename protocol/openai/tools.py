@@ -179,5 +179,6 @@ def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
     return [{k: v for k, v in call.items() if k != "index"} for call in whole]
 
 
-def new_call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+def new_call_id(is_short: bool = False) -> str:
+    """A short one has nine letters and digits."""
+    return secrets.token_hex(5)[:9] if is_short else "call_" + secrets.token_hex(12)

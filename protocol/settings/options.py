@@ -64,7 +64,9 @@ class ModelOptions(ModelName):
 
     served_model_name: str | None = None
     """model name that clients use (None: the value of --model)"""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
+    tool_call_parser: Literal[
+        "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"
+    ] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling values and output limit of requests that do not say; auto: those of the model's

@@ -23,6 +23,9 @@ class PieceTokenizer:
     def __init__(self, pieces: list[str | bytes]) -> None:
         self.pieces = pieces
 
+    def id_of(self, text: str) -> int | None:
+        return self.pieces.index(text) if text in self.pieces else None
+
     def decode(self, token_ids: list[int]) -> str:
         return self.decode_all([i for i in token_ids if i not in self.special_ids])
 
@@ -105,6 +108,9 @@ def test_special_tokens_are_text_where_they_are_wanted() -> None:
     assert run(detokenizer, [2, 0, 2]) == "he<s> he"
     raw = create_detokenizer(Bytes(), skip_special_tokens=False)
     assert run(raw, [0x41, 256, 0x42]) == "A<end>B"
+    some = create_detokenizer(TOKENIZER, [3], shown=["<s>", "none such"])
+    assert run(some, [2, 10, 0, 2]) == " he\ufffd<s>he", "a text begins anew behind it"
+    assert run(create_detokenizer(Bytes(), shown=["<end>"]), [0x41, 256]) == "A<end>"
 
 
 class Bytes:
@@ -112,6 +118,9 @@ class Bytes:
 
     special_ids = frozenset([256])
     token_bytes = (*TOKEN_BYTES[:256], b"<end>")
+
+    def id_of(self, text: str) -> int | None:
+        return 256 if text == "<end>" else None
 
 
 def test_an_id_beyond_the_vocabulary_has_no_text() -> None:

@@ -142,6 +142,33 @@ def test_another_template_gets_a_system_message(tokenizer: Tokenizer, mode: Any)
     assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
 
 
+def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(
+    tokenizer: Tokenizer,
+) -> None:
+    """As DeepSeek's does, whose calls have texts."""
+    turn = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}]}
+    for source in ("'<' + f.arguments + '>'", "'<' ~ f.arguments | tojson ~ '>'"):
+        knowing = _with_template(
+            tokenizer, "{% set f = messages[0].tool_calls[0].function %}{{ " + source + " }}"
+        )
+        assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
+
+
+async def test_the_template_s_own_way_to_call_is_read(tokenizer: Tokenizer) -> None:
+    """Here Mistral's; a call that is demanded has its own way, and the ids that templates take."""
+    knowing = _with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
+    text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
+    for say, asked in (
+        (text, {}),
+        ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
+    ):
+        async with serving_4k(knowing, saying(knowing, say, finish_reason="stop")) as server:
+            (choice,) = (await server.chat(tools=[TOOL], **asked)).json()["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+            assert len(call["id"]) == 9 and call["id"].isalnum()
+
+
 def test_earlier_calls_are_told_to_another_template_as_they_were_written(
     tokenizer: Tokenizer,
 ) -> None:

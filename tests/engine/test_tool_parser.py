@@ -1,6 +1,7 @@
 """Tool calls in an answer, however its text is cut into pieces."""
 
 import random
+import re
 
 import pytest
 
@@ -8,14 +9,19 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tool_parser import ToolParser, create_tool_parser, tool_syntax
 from protocol.openai.tools import ToolCallPiece, Tools, join_pieces
 
-TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("add", "look_up"))
+_TYPES = {"a": "integer", "s": "string", "deep": ["object", "null"], "ok": "boolean"}
+PARAMETERS = {"properties": {name: {"type": kind} for name, kind in _TYPES.items()}}
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("add", "look_up")
+)
 
 
 def new(kind: str) -> ToolParser:
-    if kind in ("hermes", "llama3_json"):
-        parser = create_tool_parser(Tools(TOOLS, "auto"), kind)
-    else:
+    if kind in ("required", "named"):
         parser = create_tool_parser(Tools(TOOLS, kind, "add"))  # type: ignore[arg-type]
+    else:
+        parser = create_tool_parser(Tools(TOOLS, "auto"), kind)
     assert parser is not None
     return parser
 
@@ -27,7 +33,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
         found += parsed.calls
     calls = join_pieces(found)
     assert [call.index for call in calls] == list(range(parser.num_calls))
-    assert all(call.id and call.id.startswith("call_") for call in calls)
+    assert all(call.id and re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call.id) for call in calls)
     return content, [(call.name or "", call.arguments) for call in calls]
 
 
@@ -82,7 +88,80 @@ CASES = [
     ),
     ("required", '{"x": ], "name": "add"} yes', '{"x": ], "name": "add"} yes', []),
     ("named", '{"a": 1} ', "", [("add", '{"a": 1} ')]),
-]
+    ("mistral", "Just [text] with [TOOL_", "Just [text] with [TOOL_", []),
+    (
+        "mistral",
+        'Both: [TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}, {"name": "look_up", '
+        '"arguments": {"s": "]"}, "id": "123456789"}] ',
+        "Both:",
+        [("add", '{"a": [1]}'), ("look_up", '{"s": "]"}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{"s": "{"} so',
+        " so",
+        [("add", '{"a": 1}'), ("look_up", '{"s": "{"}')],
+    ),
+    ("mistral", '[TOOL_CALLS]add{"a": ', "", [("add", '{"a": ')]),
+    ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}', "", [("add", "{}")]),
+    ("mistral", "[TOOL_CALLS] [not JSON", "[TOOL_CALLS] [not JSON", []),
+    ("mistral", "[TOOL_CALLS] what? {", "[TOOL_CALLS] what? {", []),
+    ("mistral", f"[TOOL_CALLS]{'x' * 600}{{}}", f"[TOOL_CALLS]{'x' * 600}{{}}", []),
+    (
+        "deepseek_v3",
+        "I look. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n'
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n",
+        "I look.",
+        [("add", '{"a": "```"}'), ("look_up", "{}")],
+    ),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}',
+        "",
+        [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')],
+    ),
+    ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", "a <｜tool▁calls▁begin｜> b", []),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}", []),
+    (
+        "qwen3_coder",
+        "So: <tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
+        '</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n</parameter>\n<parameter=ok>True'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function></tool_call>",
+        "So:",
+        [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
+         ("add", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        '<function=add><parameter=s>\n a "b"\n\n</parameter><parameter=new>[1e3]</parameter>'
+        "<parameter=a>many</parameter></function> done",
+        " done",
+        [("add", '{"s": " a \\"b\\"\\n", "new": [1e3], "a": "many"}')],
+    ),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>lo",
+     "", [("add", '{"a": 1')]),
+    ("qwen3_coder", "<tool_call> <function>", "<tool_call> <function>", []),
+    ("qwen3_coder", "<function=a b> x", "<function=a b> x", []),
+    (
+        "pythonic",
+        "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
+        "",
+        [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
+         ("add", "{}")],
+    ),
+    ("pythonic", "<|python_start|>[add(a=-1)]<|python_end|>", "", [("add", '{"a": -1}')]),
+    ("pythonic", "[add(a=1), nobody(b=2)] so", ", nobody(b=2)] so", [("add", '{"a": 1}')]),
+    ("pythonic", "[add(1)]", "[add(1)]", []),
+    ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
+    ("pythonic", "[add(a=look_up())]", "[add(a=look_up())]", []),
+    ("pythonic", "[add(a=1e999)]", "[add(a=1e999)]", []),
+    ("pythonic", "[add(a=", "[add(a=", []),
+    ("pythonic", "[1] is a source (of many)", "[1] is a source (of many)", []),
+    ("pythonic", "No call.", "No call.", []),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
@@ -91,6 +170,7 @@ def test_an_answer_is_read_the_same_however_it_is_cut(
 ) -> None:
     rng = random.Random(len(text))
     cuts = [[text], list(text)]
+    cuts += [[text[:at], text[at:]] for at in range(len(text))]
     for _ in range(20):
         at = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
         cuts.append([text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)])
@@ -110,18 +190,41 @@ def test_brackets_nested_without_end_are_text_like_any_other(kind: str, nested: 
 
 
 @pytest.mark.parametrize(
+    ("kind", "begin", "end", "size"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"s": "', '"}}', 100_009),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"s": "', '"}', 100_009),
+        ("deepseek_v3",
+         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"s": "', '"}', 100_009),
+        ("qwen3_coder", "<function=add><parameter=s>", "</parameter></function>", 100_009),
+        ("pythonic", '[add(s="', '")]', 100_009),
+        ("llama3_json", '{"name": "add", "parameters": {"s": "', '"}}', 100_009),
+    ],
+)  # fmt: skip
+def test_a_long_argument_in_single_characters_is_looked_at_once(
+    kind: str, begin: str, end: str, size: int
+) -> None:
+    """In a second; looked at again with each character it would be hours."""
+    content, ((name, arguments),) = read(new(kind), [begin, *("x" * 100_000), end])
+    assert (content, name, len(arguments)) == ("", "add", size)
+
+
+@pytest.mark.parametrize(
     ("kind", "begin"),
     [
         ("hermes", ""),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}'),
         ("llama3_json", ""),
+        ("mistral", "[TOOL_CALLS] "),
+        ("qwen3_coder", "<tool_call><function=add>"),
+        ("pythonic", "[add()]"),
     ],
 )
 def test_blanks_without_end_are_looked_at_once(kind: str, begin: str) -> None:
     """As many as here would take half an hour if each were looked at again with the next."""
     parser = new(kind)
     parser.feed(begin)
-    given = [parser.feed(" ") for _ in range(400_000)]
+    given = [parser.feed(" ") for _ in range(400_000)][1:]
     assert not any(parsed.content or parsed.calls for parsed in given)
 
 
@@ -142,6 +245,10 @@ def test_arguments_come_as_they_are_written() -> None:
         ("auto", "{{ tools }} <|python_tag|>", "llama3_json"),
         ("auto", "<|python_tag|> of a template that is told of no functions", "hermes"),
         ("auto", None, "hermes"),
+        ("auto", "{{ tools }} [AVAILABLE_TOOLS] ... [TOOL_CALLS]", "mistral"),
+        ("auto", "{{ tools }} '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' ", "deepseek_v3"),
+        ("auto", "{{ tools }} <tool_call>\n<function=example_name>", "qwen3_coder"),
+        ("auto", '{{ tools }} "parameters": [func_name1(param1=value1), ...]', "pythonic"),
         ("llama3_json", None, "llama3_json"),
         ("hermes", "{{ tools }} <|python_tag|>", "hermes"),
     ],

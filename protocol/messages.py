@@ -22,6 +22,8 @@ class Grammar(msgspec.Struct, frozen=True):
     kind: GrammarKind
     text: str = ""
     allowed: tuple[int, ...] = ()  # the tokens that may be drawn; none: all of them
+    # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>.
+    reasoning: Literal["", "open", "perhaps"] = ""
     banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
 
 

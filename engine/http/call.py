@@ -48,9 +48,10 @@ class HttpRequestState:
         self._hooks = api.hooks
         self._parsed = parsed
         self._writer = endpoint.new_writer(parsed, api.fingerprint)
-        how, n = api.settings.tool_call_parser, parsed.num_candidates
+        how = api.settings.tool_call_parser, api.settings.reasoning_parser
+        n = parsed.num_candidates
         self._prompts = {
-            add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, how)
+            add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, *how)
             for at, (add, text) in enumerate(zip(adds, given_texts(parsed), strict=True))
         }
         self.subscription = subscription
@@ -152,7 +153,7 @@ class HttpRequestState:
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
-            elif shows_all or piece.text or piece.tool_calls or piece.first or piece.finish_reason:
+            elif shows_all or piece.first or piece.finish_reason or piece.has_text:
                 so_far = self._usage(self._num_told) if self._parsed.continuous_usage else None
                 parts.append(self._writer.chunk(piece, so_far))
         return b"".join(parts)
@@ -177,6 +178,7 @@ class HttpRequestState:
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             completion_tokens=num_tokens if num_told is None else num_told,
+            reasoning_tokens=sum(c.num_reasoning for prompt in prompts for c in prompt.choices),
             kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
         )
 

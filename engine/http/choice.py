@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text.detokenizer import StopFinder, create_detokenizer
+from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
+from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import SPECIAL_TAGS, ToolParser, create_tool_parser
 from protocol.errors import InternalError
@@ -26,6 +28,7 @@ class PromptGeneration:
         given: the text that the client sent, or None where it sent token ids.
         first: index in the answer of the first of the choices.
         tool_call_parser: how the model writes calls; see tool_parser.tool_syntax.
+        reasoning_parser: how it writes what it thinks; see reasoning.reasoning_begins.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class PromptGeneration:
         tokenizer: Tokenizer,
         first: int = 0,
         tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self.ids = add.token_ids
         self.request = request
@@ -43,10 +47,12 @@ class PromptGeneration:
         self._tokenizer = tokenizer
         self._found: list[TokenLogprobs | None] = []
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
+        begins = reasoning_begins(reasoning_parser, request, add.token_ids, tokenizer)
         self.choices = []
         for index in range(first, first + add.num_choices):
             parser = create_tool_parser(tools, tool_call_parser, tokenizer.chat_template)
-            self.choices.append(ChoiceStream(index, self, add, tokenizer, parser))
+            thinks = ReasoningParser(begins) if begins else None
+            self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
         """The next of the prompt's tokens, in order."""
@@ -144,6 +150,7 @@ class ChoiceStream:
         prompt: that it continues.
         add: the engine's request.
         tool_parser: reads the tool calls out of the text, where there can be some.
+        reasoning: the same of what the model thinks before.
     """
 
     def __init__(
@@ -153,6 +160,7 @@ class ChoiceStream:
         add: AddRequest,
         tokenizer: Tokenizer,
         tool_parser: ToolParser | None,
+        reasoning: ReasoningParser | None = None,
     ) -> None:
         request = prompt.request
         self.index = index
@@ -168,16 +176,16 @@ class ChoiceStream:
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
         skips = request.skip_special_tokens
+        shown = (*(SPECIAL_TAGS if tool_parser else ()), *(THINK_TAGS if reasoning else ()))
         self._detokenizer = create_detokenizer(
-            tokenizer,
-            add.token_ids,
-            skip_special_tokens=skips,
-            shown=SPECIAL_TAGS if tool_parser else (),
+            tokenizer, add.token_ids, skip_special_tokens=skips, shown=shown
         )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
         self._tool_parser = tool_parser
+        self.num_reasoning = 0  # of the tokens
+        self._reasoning = reasoning
 
     @property
     def needs_abort(self) -> bool:
@@ -207,9 +215,19 @@ class ChoiceStream:
             self._take(piece, token_id, logprobs)
         if delta.finish_reason is not None:
             self._finish(piece, delta)
-        if self._tool_parser is not None:
+        if self._tool_parser is not None and (self._reasoning is None or self._reasoning.is_over):
             _take_calls_out(piece, self._tool_parser)
         return piece
+
+    def _write(self, piece: ChoicePiece, text: str) -> None:
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text)
+            self._tell(piece, reasoning)
+        piece.text += text
+
+    def _tell(self, piece: ChoicePiece, reasoning: str) -> None:
+        if getattr(self._request, "include_reasoning", False):
+            piece.reasoning += reasoning
 
     def _new_piece(self) -> ChoicePiece:
         request = self._request
@@ -238,19 +256,24 @@ class ChoiceStream:
                 report = self._prompt.report(token_id, logprobs, num_top, self._offset)
                 piece.logprobs.append(report)
         self._offset += len(text)
-        if self.num_tokens <= self._request.min_tokens:
-            piece.text += text  # no stop string begins or ends in it
-            return
-        emitted, self.stop_found = self._stops.push(text)
-        piece.text += emitted
+        parser = self._reasoning
+        thinks = parser is not None and not parser.is_over
+        if self.num_tokens > self._request.min_tokens:  # else no stop string begins or ends in it
+            text, self.stop_found = self._stops.push(text)
+        self._write(piece, text)
+        self.num_reasoning += thinks and parser is not None and parser.is_inside
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
         if not self.stop_found:
             emitted, self.stop_found = self._stops.push(self._detokenizer.flush())
-            piece.text += emitted
+            self._write(piece, emitted)
         if not self.stop_found:
-            piece.text += self._stops.flush()
+            self._write(piece, self._stops.flush())
+        if self._reasoning is not None:
+            reasoning, rest = self._reasoning.finish()
+            self._tell(piece, reasoning)
+            piece.text += rest
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found
         if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:

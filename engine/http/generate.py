@@ -161,7 +161,8 @@ def _adds(
     default = api.generation_config.max_new_tokens
     limits = [token_limit(parsed, len(ids), ready.max_model_len, default) for ids in prompts]
     sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
-    grammar = grammar_of(sampling.grammar, parsed, api.tokenizer)
+    how = api.tokenizer, api.settings.reasoning_parser
+    grammar = grammar_of(sampling.grammar, parsed, prompts[0], *how)
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     end_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.http.limits import prompt_param, too_long
+from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import QueueFull
 from protocol.messages import Grammar
@@ -74,9 +75,17 @@ def text_digest(parsed: GenerationRequest, tokenizer: Tokenizer) -> str | None:
 
 
 def grammar_of(
-    grammar: Grammar | None, parsed: GenerationRequest, tokenizer: Tokenizer
+    grammar: Grammar | None,
+    parsed: GenerationRequest,
+    prompt_ids: list[int],
+    tokenizer: Tokenizer,
+    reasoning_parser: str,
 ) -> Grammar | None:
-    """`grammar` with what the request says of single tokens and words."""
+    """`grammar` with the reasoning that may go before it, and with what the request says of single
+    tokens and words."""
+    if grammar is not None:
+        begins = reasoning_begins(reasoning_parser, parsed, prompt_ids, tokenizer)
+        grammar = msgspec.structs.replace(grammar, reasoning=begins or "")
     banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
     if not (parsed.allowed_token_ids or banned):
         return grammar

@@ -86,7 +86,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}")
     try:
-        source = _to_llguidance(grammar)
+        source = _behind_reasoning(_to_llguidance(grammar), grammar.reasoning)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
     except Exception as error:  # the converters raise several kinds, all about the text
@@ -121,6 +121,24 @@ def _to_llguidance(grammar: Grammar) -> str:
             )
         case "grammar":
             return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
+
+
+_THOUGHTS = {
+    "open": "thoughts @answer",
+    "perhaps": '/[ \\n\\r\\t]{0,4}/ ("<think>" thoughts)? @answer',
+}
+
+
+def _behind_reasoning(source: str, begins: str) -> str:
+    """What a grammar became, with anything before it up to </think>."""
+    if not begins:
+        return source
+    is_lark = not source.lstrip().startswith("{")
+    first, *others = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    lark = f"start: {_THOUGHTS[begins]}\n" + (
+        'thoughts: until_end /[ \\n\\r\\t]{0,8}/\nuntil_end[suffix="</think>"]: /(.|\\n)*/'
+    )
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 
 def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:

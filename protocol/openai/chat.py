@@ -140,6 +140,7 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = Field(None, description="true or false")
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
+    include_reasoning: Switch = True
 
     tools: OfferedTools = None
     tool_choice: ToolChoice = None

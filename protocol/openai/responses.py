@@ -44,11 +44,17 @@ class ChoicePiece(msgspec.Struct):
     first: bool = False
     prompt_token_ids: list[int] | None = None  # on the first piece, when they were asked for
     prompt_logprobs: list[Any] | None = None  # likewise
+    reasoning: str = ""  # before the text, and not in `text`
     tool_calls: list[ToolCallPiece] = []  # what the text says of them is not in `text`
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
 
     def extend(self, other: "ChoicePiece") -> None:
         """Adds the piece that follows this one."""
         self.text += other.text
+        self.reasoning += other.reasoning
         self.token_ids += other.token_ids
         self.tool_calls += other.tool_calls
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
@@ -62,6 +68,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     kv: KVUsage = KVUsage()
+    reasoning_tokens: int = 0  # of the completion's
 
     def to_openai(self) -> dict[str, Any]:
         return {
@@ -69,6 +76,7 @@ class Usage(msgspec.Struct):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.kv.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def baton_kv(self) -> dict[str, int]:
@@ -193,6 +201,8 @@ class ChatWriter(ResponseWriter):
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             message["content"] = piece.text or None
             message["tool_calls"] = whole_calls(piece.tool_calls)
@@ -202,6 +212,8 @@ class ChatWriter(ResponseWriter):
         delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
         if piece.text or piece.first:
             delta["content"] = piece.text
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
         return _entry(piece, chat_logprobs, delta=delta)

@@ -68,6 +68,9 @@ class ModelOptions(ModelName):
         "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"
     ] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>
+    to </think>; auto: as qwen3, where the chat template knows these tags"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling values and output limit of requests that do not say; auto: those of the model's
     generation_config.json; none: OpenAI's"""

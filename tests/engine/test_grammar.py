@@ -234,3 +234,34 @@ def test_a_vocabulary_larger_than_the_logits() -> None:
     state = compiler.state(request("regex", "[a-z]+"))
     assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("begins", "said", "is_complete"),
+    [
+        ("open", 'I am {"a</think>\n\nab', True),
+        ("open", "ab", False),
+        ("open", "I</think>b", None),
+        ("perhaps", "<think>hm</think>ab", True),
+        ("perhaps", "ab", True),
+        ("perhaps", "I</think>ab", None),
+    ],
+)
+@pytest.mark.parametrize(("kind", "text"), [
+    ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
+])  # fmt: skip
+def test_a_grammar_begins_behind_the_reasoning(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, begins: Any, said: str, is_complete: Any,
+    kind: GrammarKind, text: str,
+) -> None:  # fmt: skip
+    """What is said before may be anything, but no end."""
+    grammar = Grammar(kind, text, reasoning=begins)
+    state = compiler.state(replace(request(kind, text), sampling=SamplingParams(grammar=grammar)))
+    outputs = list[int]()
+    for token_id in tokenizer.encode(said, add_special_tokens=False):
+        if token_id not in allowed(compiler, state):
+            assert is_complete is None
+            return
+        outputs.append(token_id)
+        ending = state.follow(outputs, 0)
+    assert (ending is COMPLETE) == is_complete and is_complete is not None

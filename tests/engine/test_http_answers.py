@@ -57,7 +57,10 @@ async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]
 
 def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt, "completion_tokens": completion}
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     return {**counts, "total_tokens": prompt + completion, **details}
 
 

@@ -35,6 +35,7 @@ class Settings:
     max_num_seqs: int = 8
     cors_origin: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     grammar_timeout_s: float = 2.0
     max_queue_s: float = 30.0
     max_queued_tokens: int = 2**20

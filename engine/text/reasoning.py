@@ -1,0 +1,123 @@
+"""Tells what a model thinks from what it answers: <think>...</think> before the answer. Pure.
+
+A chat template may write the first tag itself, or both for a model that is not to think; then the
+prompt ends with it. Blanks around the two texts belong to neither. Each character is read once.
+"""
+
+from typing import Final, Literal
+
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from protocol.openai.chat import ChatRequest
+from protocol.openai.sampling import GenerationRequest
+
+Begins = Literal["open", "perhaps"]
+
+OPEN, CLOSE = SPECIAL_TAGS = ("<think>", "</think>")
+_TAIL_TOKENS = 16  # of a prompt, which hold a tag and blanks
+# Whether an answer thinks from its start although neither it nor the prompt has the first tag.
+_OPENS: Final[dict[str, Begins]] = {"deepseek_r1": "open", "qwen3": "perhaps"}
+
+
+def reasoning_begins(
+    option: str, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer
+) -> Begins | None:
+    """Whether an answer is in its reasoning from the start, or may begin one; None: it has none.
+
+    Args:
+        option: `--reasoning-parser`; auto: the tags, where the chat template knows them.
+    """
+    if option == "none" or not isinstance(request, ChatRequest):
+        return None
+    if option == "auto":
+        option = "qwen3" if _knows_tags(tokenizer.chat_template) else ""
+    if not option:
+        return None
+    tail = tokenizer.decode_all(prompt_ids[-_TAIL_TOKENS:]).rstrip()
+    if request.continue_final_message:
+        said = request.messages[-1].content
+        tail = OPEN if said.rfind(OPEN) > said.rfind(CLOSE) else CLOSE * (CLOSE in said)
+    if tail.endswith(CLOSE):
+        return None
+    return "open" if tail.endswith(OPEN) else _OPENS[option]
+
+
+def _knows_tags(template: ChatTemplate | None) -> bool:
+    return template is not None and CLOSE in template.source
+
+
+class ReasoningParser:
+    """One choice's answer. `feed` all of its text, then `finish` once.
+
+    Attributes:
+        is_over: what comes is the answer.
+        is_inside: the first tag is there, or will not come.
+    """
+
+    def __init__(self, begins: Begins) -> None:
+        self.is_over = False
+        self._begins = begins
+        self.is_inside = False
+        self._blanks: list[str] = []  # that a text may follow
+        self._has_text = False  # of the part that is being read
+        self._tail = ""  # the beginning of a tag, perhaps
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What it adds to the reasoning and to the answer."""
+        reasoning, text, self._tail = "", self._tail + text, ""
+        if not self.is_over and not self.is_inside:
+            text = self._begin(text)
+        if not self.is_over and self.is_inside:
+            said, tag, text = text.partition(CLOSE)
+            if not tag:
+                keep = _overlap(said, CLOSE)
+                said, self._tail = said[: len(said) - keep], said[len(said) - keep :]
+            reasoning = self._stripped(said)
+            if tag:
+                self.is_over, self._blanks, self._has_text = True, [], False
+        if self.is_over and not self._has_text:
+            text = text.lstrip() if self.is_inside else text
+            self._has_text = bool(text)
+        return (reasoning, text) if self.is_over else (reasoning, "")
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+        if self.is_over:
+            return "", ""
+        if self.is_inside:
+            return self._stripped(self._tail), ""
+        self.is_over = True
+        return "", "".join([*self._blanks, self._tail])
+
+    def _begin(self, text: str) -> str:
+        """What is left of a text behind the first tag, if that has come."""
+        bare = text.lstrip()
+        self._blanks.append(text[: len(text) - len(bare)])
+        if bare.startswith(OPEN):
+            self.is_inside, self._blanks = True, []
+            return bare[len(OPEN) :]
+        if OPEN.startswith(bare):
+            self._tail = bare
+            return ""
+        if self._begins == "open":
+            self.is_inside, self._blanks = True, []
+            return bare
+        text, self._blanks = "".join([*self._blanks, bare]), []
+        self.is_over = True
+        return text
+
+    def _stripped(self, text: str) -> str:
+        """Without blanks at the start; those at the end wait for more."""
+        bare = text.strip() if not self._has_text else text.rstrip()
+        if not bare:
+            self._blanks += [text] if self._has_text else []
+            return ""
+        before, after = "".join(self._blanks), text[text.rfind(bare[-1]) + 1 :]
+        self._blanks, self._has_text = [after], True
+        return before + bare
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The longest end of a text that is a beginning of a tag, in characters."""
+    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(tag[:size])), 0)

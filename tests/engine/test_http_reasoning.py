@@ -1,0 +1,96 @@
+"""Reasoning over HTTP: apart from the answer, beside tools, grammars, stop strings and choices."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import Grammar
+from tests.engine.test_http_fields import serving_4k, with_template
+from tests.engine.test_http_tools import CALL, TOOL, call_of
+from tests.rigs.http_server import chunks, end, saying, scripted
+
+TAGS = "{# <think></think> #}{{ tools or '' }}Say: "
+OPEN = TAGS + "{% if thinking is not false %}<think>\n{% else %}<think></think>\n{% endif %}"
+
+
+def said(answer: dict[str, Any]) -> tuple[str | None, str | None]:
+    message = answer["choices"][0]["message"]
+    return message.get("reasoning_content"), message["content"]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "asked", "expected", "num_reasoning"),
+    [
+        (TAGS, "<think>\nI <b>.\n</think>\n\nYo", {}, ("I <b>.", "Yo"), 17),
+        (TAGS, "Yo", {}, (None, "Yo"), 0),
+        (OPEN, "I <b>.\n</think>\nYo", {}, ("I <b>.", "Yo"), 15),
+        (OPEN, "Yo</think>", {"reasoning_effort": "none"}, (None, "Yo</think>"), 0),
+        (OPEN, "for ever", {}, ("for ever", ""), 8),
+        (OPEN, "I.</think>Yo", {"include_reasoning": False}, (None, "Yo"), 10),
+        (OPEN, "I say.</think>Yo ENDo", {"stop": ["END"]}, ("I say.", "Yo "), 14),
+        (OPEN, "I END.</think>Yo", {"stop": ["END"]}, ("I", ""), 5),
+        (OPEN, "I.</think>Yo", {"messages": [
+            {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>So"}],
+            "continue_final_message": True}, ("I.", "Yo"), 10),
+        ("no tags", "<think>I</think>Yo", {}, (None, "<think>I</think>Yo"), 0),
+    ],
+)  # fmt: skip
+async def test_reasoning_is_told_apart_whole_and_streamed(
+    tokenizer: Tokenizer, template: str, text: str, asked: Any, expected: Any, num_reasoning: int
+) -> None:
+    if "continue_final_message" in asked:
+        template += "{{ messages[-1].content }}"
+    knowing = with_template(tokenizer, template)
+    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+        answer = (await server.chat(logprobs=False, **asked)).json()
+        assert said(answer) == expected
+        details = answer["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": num_reasoning}
+        streamed = chunks(await server.chat(
+            stream=True, stream_options={"include_usage": True}, **asked))  # fmt: skip
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]]
+        reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        assert (reasoning or None, content) == expected
+        assert streamed[-1]["usage"]["completion_tokens_details"] == details
+
+
+async def test_calls_are_read_behind_the_reasoning_alone(tokenizer: Tokenizer) -> None:
+    """A call that is only thought of is none, nor is one demanded while the model still thinks."""
+    knowing = with_template(tokenizer, OPEN)
+    text = f"Perhaps {CALL}.</think>\n{CALL}"
+    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+        answer = (await server.chat(tools=[TOOL])).json()
+        assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
+        assert said(answer)[0] == f"Perhaps {CALL}."
+    named = {"type": "function", "function": {"name": "add"}}
+    for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
+        async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+            answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
+            assert said(answer)[0] == "I"
+            found = answer["choices"][0]["message"].get("tool_calls", [])
+            functions = [call["function"] for call in found]
+            assert [(one["name"], one["arguments"]) for one in functions] == calls
+
+
+async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer: Tokenizer) -> None:
+    asked = {"structured_outputs": {"regex": "a+"}}
+    for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
+        knowing = with_template(tokenizer, template)
+        async with serving_4k(knowing, saying(knowing, "x")) as server:
+            await server.chat(**asked)
+            (add,) = server.engine.added
+            assert add.sampling.grammar == Grammar("regex", "a+", reasoning=begins)  # type: ignore[arg-type]
+
+
+async def test_each_choice_thinks_for_itself(tokenizer: Tokenizer) -> None:
+    knowing = with_template(tokenizer, OPEN)
+    ids = [knowing.encode(text) for text in ("I</think>a", "We</think>b")]
+    script = scripted(*({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1))
+    async with serving_4k(knowing, script) as server:
+        choices = (await server.chat(n=2)).json()["choices"]
+        found = [(c["message"]["reasoning_content"], c["message"]["content"]) for c in choices]
+        assert found == [("I", "a"), ("We", "b")]
+        assert json.dumps(choices)

@@ -1,26 +1,29 @@
-"""The body of /v1/responses: text in, text out. It becomes a chat, which is what is served.
+"""The body of /v1/responses: text and tools. It becomes a chat, which is what is served.
 
 Nothing is stored, so an earlier response cannot be continued; the client sends the conversation.
 """
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.chat import ChatRequest, Verbosity, joined
+from protocol.openai.chat import ChatRequest, Effort, Verbosity, joined
 from protocol.openai.requests import Read, Strict, fault, neutral, validate
 from protocol.openai.sampling import (
     MAX_INT31,
     CommonFields,
     GenerationConfig,
     StreamOptions,
+    Switch,
     Temperature,
     Text,
     TopP,
+    UnreadText,
     integer,
 )
-from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers
+from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers, only_one
+from protocol.openai.tools import MAX_TOOLS, Function
 
 _SAMPLING = {"temperature", "top_p"}
 _AS_CHATS = {*_SAMPLING, *CommonFields.model_fields}
@@ -31,26 +34,49 @@ class InputPart(Strict):
     must_be: ClassVar[str] = 'a part {"type": "input_text", "text": "..."}'
     told_whole: ClassVar[bool] = True
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
+Parts = Annotated[str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], joined)]
+_NEEDED: Final = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
 class InputItem(Strict):
-    """A message of the conversation."""
+    """A message of the conversation, a call of a tool, its result, or what the model thought."""
 
     must_be: ClassVar[str] = "a message with `role` and `content`"
 
-    type: Any = neutral("message")
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description="system, developer, user or assistant"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = Field(
+        "message", description="message, function_call, function_call_output or reasoning"
     )
-    content: Annotated[
-        str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], joined)
-    ] = Field(description="a string or a list of text parts")
+    role: Literal["system", "developer", "user", "assistant"] | None = Field(
+        None, description="system, developer, user or assistant"
+    )
+    content: Parts = Field("", description="a string or a list of text parts")
+    call_id: Text = None
+    name: Text = None
+    arguments: Text = None
+    output: Parts = Field("", description="a string or a list of text parts")
+    summary_: Parts = Field("", alias="summary", description="a list of text parts")
     # Not read: of an earlier response, sent back.
     id: Any = None
     status: Any = None
     phase: Any = None
+    encrypted_content: Any = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        for name in _NEEDED[self.type]:
+            if name not in self.model_fields_set:
+                must_be = type(self).model_fields[name].description
+                raise fault(name, f"is missing; it must be {must_be}.")
+        return self
 
 
 class TextFormat(SchemaMembers):
@@ -81,9 +107,46 @@ class TextOptions(Strict):
 
 
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
+    """An assistant's turn is what it thought, what it said, and what it called, in that order."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    return [{"role": item.role, "content": item.content} for item in given]
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if item.type == "function_call_output":
+            told = {"content": item.output, "tool_call_id": item.call_id}
+            messages.append({"role": "tool", **told})
+        elif item.type == "function_call":
+            if turn is None:
+                messages.append(turn := {"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        elif item.type == "reasoning":
+            thought = item.content or item.summary_
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif item.role == "assistant" and turn and not (turn["content"] or "tool_calls" in turn):
+            turn["content"] = item.content
+        else:
+            messages.append({"role": item.role, "content": item.content})
+    return messages
+
+
+class _OfFunction(Strict):
+    type: Literal["function"] = Field(description="function")
+
+
+class FunctionTool(Function, _OfFunction):
+    """`tools` of chats, but for the function's members, which lie flat in it."""
+
+
+class NamedFunction(_OfFunction):
+    name: str = Field(description="a string")
+
+
+class ReasoningOptions(Strict):
+    effort: Effort = None
+    summary_: UnreadText = Field(None, alias="summary")  # reasoning is told as it is
+    generate_summary: UnreadText = None
 
 
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
@@ -103,17 +166,22 @@ class ResponsesRequest(CommonFields):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     text: TextOptions | None = Field(None, description="an object with `format`")
+    tools: Annotated[
+        list[dict[str, Any]],
+        Read(Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
+    ] = Field([], description=f"a list of at most {MAX_TOOLS} functions")
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = Field(
+        "auto", description='"none", "auto", "required" or {"type": "function", "name": "..."}'
+    )
+    parallel_tool_calls: Switch = True
+    reasoning: ReasoningOptions | None = Field(None, description="an object with `effort`")
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
 
     background: Any = neutral(False)
-    include: Any = neutral([])
-    parallel_tool_calls: Any = neutral(True, False)
-    reasoning: Any = neutral({})
+    include: Any = neutral([], ["reasoning.encrypted_content"])
     stream_options: StreamOptions | None = Field(None, description="an object")
-    tool_choice: Any = neutral("none", "auto")
-    tools: Any = neutral([])
     top_logprobs: Any = neutral(0)
     truncation: Any = neutral("disabled")
 
@@ -129,8 +197,8 @@ class ResponsesChat(ChatRequest):
     def guided(self) -> GuidedDecoding | None:
         asked = self.asked.text.format if self.asked.text else None
         if asked is None or asked["type"] == "text":
-            return None
-        return validate(TextFormat, asked).guided_at("text.format")
+            return self.toolset.guided
+        return only_one([self.toolset.guided, validate(TextFormat, asked).guided_at("text.format")])
 
     @property
     def limit_field(self) -> str:
@@ -142,6 +210,17 @@ class ResponsesChat(ChatRequest):
         return chat.model_copy(update={"asked": self.asked.model_copy(update=used)})
 
 
+def _tools_of_chats(asked: ResponsesRequest) -> dict[str, Any]:
+    tools = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in asked.tools
+    ]
+    choice: Any = asked.tool_choice
+    if isinstance(choice, NamedFunction):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    return {"tools": tools, "tool_choice": choice}
+
+
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""
     asked = validate(ResponsesRequest, body)
@@ -151,7 +230,10 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         asked=asked,
         messages=[*first, *asked.input],  # type: ignore[list-item]  # pydantic makes Messages
         max_completion_tokens=asked.max_output_tokens,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
         verbosity=asked.text.verbosity if asked.text else None,
+        **_tools_of_chats(asked),
         **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
     )
     chat.check()

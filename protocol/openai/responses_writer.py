@@ -1,19 +1,63 @@
 """What /v1/responses answers: a response object, or the events of one that is being written.
 
-created, in_progress, output_item.added, content_part.added, output_text.delta ...,
-output_text.done, content_part.done, output_item.done, completed or incomplete
+created, in_progress, items ..., completed or incomplete
+
+An item is what the model thought, what it says, or a call: output_item.added, content_part.added,
+output_text.delta ..., output_text.done, content_part.done, output_item.done; with reasoning_text,
+or for a call, which has no parts, with function_call_arguments.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from protocol.http import sse
 from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
 from protocol.openai.responses_request import ResponsesChat
+from protocol.openai.tools import ToolCallPiece
 
 _encode = msgspec.json.Encoder().encode
+
+# Of each kind of item: what its id begins with, and what its text is.
+_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
+_KINDS: Final = {
+    _MESSAGE: ("msg_", "output_text"),
+    _REASONING: ("rs_", "reasoning_text"),
+    _CALL: ("fc_", "function_call_arguments"),
+}
+
+
+class _Item:
+    """One that is being written."""
+
+    def __init__(self, kind: str, response_id: str, at: int, call: ToolCallPiece | None) -> None:
+        self.prefix, self.text_kind = _KINDS[kind]
+        self.kind = kind
+        self.call = call
+        self.text = ""
+        self.id = f"{self.prefix}{response_id}" + (f"_{at}" if at else "")
+        self.place: dict[str, Any] = {"item_id": self.id, "output_index": at}
+        if kind != _CALL:
+            self.place["content_index"] = 0
+        self.extra: dict[str, Any] = {"logprobs": []} if kind == _MESSAGE else {}
+
+    def to_json(self, status: str) -> dict[str, Any]:
+        about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.call is not None:
+            return {
+                **about,
+                "call_id": self.call.id,
+                "name": self.call.name,
+                "arguments": self.text,
+            }
+        content = [self.part()] if self.text or status != "in_progress" else []
+        own: dict[str, Any] = {"role": "assistant"} if self.kind == _MESSAGE else {"summary": []}
+        return {**about, **own, "content": content}
+
+    def part(self) -> dict[str, Any]:
+        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == _MESSAGE else {}
+        return {"type": self.text_kind, "text": self.text, **extra}
 
 
 class ResponsesWriter(ResponseWriter):
@@ -28,43 +72,71 @@ class ResponsesWriter(ResponseWriter):
         self, response_id: str, created: int, asked: ResponsesChat, fingerprint: str | None = None
     ) -> None:
         super().__init__(response_id, created, asked)
-        self._place = {"item_id": "msg_" + response_id, "output_index": 0, "content_index": 0}
+        self._id = response_id
         self._told = asked.asked
-        self._text = ""
+        self._item: _Item | None = None  # that is being written
+        self._output: list[dict[str, Any]] = []  # those before it
         self._num_events = 0
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The events of a piece that is not the last."""
         events = []
         if piece.first:
-            response, item = self._response("in_progress"), self._item("in_progress")
-            events += [
-                self._event("created", response=response),
-                self._event("in_progress", response=response),
-                self._event("output_item.added", output_index=0, item=item),
-                self._event("content_part.added", **self._place, part=_part("")),
-            ]
-        if piece.text:
-            self._text += piece.text
-            delta = {**self._place, "delta": piece.text, "logprobs": []}
-            events.append(self._event("output_text.delta", **delta))
-        return b"".join(events)
+            response = self._response("in_progress")
+            events = [self._event(kind, response=response) for kind in ("created", "in_progress")]
+        return b"".join([*events, *self._write(piece)])
 
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events of the last piece, the whole response in the last of them."""
-        before, status, text = self.chunk(piece), _status(piece), self._text
-        whole = {**self._response(status, text, usage), "baton_kv": usage.baton_kv(), **extra}
-        events = (
-            self._event("output_text.done", **self._place, text=text, logprobs=[]),
-            self._event("content_part.done", **self._place, part=_part(text)),
-            self._event("output_item.done", output_index=0, item=self._item(status, text)),
-            self._event(status, response=whole),
-        )
-        return before + b"".join(events)
+        before, status = self.chunk(piece), _status(piece)
+        before += b"".join(self._end(status))
+        whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
+        return before + self._event(status, response=whole)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         (piece,) = pieces
-        return _encode({**self._response(_status(piece), piece.text, usage), **extra})
+        _ = [*self._write(piece), *self._end(_status(piece))]
+        return _encode({**self._response(_status(piece), usage), **extra})
+
+    def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
+        if piece.reasoning:
+            yield from self._add(_REASONING, piece.reasoning)
+        if piece.text:
+            yield from self._add(_MESSAGE, piece.text)
+        for call in piece.tool_calls:
+            yield from self._add(_CALL, call.arguments, call)
+
+    def _add(self, kind: str, text: str, call: ToolCallPiece | None = None) -> Iterator[bytes]:
+        begins = call is not None and call.name is not None
+        if self._item is None or self._item.kind != kind or begins:
+            yield from self._close("completed")
+            self._item = item = _Item(kind, self._id, len(self._output), call)
+            shown, at = item.to_json("in_progress"), len(self._output)
+            yield self._event("output_item.added", output_index=at, item=shown)
+            if kind != _CALL:
+                yield self._event("content_part.added", **item.place, part=item.part())
+        item = self._item
+        item.text += text
+        if text:
+            yield self._event(f"{item.text_kind}.delta", **item.place, delta=text, **item.extra)
+
+    def _end(self, status: str) -> Iterator[bytes]:
+        """Ends the last item; an answer has one."""
+        if self._item is None:
+            yield from self._add(_MESSAGE, "")
+        yield from self._close(status)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        item, self._item = self._item, None
+        if item is None:
+            return
+        told = {"arguments" if item.kind == _CALL else "text": item.text}
+        yield self._event(f"{item.text_kind}.done", **item.place, **told, **item.extra)
+        if item.kind != _CALL:
+            yield self._event("content_part.done", **item.place, part=item.part())
+        shown, at = item.to_json(status), len(self._output)
+        yield self._event("output_item.done", output_index=at, item=shown)
+        self._output.append(shown)
 
     def _event(self, kind: str, **members: Any) -> bytes:
         name = f"response.{kind}"
@@ -72,17 +144,11 @@ class ResponsesWriter(ResponseWriter):
         self._num_events += 1
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))
 
-    def _item(self, status: str, text: str | None = None) -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        about = {"id": self._place["item_id"], "type": "message", "role": "assistant"}
-        return {**about, "status": status, "content": content}
-
-    def _response(
-        self, status: str, text: str | None = None, usage: Usage | None = None
-    ) -> dict[str, Any]:
+    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         asked = self._told
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         given = asked.text.format if asked.text else None
+        choice = asked.tool_choice
         return {
             "id": self._head["id"],
             "object": "response",
@@ -95,15 +161,15 @@ class ResponsesWriter(ResponseWriter):
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata,
             "model": asked.model,
-            "output": [] if text is None else [self._item(status, text)],
-            "parallel_tool_calls": True,
+            "output": list(self._output),
+            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": False,
             "temperature": asked.temperature,
             "text": {"format": given or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": asked.tools,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
@@ -113,10 +179,6 @@ class ResponsesWriter(ResponseWriter):
 
 def _status(piece: ChoicePiece) -> str:
     return "incomplete" if piece.finish_reason == "length" else "completed"
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Tools and reasoning at /v1/responses, read and sent back by OpenAI's own client."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from msgspec.structs import replace
+
+from engine.text.tokenizer import Tokenizer
+from tests.engine.test_http_fields import serving_4k, with_template
+from tests.engine.test_http_tools import CALL, TOOL
+from tests.rigs.http_server import Server, saying
+
+# It shows a conversation as the template gets it.
+SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
+|{{ m.reasoning_content }}|{{ m.tool_call_id }}|{{ m.tool_calls | tojson if m.tool_calls }};\
+{% endfor %}\
+{{ tools | length if tools }},{{ reasoning_effort }}"
+FLAT = {"type": "function", "strict": True, **TOOL["function"]}
+PIECES = [
+    ("<think>I add.</think>\nSo: ", ("reasoning", "message")),
+    ("Hello", ("message",)),
+    ("", ("message",)),
+    ("<think>hm</think>" + CALL + CALL, ("reasoning", "function_call", "function_call")),
+    (CALL, ("function_call",)),
+    ("<think>for ever", ("reasoning",)),
+]
+
+
+def client_of(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0)
+
+
+def _shown(item: Any) -> str:
+    if item.type == "function_call":
+        return f"{item.name}({item.arguments})"
+    return "".join(part.text for part in item.content or [])
+
+
+@pytest.mark.parametrize(("text", "kinds"), PIECES)
+async def test_the_client_reads_the_same_items_whole_and_streamed(
+    tokenizer: Tokenizer, text: str, kinds: tuple[str, ...]
+) -> None:
+    knowing = with_template(tokenizer, SHOWS)
+    asked: Any = {"model": "m", "input": "1 + 1?", "tools": [FLAT], "reasoning": {"effort": "low"}}
+    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+        async with client_of(server) as client:
+            whole = await client.responses.create(**asked)
+            async with client.responses.stream(**asked) as stream:
+                told = [event async for event in stream]
+                final = await stream.get_final_response()
+        found = knowing.decode(server.engine.added[0].token_ids)
+    assert found.endswith("1,low") and whole.reasoning.effort == "low"
+    assert tuple(item.type for item in whole.output) == kinds
+    shown = [_shown(item) for item in whole.output]
+    assert shown == [_shown(item) for item in final.output]
+    said = text.replace(CALL, 'add({"a": 1})').replace("<think>", "").replace("</think>\n", "")
+    assert "".join(shown) == said.replace("</think>", "")
+    assert len({item.id for item in final.output}) == len(kinds)
+    assert [event.type for event in told].count("response.output_item.done") == len(kinds)
+    details = whole.usage.output_tokens_details
+    assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
+
+
+async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer: Tokenizer) -> None:
+    knowing = with_template(tokenizer, SHOWS)
+    text = f"<think>I add.</think>So: {CALL}"
+    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+        async with client_of(server) as client:
+            asked: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+            first = await client.responses.create(model="m", input=asked, tools=[FLAT])  # type: ignore[list-item]
+            *_, call = first.output
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}  # type: ignore[union-attr]
+            items = [item.model_dump(exclude_none=True) for item in first.output]
+            await client.responses.create(model="m", input=[*asked, *items, result])  # type: ignore[list-item]
+        found = knowing.decode(server.engine.added[-1].token_ids)
+    function = {"name": "add", "arguments": {"a": 1}}
+    told = {"id": call.call_id, "type": "function", "function": function}  # type: ignore[union-attr]
+    turn = f"assistant:So:|I add.||{json.dumps([told])};"
+    assert found == f"user:1 + 1?|||;{turn}tool:2||{call.call_id}|;,"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({"tool_choice": {"type": "function", "name": "add"}}, "json_schema"),
+        ({"tool_choice": "required"}, "grammar"),
+        ({"tool_choice": "auto"}, None),
+        ({"tool_choice": "none"}, None),
+    ],
+)
+async def test_a_call_can_be_demanded(tokenizer: Tokenizer, asked: Any, grammar: Any) -> None:
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        body = {"model": "m", "input": "Hi", "tools": [FLAT], **asked}
+        assert (await server.http.post("/v1/responses", json=body)).status_code == 200
+        (add,) = server.engine.added
+        found = add.sampling.grammar
+        assert (found and found.kind) == grammar
+        assert replace(add, request_id="") != add
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "`tools[0].type` is \"web_search\"; it must be func"),
+        ({"tools": [{"type": "function"}]}, "`tools[0].name` is missing"),
+        ({"tool_choice": "required"}, "but no `tools` are given"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+         "`input[0].call_id` is missing; it must be a string."),
+        ({"input": [{"type": "image"}]}, "`input[0].type` is \"image\"; it must be message, func"),
+        ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_done_is_named(tokenizer: Tokenizer, asked: Any, told: str) -> None:
+    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
+        answer = await server.http.post("/v1/responses", json={"input": "Hi", **asked})
+        assert answer.status_code == 400 and told in answer.json()["error"]["message"]

@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2450,
+    "benchmarks": 2469,
     "decode_server": 549,
-    "deploy": 860,
-    "engine": 8800,
+    "deploy": 869,
+    "engine": 9263,
     "kvcache": 6549,
     "kvcache/transfer": 5345,
     "model": 2890,
     "prefill_server": 337,
-    "protocol": 5800,
+    "protocol": 5967,
     "proxy": 4019,
-    "tests": 34900,
+    "tests": 35376,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from deploy.healthcheck import LOOPBACK
 from protocol.settings.options import ModelOptions, QueueOptions
 from protocol.settings.settings import PROGRAMS as SETTINGS
 from protocol.settings.settings import ProxySettings, UpSettings, to_argv
+from protocol.settings.sources import variable_name
 
 Kind = Literal["prefill", "decode", "proxy"]
 SERVERS: tuple[Kind, ...] = ("prefill", "decode")
@@ -34,17 +35,21 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def server_commands(settings: UpSettings, *, secret: str, cores: int) -> list[Command]:
+def server_commands(
+    settings: UpSettings, *, secret: str, cores: int, key: str | None = None
+) -> list[Command]:
     """All prefill and decode servers, each on free ports of the loopback address.
 
     Args:
         secret: the cluster secret; it goes by environment, which other users cannot read.
         cores: CPU cores of this machine.
+        key: the proxy's, where the cluster has API keys.
     """
     commands = []
+    keys = _environment(admin_key=(*([key] if key else ()), *_revealed(settings.admin_key)))
     for kind in SERVERS:
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
-        env, group = {"BATON_CLUSTER_SECRET": secret}, getattr(settings, kind)
+        env, group = {"BATON_CLUSTER_SECRET": secret, **keys}, getattr(settings, kind)
         for index in range(group.count):
             devices = group.devices  # one server's, or of several that share; else a share of them
             if len(devices) != group.tp:
@@ -96,12 +101,28 @@ def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
     return to_argv(options, only=sorted(changed))
 
 
-def proxy_command(settings: UpSettings, urls: Mapping[Kind, Sequence[str]]) -> Command:
-    """The proxy in front of servers that already serve."""
+def proxy_command(
+    settings: UpSettings, urls: Mapping[Kind, Sequence[str]], key: str | None = None
+) -> Command:
+    """The proxy in front of servers that already serve, and want this API key."""
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
-    return Command("proxy", "proxy", (*PROGRAMS["proxy"], *argv))
+    env = _environment(
+        api_key=_revealed(settings.api_key),
+        admin_key=_revealed(settings.admin_key),
+        upstream_api_key=[key] if key else (),
+    )
+    return Command("proxy", "proxy", (*PROGRAMS["proxy"], *argv), env)
+
+
+def _revealed(keys: Iterable[SecretStr]) -> list[str]:
+    return [key.get_secret_value() for key in keys]
+
+
+def _environment(**keys: Sequence[str]) -> dict[str, str]:
+    """Options for a process as variables, which other users cannot read."""
+    return {variable_name((name,)): ",".join(given) for name, given in keys.items() if given}
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:

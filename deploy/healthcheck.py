@@ -1,9 +1,11 @@
 """Asking a Baton process of this machine over HTTP. As a program, whether it answers /health:
 
-python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and BATON_PORT
+python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and BATON_PORT, over TLS
+                                    # where BATON_TLS_CERT is set
 """
 
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -11,7 +13,11 @@ import urllib.request
 TIMEOUT_S = 2.0
 LOOPBACK = "127.0.0.1"
 # Without the proxy of the environment's http_proxy, which could not reach this machine's loopback.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Certificates are of the name that users call, which is not this machine's loopback.
+_direct = urllib.request.build_opener(
+    urllib.request.ProxyHandler({}),
+    urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+)
 
 
 def url_host(host: str) -> str:
@@ -20,14 +26,16 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def get(url: str, timeout_s: float) -> bytes:
-    """The answer's body.
+def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
+    """The answer's body, asked for with this API key.
 
     Raises:
         OSError: nothing answers, or the status is 400 or above.
     """
     try:
-        with _direct.open(url, timeout=timeout_s) as answer:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        asked = urllib.request.Request(url, headers=headers)
+        with _direct.open(asked, timeout=timeout_s) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -36,7 +44,8 @@ def get(url: str, timeout_s: float) -> bytes:
 
 def main() -> int:
     host = url_host(os.environ.get("BATON_HOST", LOOPBACK))
-    url = f"http://{host}:{os.environ.get('BATON_PORT', '8000')}/health"
+    scheme = "https" if os.environ.get("BATON_TLS_CERT") else "http"
+    url = f"{scheme}://{host}:{os.environ.get('BATON_PORT', '8000')}/health"
     try:
         get(url, TIMEOUT_S)
     except OSError as error:

@@ -103,6 +103,8 @@ class LocalCluster:
         self._ports: dict[lifecycle.Child, int] = {}  # of those that are ready
         # None is a stop signal. SimpleQueue: its put may interrupt its own get, as a handler does.
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
+        # The proxy's, for the servers.
+        self._key = secrets.token_hex(32) if settings.has_keys else None
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
@@ -119,7 +121,7 @@ class LocalCluster:
         for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
         secret, cores = secrets.token_hex(32), available_cores()
-        commands = server_commands(self.settings, secret=secret, cores=cores)
+        commands = server_commands(self.settings, secret=secret, cores=cores, key=self._key)
         urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
         for command, port in zip(commands, self._start(*commands), strict=True):
             urls[command.kind].append(f"http://{LOOPBACK}:{port}")
@@ -128,10 +130,11 @@ class LocalCluster:
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
         """Starts the proxy in front of these servers, and prints `ready`, where, and a line to
         paste once the endpoint serves. Never returns."""
-        (port,) = self._start(proxy_command(self.settings, urls))
-        endpoint = f"http://{url_host(self.settings.host)}:{port}"
+        (port,) = self._start(proxy_command(self.settings, urls, self._key))
+        scheme = "https" if self.settings.tls_cert else "http"
+        endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
         self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)
-        print(f"ready {endpoint}/v1\n{example(endpoint)}", flush=True)
+        print(f"ready {endpoint}/v1\n{example(endpoint, urls['decode'][0], self._key)}", flush=True)
         while True:
             self._take_event(None)
 
@@ -208,12 +211,15 @@ def _unready(endpoint: str) -> str:
     return ""
 
 
-def example(endpoint: str) -> str:
-    """A curl line for the model served at `endpoint`."""
-    name = str(json.loads(get(f"{endpoint}/v1/models", MODEL_TIMEOUT_S))["data"][0]["id"])
+def example(endpoint: str, server: str, key: str | None) -> str:
+    """A curl line for the model served at `endpoint`, as `server` with this API key names it."""
+    models = json.loads(get(f"{server}/v1/models", MODEL_TIMEOUT_S, key))
+    name = str(models["data"][0]["id"])
     prompt = "The capital of France is"
     body = {"model": name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    tls = "-k " if endpoint.startswith("https:") else ""
+    bearer = '-H "Authorization: Bearer $API_KEY" ' if key else ""
     return (
-        f"curl {endpoint}/v1/completions -H 'Content-Type: application/json' "
+        f"curl {tls}{endpoint}/v1/completions {bearer}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )

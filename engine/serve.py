@@ -26,17 +26,17 @@ from starlette.applications import Starlette
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.registrar import Registrar
+from engine.http.registrar import registrar_of
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
+from protocol.http.access import check
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
-from protocol.registration import Record, http_url
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
 
@@ -101,6 +101,7 @@ class _Server:
         self.role = role
         self.secret = cluster_secret(settings.cluster_secret)
         self.hooks = hooks(self.secret)
+        check(settings)  # what is wrong is better known before models load
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -151,7 +152,11 @@ class _Server:
             try:
                 await api.grammars.start()
                 ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                return await self._serve(listener, client, app, ready.side_channel_port)
+                watching = asyncio.create_task(api.access.watch())
+                try:
+                    return await self._serve(listener, client, app, ready.side_channel_port)
+                finally:
+                    watching.cancel()
             finally:
                 api.grammars.close()
         finally:
@@ -183,15 +188,17 @@ class _Server:
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
+                **app.state.certificate.for_uvicorn(),
             )
         )
         gc.collect()
         gc.freeze()  # a look through all of this would hold up every stream
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
-        logger.info("%s serves at http://%s:%d", self.role, self.settings.host, port)
+        where = f"{app.state.certificate.scheme}://{self.settings.host}:{port}"
+        logger.info("%s serves at %s", self.role, where)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
-        registrar = self._registrar(port, client)
+        registrar = registrar_of(self.settings, self.role, port, client.ready, self.secret)
         registrar.start()
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
@@ -208,19 +215,6 @@ class _Server:
         if failed is not None:
             raise StartFailure(failed)
         return 0
-
-    def _registrar(self, port: int, client: EngineClient) -> Registrar:
-        settings, engine = self.settings, client.ready
-        assert engine is not None
-        record = Record(
-            role="decode" if self.role == "decode" else "prefill",
-            url=settings.advertise_url or http_url(settings.host, port),
-            model=settings.served_model_name or settings.model,
-            kv_digest=str(engine.geometry.get("kv_digest", "")),
-            ttl_s=settings.register_ttl_s,
-            issued_ms=0,
-        )
-        return Registrar(settings.register, record, self.secret)
 
     async def _drain(self, serving: asyncio.Future[None], client: EngineClient) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while

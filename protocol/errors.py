@@ -64,7 +64,6 @@ class Forbidden(  # a key that may do other things
     RequestError, status=403, phase="access", type="permission_error",
     code="insufficient_permissions",
 ): ...
-class LengthRequired(RequestError, status=411, phase="access", code="length_required"): ...
 class RateLimited(  # beyond what the key may use; `retry-after` says when it may again
     RequestError, status=429, retryable=True, phase="access", type="rate_limit_error",
     code="rate_limit_exceeded",

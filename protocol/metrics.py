@@ -46,6 +46,9 @@ class Spec:
 
 TABLE = (
     Spec("baton_build_info", "gauge", "any", "1, with the version of Baton.", ("version",)),
+    Spec("baton_key_requests", "counter", "any",
+         "Requests by the name of their API key (-: none that is known) and outcome: accepted, "
+         "limited (429), forbidden (403), unknown (401).", ("key", "outcome")),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests; outcome: stop, length, tool_calls, abort (client gone), rejected "

@@ -80,8 +80,8 @@ def _mac(text: bytes | msgspec.Raw, secret: bytes) -> str:
     return hmac.digest(secret, _LABEL + bytes(text), hashlib.sha256).hex()
 
 
-def http_url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_advertised(url: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
+from protocol.http.access import check
 from protocol.http.connections import (
     bound_clients,
     bounded_protocol,
@@ -71,6 +72,7 @@ def make_server(app: ProxyApp) -> ProxyServer:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+        **app.access.certificate.for_uvicorn(),
     )
     return ProxyServer(config, app, settings.shutdown_grace_s)
 
@@ -101,19 +103,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_file_limit()
     logger.info("settings %s", describe(settings))
     try:
+        check(settings)
+        app = ProxyApp(settings)
         listener = bind(settings.host, settings.port)
-    except CannotListen as error:
+    except (CannotListen, ValueError) as error:
         lifecycle.report_failure(str(error))
-        return 1
+        return 1 if isinstance(error, CannotListen) else 2
     listener.listen(BACKLOG)
     bound_clients(listener, settings.client_timeout_s)
-    server = make_server(ProxyApp(settings))
+    server = make_server(app)
     gc.collect()
     gc.freeze()  # a look through all of this would hold up every stream for some 10 ms
     port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("listening on http://%s:%d", host, port)
-    lifecycle.report_ready({"port": port, "url": f"http://{host}:{port}"})
+    url = f"{app.access.certificate.scheme}://{host}:{port}"
+    logger.info("listening on %s", url)
+    lifecycle.report_ready({"port": port, "url": url})
     with lifecycle.stop_signals(server.stop):
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))

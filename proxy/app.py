@@ -6,23 +6,23 @@ Plain ASGI: a framework would take longer per request than everything else here 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull, RequestError
+from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
 from protocol.http.connections import ClientDisconnected, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
+from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
-from proxy.membership import Kind
-from proxy.pd_request import PDRequest
+from proxy.pd_request import PDRequest, known_series
 from proxy.poller import Poller
 from proxy.relay import Reply, Send
 from proxy.ui.site import Site
-from proxy.upstream import Failure, HttpUpstream
+from proxy.upstream import HttpUpstream
 from proxy.upstream_call import Upstreams
 
 logger = get_logger(__name__)
@@ -37,20 +37,30 @@ CLIENT_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS, MODELS_PATH)
 OWN_PATHS = ("/health", "/ready", "/metrics")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
-FORWARDED_HEADERS = (b"authorization", b"traceparent", b"tracestate")
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+FORWARDED_HEADERS = (b"authorization", *TRACE_HEADERS)
 MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
 STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
 
 
 class ProxyApp:
-    """One proxy. Lives from ASGI's startup to its shutdown event."""
+    """One proxy. Lives from ASGI's startup to its shutdown event.
+
+    Raises:
+        ValueError: a file of keys or certificates cannot be used.
+    """
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.metrics = Metrics("proxy")
+        self.access = FileAccess(settings, self.metrics, Members.open_paths | Site.open_paths)
         self._upstream = HttpUpstream(
-            connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
+            connect_timeout_s=settings.connect_timeout_s,
+            read_timeout_s=settings.read_timeout_s,
+            ca_file=settings.tls_ca,
+            api_key=settings.upstream_api_key,
         )
+        self._passes_keys_on = not (settings.has_keys or settings.upstream_api_key)
         self.knowledge = Knowledge(
             settings.routing,
             settings.disaggregate,
@@ -70,6 +80,7 @@ class ProxyApp:
             self.knowledge,
             interval_s=settings.health_interval_s,
             timeout_s=settings.health_timeout_s,
+            passes_keys_on=self._passes_keys_on,
         )
         self._upstreams = Upstreams(
             self.fleet, self._upstream, self.metrics, self.knowledge, settings.max_queue_s
@@ -77,7 +88,7 @@ class ProxyApp:
         self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
-        for name, labels in _known_series():
+        for name, labels in known_series():
             self.metrics.begin(name, **labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,8 +109,10 @@ class ProxyApp:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._members.start(self._poller)
+        watching = asyncio.create_task(self.access.watch())
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        watching.cancel()
         await self._members.close()
         await self._site.close()
         await self._upstreams.close()
@@ -122,9 +135,11 @@ class ProxyApp:
         if path in GENERATE_PATHS:
             self._site.began(path, reply)
         try:
-            if error := refusal(scope):
-                raise error
-            await self._route(scope, receive, reply)
+            with self.access.admit(scope) as visit:
+                reply.headers = visit.headers
+                if error := refusal(scope):
+                    raise error
+                await self._route(scope, receive, reply)
         except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
@@ -139,7 +154,7 @@ class ProxyApp:
             logger.exception("failed: %s", path)
             await self._tell(reply, InternalError("the proxy failed; its log says how"))
         if path in GENERATE_PATHS:
-            self._record(path, reply)
+            self._record(path, reply, self.access.visit_of(scope).name)
 
     async def _tell(self, reply: Reply, error: BatonError) -> None:
         # A client that does not read must not keep the process.
@@ -152,7 +167,8 @@ class ProxyApp:
         method, path = scope["method"], scope["path"]
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
         if path in self._members.paths:
-            await self._members.answer(scope, receive, reply)
+            has_key = self.access.visit_of(scope).has_key
+            await self._members.answer(scope, receive, reply, has_key)
             return
         is_own = path in OWN_PATHS or path in self._site.paths
         allowed = ("GET", "HEAD") if is_read or is_own else ("POST",)
@@ -164,7 +180,7 @@ class ProxyApp:
             case "/health":
                 await reply.answer_json(200, {"status": "ok"})
             case "/ready":
-                await self._ready(reply)
+                await self._ready(reply, self.access.bare(scope))
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
@@ -178,7 +194,8 @@ class ProxyApp:
     async def _pass(self, scope: Scope, receive: Receive, reply: Reply, is_read: bool) -> None:
         """Has servers answer."""
         path = scope["path"]
-        headers = _forwarded(scope, reply.request_id)
+        passed_on = FORWARDED_HEADERS if self._passes_keys_on else TRACE_HEADERS
+        headers = _forwarded(scope, reply.request_id, passed_on)
         if not is_read:
             headers = [(b"content-type", b"application/json"), *headers]
         method = "GET" if is_read else "POST"
@@ -223,7 +240,7 @@ class ProxyApp:
 
     # answers of our own
 
-    async def _ready(self, reply: Reply) -> None:
+    async def _ready(self, reply: Reply, bare: dict[str, str] | None) -> None:
         counts = {
             kind.value: {"ready": len(self.fleet.ready(kind)), "configured": len(servers)}
             for kind, servers in self.fleet.of.items()
@@ -236,9 +253,12 @@ class ProxyApp:
         circuits = {server.name: server.circuit for server in self.fleet.servers}
         details = {"servers": servers, "circuits": circuits}
         status = {"status": "ready" if ready else "not_ready", "missing": missing}
-        await reply.answer_json(200 if ready else 503, {**status, **counts, **details})
+        told = {**status, **counts, **details}
+        if bare:
+            told = {"status": status["status"], **bare}
+        await reply.answer_json(200 if ready else 503, told)
 
-    def _record(self, path: str, reply: Reply) -> None:
+    def _record(self, path: str, reply: Reply, key: str) -> None:
         trace, total_s = reply.trace, reply.trace.elapsed_s()
         status = "broken" if reply.is_broken else str(reply.status or "none")
         self._site.ended(reply, status)
@@ -247,9 +267,9 @@ class ProxyApp:
         if reply.is_stream and trace.first_byte_s is not None:
             self.metrics.observe("baton_proxy_first_byte_seconds", trace.first_byte_s)
         logger.info(
-            "%s status=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s first_byte_ms=%s "
-            "total_ms=%s%s",
-            path, status, trace.prefill, trace.decode, trace.decode_only,
+            "%s status=%s key=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s "
+            "first_byte_ms=%s total_ms=%s%s",
+            path, status, key, trace.prefill, trace.decode, trace.decode_only,
             _ms(trace.prefill_s), _ms(trace.first_byte_s), _ms(total_s),
             "" if reply.finished else " unfinished",
         )  # fmt: skip
@@ -273,46 +293,13 @@ def _new_id() -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-def _forwarded(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+def _forwarded(
+    scope: Scope, request_id: bytes, names: Sequence[bytes]
+) -> list[tuple[bytes, bytes]]:
     # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
-    kept = [(n, value.strip()) for n, value in scope["headers"] if n in FORWARDED_HEADERS]
+    kept = [(n, value.strip()) for n, value in scope["headers"] if n in names]
     return [(b"x-request-id", request_id), *kept]
 
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def _known_series() -> Iterator[tuple[str, dict[str, str]]]:
-    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
-    see the event with which a series appears, and what alerts wait for may happen once."""
-    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = (
-        "placed",
-        "incompatible",
-        "no_prefill_server",
-        "no_kv_params",
-        "prefill_body",
-        "prefill_context",
-    )
-    ways = {
-        "pd": ["routed"],
-        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
-    }
-    for path, reasons in ways.items():
-        for reason in reasons:
-            yield "baton_proxy_requests", {"path": path, "reason": reason}
-    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
-        yield "baton_proxy_responses", {"status": str(status)}
-    for kind in Kind:
-        yield "baton_proxy_retries", {"leg": kind.value}
-        for failure in Failure:
-            labels = {"leg": kind.value, "reason": failure.value}
-            yield "baton_proxy_upstream_failures", labels
-
-
-def _statuses(root: type[BatonError]) -> set[int]:
-    """HTTP statuses of the errors below `root`, the proxy's own among them."""
-    below = [_statuses(kind) for kind in root.__subclasses__()]
-    return {root.status}.union(*below)

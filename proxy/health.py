@@ -52,6 +52,7 @@ class Said:
     models: tuple[str, ...] = ()  # names that it serves; none: it did not say
     kv_digest: str = ""  # what other servers' KV must agree in; see protocol.handshake
     is_foreign: bool = False  # it speaks vLLM's dialect
+    is_bare: bool = False  # it has API keys, and says no more to who asks
 
 
 @dataclass(frozen=True)

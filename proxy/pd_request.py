@@ -9,18 +9,24 @@ A request that only scores its prompt is the prefill server's alone; no KV moves
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from protocol.errors import ContextLengthExceeded, NoServerAvailable, PayloadTooLarge
+from protocol.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    NoServerAvailable,
+    PayloadTooLarge,
+    RequestError,
+)
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
 from proxy import body as bodies
-from proxy.errors import DecodeServerLost, DecodeServerTimeout
+from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
 from proxy.relay import Reply
@@ -302,3 +308,38 @@ def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
     which the longest has `context`."""
     is_too_long = bodies.error_of(answer.body or b"") == ContextLengthExceeded.code
     return is_too_long and own is not None and context is not None and own < context
+
+
+def known_series() -> Iterator[tuple[str, dict[str, str]]]:
+    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
+    see the event with which a series appears, and what alerts wait for may happen once."""
+    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
+    alone = (
+        "placed",
+        "incompatible",
+        "no_prefill_server",
+        "no_kv_params",
+        "prefill_body",
+        "prefill_context",
+    )
+    ways = {
+        "pd": ["routed"],
+        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
+        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
+    }
+    for path, reasons in ways.items():
+        for reason in reasons:
+            yield "baton_proxy_requests", {"path": path, "reason": reason}
+    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
+        yield "baton_proxy_responses", {"status": str(status)}
+    for kind in Kind:
+        yield "baton_proxy_retries", {"leg": kind.value}
+        for failure in Failure:
+            labels = {"leg": kind.value, "reason": failure.value}
+            yield "baton_proxy_upstream_failures", labels
+
+
+def _statuses(root: type[BatonError]) -> set[int]:
+    """HTTP statuses of the errors below `root`, the proxy's own among them."""
+    below = [_statuses(kind) for kind in root.__subclasses__()]
+    return {root.status}.union(*below)

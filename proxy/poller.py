@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from protocol.http.access import BARE
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from proxy.health import Room, Said, pause_s
@@ -31,6 +32,7 @@ class Poller:
     knowledge: Knowledge
     interval_s: float
     timeout_s: float
+    passes_keys_on: bool = True  # the servers may have API keys that the clients know
 
     def __post_init__(self) -> None:
         self._hurry: dict[Server, asyncio.Event] = {}
@@ -85,6 +87,9 @@ class Poller:
         try:
             async with within(self.timeout_s):
                 said = await self._ask(server)
+            if said.is_bare and not self.passes_keys_on:
+                fix = "set --upstream-api-key to one of its admin keys"
+                said = Said(False, f"it has API keys: {fix}")
         except (Unreachable, Lost) as error:
             said = Said(False, f"{error.failure.value}: {error}", answered=False)
             self.fleet.polled(server, said, started_at)
@@ -163,4 +168,7 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     kv_digest = digest if isinstance(digest, str) else ""
     totals = [n for name in ENGINE_TOTALS if isinstance(n := said.get(name), int | float)]
     known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
-    return Said(ready, reason, room, capacity, known, models=models, kv_digest=kv_digest)
+    is_bare = BARE.items() <= said.items()
+    return Said(
+        ready, reason, room, capacity, known, models=models, kv_digest=kv_digest, is_bare=is_bare
+    )

@@ -6,7 +6,7 @@ beginning of an event that has not fully arrived is held back: no client could u
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,7 @@ class Reply:
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self.request_id = request_id
+        self.headers: Mapping[str, str] = {}  # beside an answer's own
         self.trace = RequestTrace()
         self.status: int | None = None  # once the head is sent
         self.finished = False
@@ -191,7 +192,8 @@ class Reply:
 
     async def _head(self, status: int, headers: Headers) -> None:
         self.status = status
-        identified = [*headers, (b"x-request-id", self.request_id)]
+        own = [(name.encode(), text.encode()) for name, text in self.headers.items()]
+        identified = [*headers, *own, (b"x-request-id", self.request_id)]
         await self._send({"type": "http.response.start", "status": status, "headers": identified})
 
     async def _body(self, data: bytes, *, more: bool) -> None:

@@ -22,11 +22,13 @@ from typing import Any, ClassVar
 
 import aiohttp
 from multidict import CIMultiDict
+from pydantic import SecretStr
 from yarl import URL
 
 from protocol.errors import InvalidRequest
 from protocol.http import sse
 from protocol.http.connections import Countdown
+from protocol.http.tls import trusted
 from protocol.ipc.wire import keep_alive
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -204,10 +206,23 @@ class HttpUpstream:
     Args:
         connect_timeout_s: longest connect.
         read_timeout_s: longest silence of a server that owes bytes, or takes none.
+        ca_file: authorities for servers at https:// (None: the system's).
+        api_key: sent with every request.
+
+    Raises:
+        ValueError: `ca_file` cannot be used.
     """
 
     connect_timeout_s: float
     read_timeout_s: float
+    ca_file: str | None = None
+    api_key: SecretStr | None = None
+
+    def __post_init__(self) -> None:
+        if self.ca_file is not None:
+            _ = self._tls
+        key = self.api_key and self.api_key.get_secret_value().encode()
+        self._own = [(b"authorization", b"Bearer " + key)] if key else []
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -227,7 +242,7 @@ class HttpUpstream:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        return ssl.create_default_context()  # reads the certificate store: slow
+        return trusted(self.ca_file)  # reads the certificate store: slow
 
     async def send(
         self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
@@ -248,7 +263,7 @@ class HttpUpstream:
             return await self._session.request(
                 method,
                 URL(url + path, encoded=True),
-                headers=CIMultiDict((_text(n), _text(value)) for n, value in headers),
+                headers=CIMultiDict((_text(n), _text(v)) for n, v in (*headers, *self._own)),
                 data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
                 allow_redirects=False,
                 ssl=self._tls if url.startswith("https:") else False,

@@ -12,7 +12,7 @@ from engine.http.text_encoder import TextEncoder
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.errors import NoServerAvailable
+from protocol.http.access import Access
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -112,6 +112,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics()
+        self.access = Access(self.settings, self.metrics)
         self.texts = TextEncoder(self.tokenizer)
         self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
 
@@ -120,9 +121,5 @@ class Api:
         return self.settings.served_model_name or self.settings.model
 
     def require_ready(self) -> EngineReady:
-        """What the engine said of itself. Raises BatonError before it did, or when it died."""
-        if self.client.ready is None and self.client.healthy:
-            raise NoServerAvailable("The engine is still starting; try again soon.")
-        self.client.check_alive()
-        assert self.client.ready is not None
-        return self.client.ready
+        """As EngineClient.require_ready."""
+        return self.client.require_ready()

@@ -75,11 +75,11 @@ def create_app(api: Api) -> FastAPI:
     routes: list[BaseRoute] = []
     routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
-    middleware = [Middleware(RequestIdMiddleware)]
+    middleware = [Middleware(RequestIdMiddleware, access=api.access)]
     if api.settings.cors_origin:
         cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
         middleware.insert(0, cors)
-    return FastAPI(
+    app = FastAPI(
         title="Baton",
         docs_url=None,
         redoc_url=None,
@@ -88,6 +88,8 @@ def create_app(api: Api) -> FastAPI:
         middleware=middleware,
         exception_handlers=ERROR_HANDLERS,
     )
+    app.state.certificate = api.access.certificate
+    return app
 
 
 class _Pages:
@@ -117,13 +119,20 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         if not self._client.healthy:
-            return JSONResponse({"status": "dead", "reason": self._client.failure}, 503)
+            reason = {"reason": self._client.failure}
+            told = self._api.access.bare(request.scope) or reason
+            return JSONResponse({"status": "dead", **told}, 503)
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
+        bare = self._api.access.bare(request.scope)
         if self._client.ready is None or not self._client.healthy:
+            if bare:
+                return JSONResponse({"ready": False, **bare}, 503)
             reason = self._client.failure or "the engine is starting"
             return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
+        if bare:
+            return JSONResponse({"ready": True, **bare})
         stats = self._client.stats
         work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
         return JSONResponse({"ready": True, **self._about(), **work})

@@ -50,7 +50,7 @@ _BYTES_OF_TOKEN = 4
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
     """Answers one HTTP request; never raises a BatonError."""
-    stats = RequestStats(api.metrics, endpoint.name)
+    stats = RequestStats(api.metrics, endpoint.name, request.scope)
     members: dict[str, Any] = {}
     call: HttpRequestState | None = None
     try:

@@ -21,6 +21,7 @@ from protocol.errors import (
     PayloadTooLarge,
     RequestError,
 )
+from protocol.http.access import Access
 from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, within
 from protocol.openai.requests import parse_json_object
@@ -32,29 +33,39 @@ CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 
 
 class RequestIdMiddleware:
-    """Takes over the client's X-Request-Id, any string, or makes one; echoes it."""
+    """Takes over the client's X-Request-Id, any string, or makes one; echoes it. Lets in who may
+    come in."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         header = (b"x-request-id", given or secrets.token_hex(16).encode())
-        begun = False
+        begun, own = False, [header]
 
         async def send_with_id(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                message = {**message, "headers": [*message.get("headers", []), header]}
+                message = {**message, "headers": [*message.get("headers", []), *own]}
             await send(message)
 
         with request_context(header[1].decode("latin-1")):
             try:
-                is_counted = scope["method"] == "POST" and scope["path"] in ENDPOINTS
-                refused = None if is_counted else refusal(scope)
-                app = error_response(refused) if refused else self._app
-                await app(scope, receive, send_with_id)
+                visit = self._access.admit(scope)
+            except RequestError as error:
+                log.info("%s status=%d: %s", scope["path"][:200], error.status, error.message)
+                await error_response(error)(scope, receive, send_with_id)
+                return
+            own += [(name.encode(), text.encode()) for name, text in visit.headers.items()]
+            try:
+                with visit:
+                    is_counted = scope["method"] == "POST" and scope["path"] in ENDPOINTS
+                    refused = None if is_counted else refusal(scope)
+                    app = error_response(refused) if refused else self._app
+                    await app(scope, receive, send_with_id)
             except asyncio.CancelledError:  # by uvicorn, at the end of its grace time
                 if begun:
                     raise

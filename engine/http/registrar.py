@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
+from protocol.http.tls import trusted
+from protocol.messages import EngineReady
 from protocol.process.logging import get_logger
-from protocol.registration import REGISTER_PATH, Record, seal
+from protocol.registration import REGISTER_PATH, Record, http_url, seal
+from protocol.settings.settings import EngineSettings
 
 logger = get_logger(__name__)
 
@@ -25,12 +28,22 @@ class Registrar:
 
     Args:
         record: what it says of itself; the time is filled in.
+        ca_file: for proxies at https://, instead of the system's.
     """
 
-    def __init__(self, proxies: Sequence[str], record: Record, secret: bytes) -> None:
+    def __init__(
+        self,
+        proxies: Sequence[str],
+        record: Record,
+        secret: bytes,
+        ca_file: str | None = None,
+    ) -> None:
         self._proxies, self._record, self._secret = proxies, record, secret
         self._tasks: list[asyncio.Task[None]] = []
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=trusted(ca_file)),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        )
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(proxy)) for proxy in self._proxies]
@@ -81,3 +94,20 @@ class Registrar:
             return str(msgspec.json.decode(told)["error"]["message"])
         except (msgspec.DecodeError, LookupError, TypeError):
             return f"status {answer.status}; is that a Baton proxy?"
+
+
+def registrar_of(
+    settings: EngineSettings, role: str, port: int, engine: EngineReady | None, secret: bytes
+) -> Registrar:
+    """That of a server whose engine is ready, at this port."""
+    assert engine is not None
+    scheme = "https" if settings.tls_cert else "http"
+    record = Record(
+        role="decode" if role == "decode" else "prefill",
+        url=settings.advertise_url or http_url(settings.host, port, scheme),
+        model=settings.served_model_name or settings.model,
+        kv_digest=str(engine.geometry.get("kv_digest", "")),
+        ttl_s=settings.register_ttl_s,
+        issued_ms=0,
+    )
+    return Registrar(settings.register, record, secret, settings.tls_ca)

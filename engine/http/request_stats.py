@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
+from protocol.http.access import visit_of
 from protocol.http.connections import ClientDisconnected
 from protocol.metrics import Metrics
 from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
@@ -72,10 +73,11 @@ class ServerMetrics(Metrics):
 
 
 class RequestStats:
-    """One request's metrics and its closing log line."""
+    """One request's metrics and its closing log line, which names the key of its ASGI `scope`."""
 
-    def __init__(self, metrics: ServerMetrics, endpoint: str) -> None:
+    def __init__(self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]) -> None:
         self._metrics = metrics
+        self._key = visit_of(scope).name
         self._endpoint = endpoint
         self._start_s = time.monotonic()
         self._last_s: float | None = None  # when tokens came last
@@ -154,7 +156,7 @@ class RequestStats:
             self._metrics.observe("baton_request_seconds", seconds)
         first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
         told = f"prompt={self._num_prompt_tokens} first_ms={first} total_ms={seconds * 1000:.1f}"
-        log.info("%s %s %s %s", self._endpoint, outcome, told, detail)
+        log.info("%s %s key=%s %s %s", self._endpoint, outcome, self._key, told, detail)
         here = {"accepted": self._accepted_s, "first": self._first_s, "end": seconds}
         known = {name: round(at, 6) for name, at in here.items() if at is not None}
         self._metrics.ended(

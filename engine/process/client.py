@@ -234,6 +234,14 @@ class EngineClient:
         if self.failure is not None:
             raise EngineDied(f"the engine ended: {self.failure}")
 
+    def require_ready(self) -> EngineReady:
+        """What the engine said of itself. Raises BatonError before it did, or when it died."""
+        if self.ready is None and self.healthy:
+            raise NoServerAvailable("The engine is still starting; try again soon.")
+        self.check_alive()
+        assert self.ready is not None
+        return self.ready
+
     def _take(self, message: EngineOutput) -> None:
         self._was_heard = True
         match message:

@@ -30,6 +30,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from protocol import errors
+from protocol.http.access import RATE_HEADERS
 from protocol.ipc.wire import keep_alive
 from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
@@ -132,7 +133,7 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": list(origins),
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
-        "expose_headers": ["x-request-id", "x-baton-kv", "retry-after"],
+        "expose_headers": ["x-request-id", "x-baton-kv", "retry-after", *RATE_HEADERS],
         "max_age": 600,  # seconds that a browser may remember the answer for
     }
 

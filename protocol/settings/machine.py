@@ -57,14 +57,18 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
     return secret
 
 
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches a server that listens at `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
 def check_is_local(address: str, told: str) -> None:
     """Raises ValueError if other machines, whose files hold other secrets, reach a server without a
     configured secret at `address`, which the error calls `told`."""
-    try:
-        is_local = ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        is_local = address == "localhost"
-    if not is_local:
+    if not is_local(address):
         raise ValueError(
             f"{told} lets in other machines, whose servers would have other secrets: "
             "set BATON_CLUSTER_SECRET to the same text for all of them (openssl rand -hex 32)"

@@ -240,7 +240,43 @@ class DecodeOptions(EngineOptions, LinkOptions):
         return self.itl_target_s or (0.5 if device == "cpu" else 0.025)
 
 
-class ListenOptions(Options):
+ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
+
+
+class AccessOptions(Options):
+    """Who may call a process, and through what."""
+
+    api_key: sources.Listed[ApiKey] = ()
+    """key of clients, better given as BATON_API_KEY (repeatable; without any everybody may call)"""
+    admin_key: sources.Listed[ApiKey] = ()
+    """key that may also read /metrics and all of /ready, better as BATON_ADMIN_KEY (repeatable)"""
+    insecure: bool = False
+    """serve other machines without keys, and without a warning"""
+    tls_cert: str | None = Field(None, min_length=1)
+    """PEM file with the certificate chain to serve HTTPS with; read again when it changes"""
+    tls_key: str | None = Field(None, min_length=1)
+    """PEM file with the private key of --tls-cert, not encrypted"""
+    tls_ca: str | None = Field(None, min_length=1)
+    """PEM file of the authorities of servers at https:// (None: the system's)"""
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key or self.admin_key or getattr(self, "api_keys_file", None))
+
+    @field_validator("insecure", "tls_key")
+    @classmethod
+    def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
+        given = [name for name in ("api_key", "admin_key", "api_keys_file") if info.data.get(name)]
+        if info.field_name == "insecure" and value and given:
+            raise ValueError(
+                f"everybody may call, but {sources.option_name(given[:1])} says who: leave out one"
+            )
+        if info.field_name == "tls_key" and (value is None) != (info.data.get("tls_cert") is None):
+            raise ValueError("a certificate needs its key: give both --tls-cert and --tls-key")
+        return value
+
+
+class ListenOptions(AccessOptions):
     """Where a process listens and how long it may take to end."""
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -322,6 +358,8 @@ class RegisterOptions(ServerOptions):
 
 
 class RoutingOptions(QueueOptions):
+    api_keys_file: str | None = Field(None, min_length=1)
+    """file of keys, a JSON object on each line (docs/operations.md); read again when it changes"""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
     """servers get requests by what they have cached and to do; by that alone; in turn"""
     disaggregate: Literal["always", "auto", "never"] = "always"

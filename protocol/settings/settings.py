@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
 from protocol.settings.options import (
+    ApiKey,
     DecodeOptions,
     Device,
     DType,
@@ -134,6 +135,9 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0
     """longest silence of a server (s)"""
+    upstream_api_key: ApiKey | None = None
+    """key that the servers ask for, one of their admin keys, better given as
+    BATON_UPSTREAM_API_KEY; sent instead of the client's"""
     log_level: LogLevel = "info"
 
 
@@ -243,7 +247,7 @@ def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[st
             case bool():
                 argv.append(option if value else option.replace("--", "--no-", 1))
             case tuple() | list():
-                argv += [f"{option}={item}" for item in value]
+                argv += [f"{option}={v}" for v in value if not isinstance(v, SecretStr)]
             case _:
                 argv.append(f"{option}={value}")
     return argv

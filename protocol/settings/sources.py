@@ -33,7 +33,7 @@ MACHINE_PREFIX = "BATON_TEST_"
 
 # What to write for an option, by the name that pydantic gives its type.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
-_LISTS = {"tuple[str,...]": "TEXT,..", "tuple[int,...]": "N,..", "tuple[float,...]": "NUMBER,.."}
+_LISTS = {f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -287,7 +287,7 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         # Validators know their own group of options only.
         names = (name.replace("_", "-") for name in nested.model_fields)
         reason = renamed(reason, {name: f"{path[0]}.{name}" for name in names}.get)
-    if path and path[-1].endswith("secret"):  # pydantic counts its items
+    if path and path[-1].endswith(("secret", "api_key", "admin_key")):  # pydantic counts its items
         return reason.replace("items after validation, not", "characters, not")
     if item["type"] in ("value_error", "extra_forbidden"):
         return reason

@@ -50,6 +50,8 @@ PATHS = OPEN_PATHS | {STATE_PATH}
 class Site(State):
     """The state of one proxy, and the answers to GET and HEAD of `paths`: none unless `is_on`."""
 
+    open_paths = OPEN_PATHS
+
     @property
     def paths(self) -> frozenset[str]:
         return PATHS if self.is_on else frozenset()

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from pydantic import SecretStr
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
@@ -40,6 +41,14 @@ class Settings:
     max_queue_s: float = 30.0
     max_queued_tokens: int = 2**20
     request_timeout_s: float | None = None
+    api_key: tuple[SecretStr, ...] = ()
+    admin_key: tuple[SecretStr, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key or self.admin_key)
 
 
 class Server:

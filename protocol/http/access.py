@@ -1,0 +1,159 @@
+"""Who may call a process, decided by a request's head alone. Without any key everybody may do all.
+
+With keys only `open_paths` answer those who have none, ADMIN_PATHS answer admin keys alone, and
+whoever answers asks `visit_of` what it may show. proxy/keys.py adds a file of keys with limits.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any, cast
+
+from protocol.errors import Forbidden, Unauthorized
+from protocol.http.tls import Certificate, trusted
+from protocol.metrics import Metrics
+from protocol.numbers import STATS_PATH
+from protocol.process.logging import get_logger
+from protocol.settings.machine import is_local
+from protocol.settings.options import AccessOptions, ListenOptions
+
+logger = get_logger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/")  # whatever begins so
+BARE = {"details": "are for admin keys"}  # of an answer that says no more than yes or no
+RATE_HEADERS = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
+NOBODY = "-"  # in metrics and logs, where there is no known key
+_OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
+_VISIT = "baton.visit"  # in ASGI's scope
+
+
+def check(options: ListenOptions) -> None:
+    """To be called at the start: warns of a server for everybody. Raises ValueError if a file of
+    TLS cannot be used."""
+    Certificate(options)
+    trusted(options.tls_ca)
+    if not (options.has_keys or options.insecure or is_local(options.host)):
+        told = "ANYONE WHO REACHES %s MAY USE THIS SERVER: give it --api-key, or --insecure if its "
+        logger.warning(told + "network is protection enough", options.host)
+
+
+class Key:
+    """A known key. Some have limits."""
+
+    def __init__(self, name: str, *, is_admin: bool) -> None:
+        self.name, self.is_admin = name, is_admin
+
+    def begin(self) -> Mapping[str, str]:
+        """A request begins; returns headers of its answer. Raises RateLimited."""
+        return {}
+
+    def end(self) -> None: ...
+
+
+class Visit:
+    """One request, which counts as its key's until the end of the `with`."""
+
+    def __init__(self, key: Key | None, *, is_admin: bool) -> None:
+        self.has_key, self.name = key is not None, key.name if key else NOBODY
+        self.is_admin = is_admin
+        self.begun: Key | None = None
+        self.headers: Mapping[str, str] = {}  # of the answer
+
+    def __enter__(self) -> "Visit":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.begun is not None:
+            self.begun.end()
+
+
+_EVERYBODY = Visit(None, is_admin=True)  # where there are no keys
+
+
+def visit_of(scope: Mapping[str, Any]) -> Visit:
+    return cast(Visit, scope.get(_VISIT, _EVERYBODY))
+
+
+def digest(key: str | bytes) -> bytes:
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
+
+
+def option_keys(options: AccessOptions) -> dict[bytes, Key]:
+    """By digest."""
+    kinds = {"api-key": options.api_key, "admin-key": options.admin_key}
+    return {
+        digest(secret.get_secret_value()): Key(f"{kind}-{n}", is_admin=kind == "admin-key")
+        for kind, secrets in kinds.items()
+        for n, secret in enumerate(secrets, 1)
+    }
+
+
+class Access:
+    """The keys of a process, and what it serves HTTPS with. Raises ValueError as `check`."""
+
+    visit_of = staticmethod(visit_of)
+
+    def __init__(
+        self, options: AccessOptions, metrics: Metrics, open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
+        self._metrics, self._open_paths = metrics, open_paths
+        self.certificate = Certificate(options)
+        self._keys: Mapping[bytes, Key] = {}
+        self.take(option_keys(options))
+        if options.has_keys:
+            metrics.begin("baton_key_requests", key=NOBODY, outcome="unknown")
+
+    async def watch(self) -> None:
+        """Keeps to files that change."""
+        await self.certificate.keep_new()
+
+    def take(self, keys: Mapping[bytes, Key]) -> None:
+        """These instead of those before."""
+        old, new = ({key.name for key in each.values()} for each in (self._keys, keys))
+        for outcome in _OUTCOMES:
+            for gone in old - new:
+                self._metrics.end("baton_key_requests", key=gone, outcome=outcome)
+            for name in new:
+                self._metrics.begin("baton_key_requests", key=name, outcome=outcome)
+        self._keys = keys
+
+    def bare(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
+        """What to say instead of details to who is no admin."""
+        return None if visit_of(scope).is_admin else BARE
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Visit:
+        """The visit to enter, for a request of ASGI whose body nobody has read.
+
+        Raises:
+            Unauthorized, Forbidden, RateLimited: it is not to be served.
+        """
+        if not self._keys:
+            return _EVERYBODY
+        path, given = scope["path"], _given(dict(scope["headers"]))
+        # By digest: how long a lookup takes tells of a hash that no caller can steer.
+        key = self._keys.get(digest(given))
+        visit = scope[_VISIT] = Visit(key, is_admin=key is not None and key.is_admin)
+        if path in self._open_paths:
+            return visit
+        outcome = "unknown"
+        try:
+            if key is None:
+                told = "the API key is unknown" if given else "this needs an API key"
+                told += ": send the header `Authorization: Bearer KEY`"
+                raise Unauthorized(told, headers={"www-authenticate": 'Bearer realm="baton"'})
+            outcome = "forbidden"
+            if path.startswith(ADMIN_PATHS) and not key.is_admin:
+                raise Forbidden(f"{path[:80]} is for admin keys alone; {key.name} is none")
+            outcome = "limited"
+            visit.headers, visit.begun = key.begin(), key
+            outcome = "accepted"
+        finally:
+            self._metrics.inc("baton_key_requests", key=visit.name, outcome=outcome)
+        return visit
+
+
+def _given(headers: Mapping[bytes, bytes]) -> bytes:
+    """The key that a request brings, as OpenAI's clients or as Anthropic's send it."""
+    scheme, _, token = headers.get(b"authorization", b"").strip().partition(b" ")
+    bearer = token.strip() if scheme.lower() == b"bearer" else b""
+    return (bearer or headers.get(b"x-api-key", b"").strip())[:4096]

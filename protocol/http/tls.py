@@ -1,0 +1,67 @@
+"""TLS for a process that listens or calls."""
+
+import asyncio
+import ssl
+from typing import Any, NoReturn
+
+from protocol.process.logging import get_logger
+from protocol.settings.options import AccessOptions
+
+logger = get_logger(__name__)
+
+RENEW_INTERVAL_S = 60.0
+
+
+class Certificate:
+    """What a process serves HTTPS with; nothing, and plain HTTP, without --tls-cert.
+
+    Raises:
+        ValueError: a file cannot be used; names it and the fix.
+    """
+
+    def __init__(self, options: AccessOptions) -> None:
+        self._files = [file for file in (options.tls_cert, options.tls_key) if file]
+        self._context = _load(*self._files) if self._files else None
+        self.scheme = "https" if self._files else "http"
+
+    def for_uvicorn(self) -> dict[str, Any]:
+        """Arguments of uvicorn.Config."""
+        context = self._context
+        return {} if context is None else {"ssl_context_factory": lambda *_: context}
+
+    async def keep_new(self, interval_s: float = RENEW_INTERVAL_S) -> None:
+        """New connections get what is in the files by then, unless it is wrong."""
+        while self._context is not None:
+            await asyncio.sleep(interval_s)
+            try:  # first in a context that nobody uses: half of a pair changes nothing
+                await asyncio.to_thread(_load, *self._files)
+                await asyncio.to_thread(self._context.load_cert_chain, *self._files)
+            except (ValueError, OSError) as error:
+                logger.error("the certificate stays as it was: %s", error)
+
+
+def _load(cert: str, key: str) -> ssl.SSLContext:
+    def no_password() -> NoReturn:
+        raise ValueError(f"--tls-key {key}: is encrypted; give one that is not (openssl pkey)")
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, no_password)
+    except OSError as error:  # ssl's own among them
+        fix = "give PEM files that can be read, a certificate and its own key"
+        raise ValueError(f"--tls-cert {cert}, --tls-key {key}: {_why(error)}; {fix}") from None
+    return context
+
+
+def trusted(ca_file: str | None) -> ssl.SSLContext:
+    """For connections to servers that `ca_file`, or the system's store, vouches for. Raises
+    ValueError if it cannot be used."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        fix = "give a PEM file of authorities"
+        raise ValueError(f"--tls-ca {ca_file}: {_why(error)}; {fix}") from None
+
+
+def _why(error: OSError) -> str:
+    return str(getattr(error, "reason", None) or error.strerror)

@@ -1,0 +1,335 @@
+"""API keys, alike at the proxy and at a server: who is let in, to what, and how often."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from engine.text.tokenizer import Tokenizer
+from protocol.errors import RateLimited
+from protocol.http.access import check
+from protocol.metrics import Metrics
+from protocol.settings.options import ListenOptions
+from protocol.settings.settings import ProxySettings
+from proxy.keys import FileAccess
+from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until
+from tests.rigs.http_server import serving
+
+ALICE, BOB, ROOT, OTHER = (f"sk-{name}-0123456789" for name in ("alice", "bob", "root", "other"))
+KEYS = [
+    {"name": "alice", "key": ALICE},
+    {"name": "bob", "sha256": hashlib.sha256(BOB.encode()).hexdigest().upper()},
+    {"name": "root", "key": ROOT, "admin": True},
+]
+IN_OPTIONS = {"api_key": (SecretStr(ALICE), SecretStr(BOB)), "admin_key": (SecretStr(ROOT),)}
+COMPLETE = "POST /v1/completions"
+SIDES = pytest.mark.parametrize("side", ["proxy", "server"])
+
+
+def written(path: Path, keys: list[dict[str, Any]]) -> str:
+    path.write_text("# keys\n\n" + "\n".join(map(json.dumps, keys)) + "\n")
+    return str(path)
+
+
+@asynccontextmanager
+async def front(
+    side: str, tokenizer: Tokenizer, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a proxy or of a server with these options."""
+    if side == "proxy":
+        async with Rig(decode=[Fake(answers(200, {"ok": 1}))], **options) as rig:
+            yield rig.client
+    else:
+        origins = options.pop("cors_origin", ())
+        async with serving(tokenizer, origins=origins, **options) as server:
+            yield server.http
+
+
+async def ask(client: httpx.AsyncClient, what: str, **headers: str) -> httpx.Response:
+    method, path = what.split()
+    body = {"model": "m", "prompt": "ab"} if method == "POST" else None
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await client.request(method, path, json=body, headers=named)
+
+
+@pytest.mark.parametrize("way", ["proxy", "server", "file"])
+async def test_who_is_let_in_to_what(way: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"api_keys_file": written(tmp_path / "keys", KEYS)}
+    alice, bob, side = (
+        ("alice", "bob", "proxy") if way == "file" else ("api-key-1", "api-key-2", way)
+    )
+    cases: list[tuple[str, dict[str, str], int]] = [
+        (COMPLETE, {}, 401),
+        (COMPLETE, {"authorization": f"Bearer {ALICE}"}, 200),
+        (COMPLETE, {"authorization": f"bearer   {BOB}"}, 200),
+        (COMPLETE, {"authorization": f"Bearer {ROOT}"}, 200),
+        (COMPLETE, {"authorization": f"Bearer {OTHER}"}, 401),
+        (COMPLETE, {"x_api_key": ALICE}, 200),
+        (COMPLETE, {"authorization": "Bearer", "x_api_key": ALICE}, 200),
+        (COMPLETE, {"authorization": f"Basic {ALICE}"}, 401),
+        (COMPLETE, {"authorization": ALICE}, 401),
+        (COMPLETE, {"authorization": f"Bearer {ALICE[:-1]}"}, 401),
+        (COMPLETE, {"authorization": f"Bearer {ALICE}0"}, 401),
+        (COMPLETE, {"authorization": "Bearer wrong", "x_api_key": ALICE}, 401),
+        (COMPLETE, {"x_api_key": KEYS[1]["sha256"]}, 401),
+        (COMPLETE, {"x_api_key": "x" * 10_000}, 401),
+        ("GET /v1/models", {}, 401),
+        ("GET /v1/models", {"x_api_key": BOB}, 200),
+        ("GET /docs", {}, 401),
+        ("GET /openapi.json", {}, 401),
+        ("GET /no/such/path", {}, 401),
+        ("DELETE /v1/completions", {}, 401),
+        ("GET /metrics", {}, 401),
+        ("GET /metrics", {"x_api_key": ALICE}, 403),
+        ("GET /stats", {"x_api_key": BOB}, 403),
+        ("GET /ui/state", {"x_api_key": BOB}, 403),
+        ("POST /admin/members", {"x_api_key": BOB}, 403),
+        ("GET /metrics", {"x_api_key": ROOT}, 200),
+        ("GET /health", {}, 200),
+        ("GET /health", {"x_api_key": "wrong"}, 200),
+        ("HEAD /ready", {}, 200),
+    ]
+    async with front(side, tokenizer, **options if way == "file" else IN_OPTIONS) as client:
+        for what, headers, status in cases:
+            answer = await ask(client, what, x_request_id="mine", **headers)
+            assert answer.status_code == status, (what, headers, answer.text)
+            assert answer.headers["x-request-id"] == "mine"
+            challenge = answer.headers.get("www-authenticate")
+            assert challenge == ('Bearer realm="baton"' if status == 401 else None)
+            if status >= 400:
+                error = answer.json()["error"]
+                code = {401: "invalid_api_key", 403: "insufficient_permissions"}[status]
+                assert (error["code"], error["phase"]) == (code, "access")
+                assert "Bearer KEY" in error["message"] or status == 403
+        for headers in ({}, {"x_api_key": "wrong"}, {"x_api_key": ALICE}):
+            bare = (await ask(client, "GET /ready", **headers)).json()
+            assert bare.pop("status", "ready") == "ready" and bare.pop("ready", True)
+            assert bare == {"details": "are for admin keys"}
+        assert len((await ask(client, "GET /ready", x_api_key=ROOT)).json()) > 3
+        metrics = (await ask(client, "GET /metrics", x_api_key=ROOT)).text
+        counted = {
+            line.partition("{")[2] for line in metrics.splitlines() if "key_requests_total{" in line
+        }
+        assert f'key="{alice}",outcome="accepted"}} 3.0' in counted
+        assert f'key="{bob}",outcome="accepted"}} 2.0' in counted
+        assert f'key="{bob}",outcome="forbidden"}} 3.0' in counted
+        refused = sum(status == 401 for *_, status in cases)
+        assert f'key="-",outcome="unknown"}} {refused}.0' in counted
+        assert not any(key in metrics for key in (ALICE, BOB, ROOT, OTHER))
+
+
+@SIDES
+async def test_a_web_page_may_ask_with_a_key(side: str, tokenizer: Tokenizer) -> None:
+    page = {"origin": "http://page:1"}
+    options: dict[str, Any] = {"api_key": (SecretStr(ALICE),), "cors_origin": ("http://page:1",)}
+    async with front(side, tokenizer, **options) as client:
+        asked = {"access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization,content-type"
+        allowed = await client.options("/v1/completions", headers={**page, **asked})
+        assert allowed.status_code == 200
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        refused = await ask(client, COMPLETE, **page)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "http://page:1"
+        assert "retry-after" in refused.headers["access-control-expose-headers"]
+
+
+@SIDES
+async def test_it_is_refused_before_its_body_has_come(side: str, tokenizer: Tokenizer) -> None:
+    async with front(side, tokenizer, api_key=(SecretStr(ALICE),)) as client:
+        url = client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n"
+        writer.write(head + b"Expect: 100-continue\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+
+async def test_limits_are_told_and_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    one = {"name": "one", "key": ALICE, "requests_per_minute": 2}
+    file = written(tmp_path / "keys", [one])
+    async with front("proxy", tokenizer, api_keys_file=file) as client:
+        left = []
+        for status in (200, 200, 429):
+            answer = await ask(client, COMPLETE, x_api_key=ALICE)
+            assert answer.status_code == status
+            assert answer.headers["x-ratelimit-limit-requests"] == "2"
+            assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+            left.append(answer.headers["x-ratelimit-remaining-requests"])
+        assert left == ["1", "0", "0"]
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert error["retryable"] and "one may send 2 requests a minute" in error["message"]
+
+
+async def test_requests_at_a_time_are_counted_until_they_end(tmp_path: Path) -> None:
+    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
+    waits = Waits(then=decodes)
+    async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
+        first = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
+        await waits.begun.wait()
+        second = await ask(rig.client, COMPLETE, x_api_key=ALICE)
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        waits.go.set()
+        assert (await first).status_code == 200
+        assert (await ask(rig.client, COMPLETE, x_api_key=ALICE)).status_code == 200
+
+
+async def test_who_leaves_uses_nothing_more(tmp_path: Path) -> None:
+    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
+    waits = Waits()
+    async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
+        leaves = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
+        await waits.begun.wait()
+        leaves.cancel()
+        await waits.left.wait()
+        while (await ask(rig.client, "GET /no/path", x_api_key=ALICE)).status_code == 429:
+            await asyncio.sleep(0.002)
+
+
+async def test_the_log_names_the_key_and_never_shows_it(
+    caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="baton"):
+        for side in ("proxy", "server"):
+            async with front(side, tokenizer, **IN_OPTIONS) as client:
+                for key in (ALICE, "unknown-" + ALICE):
+                    await ask(client, COMPLETE, x_api_key=key)
+    lines = [line for line in caplog.messages if " key=api-key-1 " in line]
+    assert len(lines) == 2
+    assert not any(key in caplog.text for key in (ALICE, BOB, ROOT))
+
+
+def access(keys: list[dict[str, Any]], path: Path, now: list[float]) -> FileAccess:
+    settings = ProxySettings(api_keys_file=written(path, keys))
+    return FileAccess(settings, Metrics("proxy"), clock=lambda: now[0])
+
+
+def admit(keys: FileAccess) -> float:
+    """Asks with alice's key: seconds to wait."""
+    headers = [(b"x-api-key", ALICE.encode())]
+    try:
+        with keys.admit({"path": "/v1/completions", "headers": headers}):
+            return 0.0
+    except RateLimited as error:
+        return float(error.headers["retry-after"])
+
+
+@given(limit=st.integers(1, 100), pauses_s=st.lists(st.floats(0, 90), max_size=60))
+def test_a_key_gets_its_minutes_worth_and_what_it_waits_for_comes(
+    limit: int, pauses_s: list[float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
+    keys = access([{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now)
+    taken = []
+    for number, pause_s in enumerate(pauses_s):
+        now[0] += pause_s
+        wait_s = admit(keys)
+        assert number >= limit or wait_s == 0
+        if wait_s:
+            assert now[0] - taken[-limit] < 60
+            now[0] += wait_s
+            assert admit(keys) == 0
+        taken.append(now[0])
+    for begin in taken:
+        assert sum(begin <= at <= begin + 60 for at in taken) <= 2 * limit + 1
+
+
+async def test_a_changed_file_counts_and_a_broken_one_does_not(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    now, path = [0.0], tmp_path / "keys"
+    one = {"name": "alice", "key": ALICE, "requests_per_minute": 3}
+    keys = access([one], path, now)
+    watching = asyncio.create_task(keys.watch_file(0.001))
+    waits = [admit(keys) for _ in range(4)]
+    assert [bool(wait) for wait in waits] == [False, False, False, True]
+    with caplog.at_level(logging.INFO, logger="baton"):
+        path.write_text("{")
+        await until(lambda: "stay as they were" in caplog.text)
+        assert "line 1" in caplog.text
+        path.unlink()
+        await until(lambda: caplog.text.count("stay as they were") >= 2)
+        assert admit(keys)  # and what it has used is not forgotten
+        written(path, [{**one, "name": "new", "requests_per_minute": 6}])
+        await until(lambda: "read anew" in caplog.text)
+    now[0] += 10
+    assert admit(keys) == 0 and admit(keys)
+    watching.cancel()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has 0 keys, not one or more, .*: write a JSON"),
+        ("# none\n", "has 0 keys"),
+        ("alice", "line 1: JSON is malformed"),
+        ("[1]", "line 1: Expected `object`"),
+        ('{"key": "12345678"}', "line 1: .*missing required field `name`"),
+        ('{"name": "a"}', 'line 1: give a a "key", or the "sha256" of one'),
+        ('{"name": "a", "key": "12345678", "sha256": "%s"}' % ("0" * 64), "line 1: give a a"),
+        ('{"name": "a", "key": "short"}', "line 1: Expected `str` of length >= 8 - at .*key`"),
+        ('{"name": "a b", "key": "12345678"}', r"line 1: Expected `str` matching .*name`"),
+        (
+            '{"name": "a", "key": "12345678", "rpm": 1}',
+            "unknown field `rpm`; .*requests_per_minute, max",
+        ),
+        (
+            '{"name": "a", "key": "12345678", "max_concurrent": 0}',
+            "line 1: Expected `int` >= 1 - at .*max_concurrent",
+        ),
+        (
+            '{"name": "a", "key": "12345678"}\n\n{"name": "a", "key": "12345679"}',
+            "line 3: the name of a is",
+        ),
+        (
+            '{"name": "a", "key": "12345678"}\n{"name": "b", "key": "12345678"}',
+            "line 2: the key of b is an",
+        ),
+        ('{"name": "a", "key": "sk-alice-0123456789"}', "line 1: the key of a is an"),
+        ('{"name": "api-key-1", "key": "12345678"}', "the name of api-key-1 is"),
+        ("\n" * (1 << 23) + "x", "at most 10000 keys"),
+        ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_with_its_line(
+    text: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_bytes(text.encode("latin-1"))
+    other = (SecretStr("sk-alice-0123456789"),)
+    settings = ProxySettings(api_keys_file=str(tmp_path / "keys"), api_key=other)
+    with pytest.raises(ValueError, match=told) as raised:
+        FileAccess(settings, Metrics("proxy"))
+    assert "12345678" not in str(raised.value) and "keys" in str(raised.value)
+    with pytest.raises(ValueError, match="none: No such file"):
+        FileAccess(ProxySettings(api_keys_file=str(tmp_path / "none")), Metrics("proxy"))
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "some-name"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "0.0.0.0", "insecure": True}, False),
+        ({"host": "0.0.0.0", "api_key": (SecretStr(ALICE),)}, False),
+        ({"host": "::", "admin_key": (SecretStr(ROOT),)}, False),
+    ],
+)
+def test_a_server_for_everyone_says_so(
+    options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="baton"):
+        check(ListenOptions(**options))
+    assert bool(caplog.messages) == warns

@@ -21,22 +21,27 @@ class Certificate:
 
     def __init__(self, options: AccessOptions) -> None:
         self._files = [file for file in (options.tls_cert, options.tls_key) if file]
-        self._context = _load(*self._files) if self._files else None
+        self._newest = _load(*self._files) if self._files else None
         self.scheme = "https" if self._files else "http"
 
     def for_uvicorn(self) -> dict[str, Any]:
         """Arguments of uvicorn.Config."""
-        context = self._context
-        return {} if context is None else {"ssl_context_factory": lambda *_: context}
+        if (first := self._newest) is None:
+            return {}
+
+        def choose(connection: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
+            connection.context = self._newest or first
+
+        first.sni_callback = choose  # called at every handshake, with a name or without
+        return {"ssl_context_factory": lambda *_: first}
 
     async def keep_new(self, interval_s: float = RENEW_INTERVAL_S) -> None:
         """New connections get what is in the files by then, unless it is wrong."""
-        while self._context is not None:
+        while self._newest is not None:
             await asyncio.sleep(interval_s)
-            try:  # first in a context that nobody uses: half of a pair changes nothing
-                await asyncio.to_thread(_load, *self._files)
-                await asyncio.to_thread(self._context.load_cert_chain, *self._files)
-            except (ValueError, OSError) as error:
+            try:
+                self._newest = await asyncio.to_thread(_load, *self._files)
+            except ValueError as error:
                 logger.error("the certificate stays as it was: %s", error)
 
 

@@ -100,12 +100,20 @@ async def serving(
     )
     options = ListenOptions(max_body_bytes=max_body, client_timeout_s=client_timeout_s)
     http = bounded_protocol(options, KV_PARAMS_BYTES)
-    config = uvicorn.Config(create_app(api), port=0, log_level="warning", lifespan="off", http=http)
+    tls = api.access.certificate
+    config = uvicorn.Config(
+        create_app(api),
+        port=0,
+        log_level="warning",
+        lifespan="off",
+        http=http,
+        **tls.for_uvicorn(),
+    )
     server = uvicorn.Server(config)
     listener = config.bind_socket()
     listener.listen()
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     try:
         async with httpx.AsyncClient(
             base_url=url, timeout=WAIT_S, trust_env=False, verify=False

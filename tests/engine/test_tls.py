@@ -1,0 +1,224 @@
+"""HTTPS: a proxy before a server, both over TLS and with keys; what is refused; and what no answer
+may show."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from engine.text.tokenizer import Tokenizer
+from protocol.http.tls import Certificate, trusted
+from protocol.settings.options import AccessOptions
+from protocol.settings.settings import ProxySettings
+from proxy.__main__ import make_server
+from proxy.app import ProxyApp
+from tests.proxy.fakes import until
+from tests.rigs.http_server import serving
+
+CLIENT, ROOT, SERVER = "sk-client-0123456789", "sk-root-0123456789", "sk-server-0123456789"
+
+
+def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
+    """A certificate for this machine's loopback, which vouches for itself, and its key."""
+    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += [
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        names,
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
+    subprocess.run([*command, *(more or ("-noenc",))], check=True, capture_output=True)
+    return cert, key
+
+
+def tls(pair: tuple[str, str]) -> dict[str, Any]:
+    return {"tls_cert": pair[0], "tls_key": pair[1]}
+
+
+@contextlib.asynccontextmanager
+async def proxying(url: str, **options: Any) -> AsyncIterator[tuple[ProxyApp, str]]:
+    """A proxy before one decode server, and its URL."""
+    app = ProxyApp(ProxySettings(decode=(url,), health_interval_s=0.02, **options))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = make_server(app)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield app, f"{app.access.certificate.scheme}://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("tls")
+    return [made(folder, name) for name in ("server", "proxy")]
+
+
+async def test_keys_and_tls_from_the_client_to_the_server(
+    tokenizer: Tokenizer, pairs: list[tuple[str, str]]
+) -> None:
+    of_server, of_proxy = pairs
+    keys = {"admin_key": (SecretStr(SERVER),)}
+    async with serving(tokenizer, **tls(of_server), **keys) as server:
+        url = str(server.http.base_url).rstrip("/")
+        assert url.startswith("https:")
+        options = {"api_key": (SecretStr(CLIENT),), "admin_key": (SecretStr(ROOT),)}
+        known = {"upstream_api_key": SecretStr(SERVER), "tls_ca": of_server[0]}
+        async with proxying(url, **tls(of_proxy), **options, **known) as (app, front):
+            verified = ssl.create_default_context(cafile=of_proxy[0])
+            bearer = {"authorization": f"Bearer {CLIENT}"}
+            async with httpx.AsyncClient(
+                base_url=front, verify=verified, trust_env=False, headers=bearer
+            ) as client:
+                await until(lambda: app.fleet.servers[0].health.ready)
+                body = {"model": "m", "prompt": "ab", "max_tokens": 3}
+                answer = await client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                async with client.stream(
+                    "POST", "/v1/completions", json={**body, "stream": True}
+                ) as stream:
+                    assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
+                shown = [answer, stream, *[await client.get(path) for path in PATHS]]
+                for bad in BAD:
+                    shown.append(await client.post("/v1/completions", content=json.dumps(bad)))
+                host = {"host": "attacker.example"}
+                shown.append(await client.get("/ready", headers=host))
+                await server.engine.close()
+                server.engine.fail("its machine went away")
+                shown.append(await client.post("/v1/completions", json=body))
+                assert shown[-1].status_code >= 500
+                _, _, address = url.partition("//")
+                secrets = (address, address.partition(":")[2], CLIENT, ROOT, SERVER, "engine.sock")
+                for one in shown:
+                    text = f"{one.headers} {one.text}"
+                    assert not [secret for secret in secrets if secret in text], one.url
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient(trust_env=False) as stranger:
+                await stranger.get(f"{url}/health")
+
+
+PATHS = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "/stats",
+    "/docs",
+    "/v1/models",
+    "/v1/models/m",
+    "/nothing",
+)
+PATHS += ("/ui/state", "/admin/members", "/v1/completions", "/openapi.json", "/")
+BAD: tuple[Any, ...] = (
+    {"prompt": "ab", "model": "other"},
+    {"prompt": 3},
+    {"prompt": "a" * 200},
+    {"prompt": "ab", "unknown": 1},
+    {"prompt": "ab", "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
+    [],
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "it has API keys: set --upstream-api-key"),
+        ({"upstream_api_key": SecretStr("another-key")}, "it has API keys: set --upstream-api-key"),
+        ({"tls_ca": None}, "certificate verify failed"),
+    ],
+)
+async def test_a_proxy_that_its_server_does_not_trust_says_why(
+    options: dict[str, Any], told: str, tokenizer: Tokenizer, pairs: list[tuple[str, str]]
+) -> None:
+    keys = {"admin_key": (SecretStr(SERVER),)}
+    async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
+        url = str(server.http.base_url).rstrip("/")
+        options = {"tls_ca": pairs[0][0], "api_key": (SecretStr(CLIENT),), **options}
+        async with proxying(url, **options) as (app, _):
+            health = lambda: app.fleet.servers[0].health  # noqa: E731
+            await until(lambda: told in health().reason)
+            assert not health().ready
+
+
+async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(
+    tokenizer: Tokenizer,
+) -> None:
+    async with serving(tokenizer, api_key=(SecretStr(CLIENT),)) as server:
+        async with proxying(str(server.http.base_url).rstrip("/")) as (app, front):
+            async with httpx.AsyncClient(base_url=front, trust_env=False) as client:
+                await until(lambda: app.fleet.servers[0].health.ready)
+                for key, status in ((CLIENT, 200), ("another-key", 401)):
+                    bearer = {"authorization": f"Bearer {key}"}
+                    answer = await client.get("/v1/models", headers=bearer)
+                    assert answer.status_code == status
+
+
+async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = made(tmp_path, "old")
+    certificate = Certificate(AccessOptions(**tls((cert, key))))
+    context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
+    server = await asyncio.start_server(lambda _, w: w.close(), "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+
+    async def served() -> bytes:
+        stranger = ssl.create_default_context()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=stranger)
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return bytes(found)
+
+    def pem(file: str) -> bytes:
+        return ssl.PEM_cert_to_DER_cert(Path(file).read_text())
+
+    renewing = asyncio.create_task(certificate.keep_new(0.01))
+    old = pem(cert)
+    assert await served() == old
+    new_cert, new_key = made(tmp_path, "new")
+    Path(new_cert).replace(cert)
+    await until(lambda: "stays as it was" in caplog.text)
+    assert await served() == old
+    Path(new_key).replace(key)
+    while await served() == old:
+        await asyncio.sleep(0)
+    assert await served() == pem(cert)
+    renewing.cancel()
+    server.close()
+
+
+def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path: Path) -> None:
+    (cert, key), (other, _) = made(tmp_path, "one"), made(tmp_path, "two")
+    locked = made(tmp_path, "locked", "-passout", "pass:secret")
+    (tmp_path / "text").write_text("no certificate")
+    text = str(tmp_path / "text")
+    for pair, told in (
+        ((cert, text), "give PEM files"),
+        ((other, key), "KEY_VALUES_MISMATCH; give PEM files that can be read, a certificate and"),
+        ((text, key), "give PEM files"),
+        ((cert, "/no/file"), "No such file"),
+        (locked, "is encrypted; give one that is not"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Certificate(AccessOptions(**tls(pair)))
+    for file, told in ((text, "--tls-ca .*text: .*give a PEM"), ("/no/file", "No such file")):
+        with pytest.raises(ValueError, match=told):
+            trusted(file)

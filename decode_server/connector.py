@@ -35,7 +35,14 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
-from protocol.errors import BatonError, InternalError, Overloaded, PullWithheld, RemoteKVError
+from protocol.errors import (
+    BatonError,
+    InternalError,
+    Overloaded,
+    PullWithheld,
+    RemoteKVError,
+    from_code,
+)
 from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
@@ -266,7 +273,7 @@ class DecodeConnector(KVConnector):
         # token of ours. What has been sent came from a proven one, and stays.
         sequence.forget_remote()
         if not self._recomputes:
-            self.core.fail(sequence, error)
+            self.core.fail(sequence, _without_address(error, sequence.request.remote))
         elif sequence.was_admitted:  # it has waited its turn already
             self.core.scheduler.requeue(sequence)
         else:
@@ -286,6 +293,14 @@ class DecodeConnector(KVConnector):
         handshakes = self._coordinator.handshakes().items()
         counts = {stat_key("baton_handshakes", outcome=name): float(n) for name, n in handshakes}
         return {**self._totals, **counts, **self._transfer_seconds.values()}
+
+
+def _without_address(error: BatonError, remote: RemotePrefill | None) -> BatonError:
+    """As clients are told it: the log has the address of the prefill server."""
+    if remote is None:
+        return error
+    told = error.message.replace(f"{remote.host}:{remote.port}", "its address")
+    return from_code(error.code, told, error.param)
 
 
 def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:

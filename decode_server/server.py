@@ -26,10 +26,12 @@ class DecodeHooks(ServerHooks):
     Args:
         secret: the cluster secret.
         policy: what an unusable reference leads to, `recompute` or `fail`.
+        is_of_machine: the secret is that of this machine's own file, as no other was given.
     """
 
     secret: bytes
     policy: str
+    is_of_machine: bool = False
     role: str = "decode"
 
     def prepare(
@@ -60,9 +62,12 @@ class DecodeHooks(ServerHooks):
             remote = kv_params.to_remote_prefill(params, sender_releases=lent)
             _check_belongs(params, add, vocab_size)
         except KVParamsRejected as error:
+            told = error.message
+            if self.is_of_machine and "BATON_CLUSTER_SECRET" in told:
+                told += "; this server was given none, and has its own machine's file instead"
             if self.policy == "recompute":
-                return replace(add, kv_rejected=error.message, kv_unused=remote)
-            raise
+                return replace(add, kv_rejected=told, kv_unused=remote)
+            raise KVParamsRejected(told, param=error.param) from None
         if not _are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))

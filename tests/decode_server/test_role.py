@@ -349,6 +349,23 @@ def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
     assert pair.workers[0].counters["posts"] == 0
 
 
+def test_a_client_is_told_of_a_late_pull_without_an_address(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(policy="fail")
+    pair.d.agent.stall()
+    params = pair.prefill(PROMPT)
+    name = pair.ask(PROMPT, params)
+    pair.until(lambda: bool(pair.workers[0].counters["posts"]))
+    pair.skip(1000.0)
+    pair.until(lambda: bool(pair.d.out.terminals(name)))
+    (end,) = pair.d.out.terminals(name)
+    assert end.error is not None and end.error.code == "pull_timeout"
+    address = f"{params['remote_host']}:{params['remote_port']}"
+    assert "from its address took longer than" in end.error.message
+    assert address not in end.error.message and address in caplog.text
+
+
 @pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])
 def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, limit: int, told: bool

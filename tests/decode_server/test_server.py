@@ -180,3 +180,16 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
     assert list(DecodeHooks(_SECRET, "recompute").refused(offered)) == []
+
+
+@pytest.mark.parametrize("is_of_machine", [False, True])
+def test_a_server_that_was_given_no_secret_says_so(is_of_machine: bool) -> None:
+    offered = offer(b"another machine's secret", _PROMPT, SamplingParams())
+    body = {"model": "m", "prompt": _PROMPT, "kv_transfer_params": offered}
+    request = validate(CompletionRequest, body)
+    add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=9)
+    hooks = DecodeHooks(_SECRET, "recompute", is_of_machine)
+    (prepared,) = hooks.prepare(request, [add], _READY)
+    told = prepared.kv_rejected or ""
+    assert "give all servers one BATON_CLUSTER_SECRET" in told
+    assert told.endswith("its own machine's file instead") == is_of_machine

@@ -39,6 +39,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    min_priority: int | None = None
     admin: bool = False
 
 
@@ -54,7 +55,7 @@ class LimitedKey(Key):
 
     def take(self, line: Line) -> None:
         super().__init__(line.name, is_admin=line.admin)
-        self.line = line
+        self.line, self.min_priority = line, line.min_priority
 
     def begin(self) -> Mapping[str, str]:
         most, per_minute = self.line.max_concurrent, self.line.requests_per_minute

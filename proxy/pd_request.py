@@ -19,10 +19,12 @@ import msgspec
 from protocol.errors import (
     BatonError,
     ContextLengthExceeded,
+    Forbidden,
     NoServerAvailable,
     PayloadTooLarge,
     RequestError,
 )
+from protocol.http.access import visit_of
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
 from proxy import body as bodies
@@ -64,11 +66,13 @@ class PDRequest:
         self._pool: Pool = self._fleet
         self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
+        self._visit = visit_of({})
 
     async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
         """Reads the body, if it is to have one. Its time runs from here: what it asks for itself,
         else `timeout_s`. Raises BatonError and ClientDisconnected."""
         self.deadline = deadline_of(scope["headers"], timeout_s)
+        self._visit = visit_of(scope)
         if self.method == "POST":
             async with within(self.deadline):
                 self.data = await read_body(scope, receive, max_bytes)
@@ -99,6 +103,10 @@ class PDRequest:
     async def _serve(self) -> None:
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data))
         self._body = bodies.seeded(self._plain)
+        asked, least = bodies.priority(self._plain), self._visit.min_priority
+        if least is not None and asked < least:
+            told = f"priority is {asked}; {self._visit.name} may ask for {least} or more"
+            raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         self._pool = self._fleet.pool(bodies.model_of(self._plain))

@@ -38,7 +38,9 @@ def check(options: ListenOptions) -> None:
 
 
 class Key:
-    """A known key. Some have limits."""
+    """A known key. Some have limits; `min_priority` is the most urgent that it may ask for."""
+
+    min_priority: int | None = None
 
     def __init__(self, name: str, *, is_admin: bool) -> None:
         self.name, self.is_admin = name, is_admin
@@ -56,6 +58,7 @@ class Visit:
     def __init__(self, key: Key | None, *, is_admin: bool) -> None:
         self.has_key, self.name = key is not None, key.name if key else NOBODY
         self.is_admin = is_admin
+        self.min_priority = None if key is None else key.min_priority
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
 

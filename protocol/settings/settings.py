@@ -9,10 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -135,7 +136,7 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0
     """longest silence of a server (s)"""
-    upstream_api_key: ApiKey | None = None
+    upstream_api_key: Annotated[ApiKey | None, BeforeValidator(lambda key: key or None)] = None
     """key that the servers ask for, one of their admin keys, better given as
     BATON_UPSTREAM_API_KEY; sent instead of the client's"""
     log_level: LogLevel = "info"

@@ -32,6 +32,24 @@ def test_each_server_gets_a_name_and_the_secret_by_environment() -> None:
         assert "s" * 16 not in " ".join(command.argv)
 
 
+def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers() -> None:
+    client, admin, own = "client-key-1", "admin-key-12", "the-proxy's-own"
+    settings = up(f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k")
+    urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
+    proxy = proxy_command(settings, urls, own)
+    assert proxy.env == {
+        "BATON_API_KEY": client,
+        "BATON_ADMIN_KEY": admin,
+        "BATON_UPSTREAM_API_KEY": own,
+    }
+    for server in server_commands(settings, secret="s" * 16, cores=8, key=own):
+        assert server.env["BATON_ADMIN_KEY"] == f"{own},{admin}"
+        assert not any(key in " ".join(server.argv) for key in (client, admin, own, "tls"))
+    words = " ".join(proxy.argv)
+    assert "--tls-cert=c --tls-key=k" in words
+    assert not any(key in words for key in (client, admin, own))
+
+
 def test_options_reach_their_servers_and_no_others() -> None:
     settings = up(
         *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),

@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2469,
-    "decode_server": 549,
-    "deploy": 869,
-    "engine": 9263,
+    "decode_server": 570,
+    "deploy": 900,
+    "engine": 9314,
     "kvcache": 6549,
     "kvcache/transfer": 5345,
     "model": 2890,
     "prefill_server": 337,
-    "protocol": 5967,
-    "proxy": 4019,
-    "tests": 35376,
+    "protocol": 6251,
+    "proxy": 4267,
+    "tests": 36009,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -22,7 +22,7 @@ from tests.rigs.cluster import Cluster, running, start_decode, start_prefill, st
 from tests.rigs.plain_http import http
 
 _WARM_S, _MEASURED_S = 15.0, 60.0
-_LIMITS = ("--max-queue-s", "2")
+_LIMITS = ("--max-queue-s", "6")
 
 
 @pytest.fixture

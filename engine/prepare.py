@@ -52,7 +52,7 @@ def prepare(
     Raises:
         StartFailure, ValueError, OSError: options, model and machine do not go together.
     """
-    model_config = load_config(model_dir)
+    model_config = load_config(model_dir, overrides=settings.hf_overrides)
     defaults = _request_defaults(settings, model_dir)
     config = engine_config(settings, role, secret, model_dir, model_config, address)
     check_weights(config, model_config)
@@ -74,7 +74,8 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
     """The tokenizer, and the `system_fingerprint` of answers, for which weights' files are read."""
     config = prepared.config
     folder = Path(config.model_dir)
-    tokenizer = Tokenizer(folder)  # the sooner its mistakes are told
+    template = Path(config.chat_template) if config.chat_template else None
+    tokenizer = Tokenizer(folder, template)  # the sooner its mistakes are told
     found = fingerprint(
         prepared.model_config, folder, load_format=config.load_format, seed=config.seed
     )

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.hub import resolve_model
+from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
@@ -127,16 +128,20 @@ class ModelConfig:
         return json.dumps(fields, sort_keys=True)
 
 
-def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:
+def load_config(
+    path_or_id: str | Path, revision: str | None = None, overrides: str | None = None
+) -> ModelConfig:
     """Reads a model's config.json.
 
     Args:
         path_or_id: a local directory or a hub id.
         revision: branch, tag or commit on the hub; None is its default branch.
+        overrides: a JSON object of values instead of the file's.
 
     Raises:
         UnsupportedModel: architecture, rope type or attention variant not implemented.
-        ModelLoadError: config.json missing, not JSON, or lacking a size.
+        ModelLoadError: config.json missing, not JSON, or lacking a size; an override without an
+            effect.
     """
     path = resolve_model(str(path_or_id), revision) / "config.json"
     if not path.is_file():
@@ -150,11 +155,27 @@ def load_config(path_or_id: str | Path, revision: str | None = None) -> ModelCon
     if not isinstance(raw, dict):
         raise ModelLoadError(f"{path} holds a {type(raw).__name__}, expected an object")
     try:
-        return parse_config(raw)
+        return _overridden(raw, json.loads(overrides)) if overrides else parse_config(raw)
     except ModelError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelLoadError(f"{path} has a value of a wrong kind: {error}") from error
+
+
+def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
+    """Raises ModelLoadError for a key that changes nothing, as a misspelt one does."""
+    config = parse_config({**raw, **overrides})
+    for key in overrides:
+        others = {**raw, **{k: v for k, v in overrides.items() if k != key}}
+        try:
+            has_effect = raw.get(key) == overrides[key] or parse_config(others) != config
+        except ModelError:  # the model is refused without it
+            has_effect = True
+        if not has_effect:
+            near = suggestion(key, [*raw, *ARCHITECTURES[config.architecture]])
+            told = f"{short_repr(key)} changes nothing of this model{near}"
+            raise ModelLoadError(f"--hf-overrides: {told}; leave it out")
+    return config
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:

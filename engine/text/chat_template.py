@@ -118,15 +118,18 @@ def _cut_at_the_end_of_the_last_message(text: str) -> str:
     return text[:found] if keeps_spaces else text[:found].rstrip()
 
 
-def find_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """The directory's default template: chat_template.jinja before tokenizer_config.json.
+def find_chat_template(
+    folder: Path, config: dict[str, Any], given: Path | None = None
+) -> ChatTemplate | None:
+    """The template that is `given`, else the directory's default one: chat_template.jinja before
+    tokenizer_config.json.
 
     Raises:
         BrokenTemplate: it cannot be read.
     """
-    path = folder / "chat_template.jinja"
+    path = given or folder / "chat_template.jinja"
     try:
-        if path.is_file():
+        if given is not None or path.is_file():
             return ChatTemplate(path.read_text("utf-8"))
         path = folder / "tokenizer_config.json"
         found = config.get("chat_template")
@@ -137,6 +140,8 @@ def find_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | N
         told = f"{error.message}, line {error.lineno}"
     except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
+    except OSError as error:
+        raise BrokenTemplate(f"chat template {path}: {error.strerror}") from None
     raise BrokenTemplate(f"{path} holds a chat template that cannot be read: {told}; correct it")
 
 

@@ -24,7 +24,8 @@ from protocol.short_repr import short_repr
 _MANY_IDS = 2048  # take a millisecond to decode
 _SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-_FILES = ("tokenizer.json", _CONFIG, _MAP, "chat_template.jinja")
+_TEMPLATE = "chat_template.jinja"
+_FILES = ("tokenizer.json", _CONFIG, _MAP, _TEMPLATE)
 _PIECE_CHARS = 1 << 16  # of a long text, tokenized alone
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
@@ -38,19 +39,20 @@ class Tokenizer:
 
     Args:
         model_dir: a directory with a tokenizer.json.
+        chat_template: a file with another template than the directory's.
 
     Raises:
         TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
         BrokenTemplate: the chat template cannot be read.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, chat_template: Path | None = None) -> None:
         self.folder = folder = Path(model_dir)
         config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # the older split of the same facts
             config = {**config, **_read_json(folder / _MAP)}
         self._tokenizer = _load(folder)
-        self.digest = _digest_of(folder)  # of all that token ids follow from
+        self.digest = _digest_of(folder, chat_template)  # of all that token ids follow from
         self.special_tokens = _special_tokens(config)
         try:
             _add_missing(self._tokenizer, config, self.special_tokens)
@@ -64,7 +66,7 @@ class Tokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
-        self.chat_template = find_chat_template(folder, config)
+        self.chat_template = find_chat_template(folder, config, chat_template)
         plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
         # A token that is plain text wherever it stands, or none.
         self._anchor = list(itertools.islice(plain, 1)) if self.token_bytes is None else []
@@ -181,10 +183,10 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _digest_of(folder: Path) -> str:
+def _digest_of(folder: Path, chat_template: Path | None) -> str:
     digest = hashlib.sha256()
     for name in _FILES:
-        path = folder / name
+        path = chat_template if chat_template and name == _TEMPLATE else folder / name
         content = path.read_bytes() if path.is_file() else b""
         digest.update(b"%s %d\0" % (name.encode(), len(content)) + content)
     return digest.hexdigest()

@@ -47,7 +47,7 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
 def _build(
     config: EngineConfig, factory: ConnectorFactory, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
-    model_config = load_config(config.model_dir)
+    model_config = load_config(config.model_dir, overrides=config.hf_overrides)
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
     rank = Rank(config, model_config, 0, factory, links)
     limits = SchedulerLimits(

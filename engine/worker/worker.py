@@ -66,7 +66,8 @@ def main(factory: ConnectorFactory) -> None:
 def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> None:
     links = RankLinks(config.control_address, number, config.tp)
     with starting():
-        rank = Rank(config, load_config(config.model_dir), number, factory, links)
+        model_config = load_config(config.model_dir, overrides=config.hf_overrides)
+        rank = Rank(config, model_config, number, factory, links)
     rank.ready()
     try:
         links.follow(rank.runner)

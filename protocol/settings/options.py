@@ -1,5 +1,6 @@
 """The options, by what they are of: settings.py makes programs of them."""
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -59,6 +60,16 @@ class ModelName(Options):
     """branch, tag or commit of a hub id"""
 
 
+def _is_object(text: str | None) -> str | None:
+    try:
+        is_object = text is None or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError(f"{short_repr(text)} is no JSON object; write such as '{{\"KEY\": 1}}'")
+    return text
+
+
 class ModelOptions(ModelName):
     """Which model, on what."""
 
@@ -71,6 +82,11 @@ class ModelOptions(ModelName):
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
     """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>
     to </think>; auto: as qwen3, where the chat template knows these tags"""
+    chat_template: str | None = Field(None, min_length=1)
+    """file with a Jinja chat template (None: the model's own)"""
+    hf_overrides: Annotated[str | None, AfterValidator(_is_object)] = None
+    """values instead of those in the model's config.json, as a JSON object, such as
+    {"max_position_embeddings": 8192}"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling values and output limit of requests that do not say; auto: those of the model's
     generation_config.json; none: OpenAI's"""

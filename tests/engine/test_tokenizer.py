@@ -234,6 +234,23 @@ def test_eos_comes_from_the_most_specific_file(
     assert tokenizer.eos_ids == (expected or tuple(tokenizer.encode("<|end|>")))
 
 
+def test_another_chat_template_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("own")
+    other = tmp_path / "other"
+    other.write_text("{{ messages[0].content }}!")
+    tokenizer = Tokenizer(tmp_path, other)
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+    assert tokenizer.digest != Tokenizer(tmp_path).digest
+    (tmp_path / "chat_template.jinja").write_bytes(other.read_bytes())
+    assert tokenizer.digest == Tokenizer(tmp_path).digest
+    other.write_text("a\n{% if %}")
+    with pytest.raises(BrokenTemplate, match=r"other holds .* line 2; correct it"):
+        Tokenizer(tmp_path, other)
+    with pytest.raises(BrokenTemplate, match="gone: No such file"):
+        Tokenizer(tmp_path, tmp_path / "gone")
+
+
 # -- what is missing or broken -----------------------------------------------------------------
 
 _CONFIG = "tokenizer_config.json"

@@ -138,3 +138,24 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": 3}))
     with pytest.raises(ModelLoadError, match=r"config\.json .* a value of a wrong kind: 'int'"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "outcome"),
+    [
+        ({"max_position_embeddings": 96}, 96),
+        ({"max_position_embeddings": 96, "rope_theta": 5.0}, 96),
+        ({"vocab_size": LLAMA["vocab_size"]}, LLAMA["max_position_embeddings"]),
+        ({"max_position_embedings": 96}, r"did you mean max_position_embeddings\?"),
+        ({"use_cache": True}, '"use_cache" changes nothing of this model; leave it out'),
+        ({"max_position_embeddings": "much"}, 'max_position_embeddings is "much"'),
+    ],
+)
+def test_overrides_take_effect_or_are_refused(tmp_path, overrides, outcome):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    if isinstance(outcome, int):
+        config = load_config(tmp_path, overrides=json.dumps(overrides))
+        assert config.max_position == outcome
+    else:
+        with pytest.raises(ModelLoadError, match=outcome):
+            load_config(tmp_path, overrides=json.dumps(overrides))

@@ -61,6 +61,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
         (P, "--block-size x", "valid integer"),
         (P, "--kv-cache-dtype fp8", "--kv-cache-dtype: .*float8_e4m3fn"),
+        (P, "--hf-overrides [1]", r"--hf-overrides: .*\[1\].* is no JSON object; write such as"),
         (P, "--kv-scales 0.5", "--kv-scales: .*--kv-cache-dtype float8_e4m3fn"),
         (P, "--port 65536", "--port: must be less than or equal to 65535"),
         (P, "--lease-s 0", "--lease-s: must be greater than or equal to 0.001"),

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2469,
     "decode_server": 570,
     "deploy": 900,
-    "engine": 9314,
+    "engine": 9323,
     "kvcache": 6549,
     "kvcache/transfer": 5345,
     "model": 2890,
     "prefill_server": 337,
-    "protocol": 6251,
+    "protocol": 6267,
     "proxy": 4267,
-    "tests": 36009,
+    "tests": 36048,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -190,3 +190,19 @@ async def test_a_page_of_many_servers_is_asked_for_seldom() -> None:
         found: httpx.Response = await rig.client.get(site.STATE_PATH)
         assert len(found.json()["names"]) == 50
         assert found.json()["interval_s"] == 50 / state.ASKS_PER_S
+
+
+async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data() -> None:
+    async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
+        files = [await rig.client.get(path) for path in site.OPEN_PATHS]
+        assert {answer.status_code for answer in files} == {200}
+        for key, status in (("", 401), ("client's", 403), ("operator's", 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            told = await rig.client.get(site.STATE_PATH, headers=headers)
+            assert told.status_code == status
+
+
+async def test_servers_with_keys_of_their_own_are_asked_with_the_proxys() -> None:
+    async with Rig(upstream_api_key="servers'") as rig:
+        await look(rig)
+        assert rig.decode[0].looks[0].headers["authorization"] == "Bearer servers'"

@@ -97,3 +97,25 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from() ->
         sent = heard[0].body
         assert sent["messages"] == [{"role": "user", "content": "Hello"}]
         assert (sent["stream"], sent["model"]) == (True, "m")
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
+    async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
+        async with opened(rig) as page:
+            await page.wait_for_selector("#key-dialog[open]")
+            for key, told in (("no key", "API key is unknown"), ("client's", "admin keys")):
+                await page.fill("#key-input", key)
+                await page.keyboard.press("Enter")
+                await page.wait_for_selector(f"#banner >> text={told}")
+                await page.keyboard.press("Escape")
+                await page.click("#banner button")
+            await page.fill("#key-input", "operator's")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector("#banner[hidden]", state="attached")
+            await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
+            await page.reload()
+            await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
+            assert await page.locator("#key-dialog[open]").count() == 0
+            await page.fill("#chat-input", "Hello")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector(".request >> text=200")

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 337,
     "protocol": 6267,
     "proxy": 4267,
-    "tests": 36048,
+    "tests": 36086,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -118,7 +118,7 @@ class Engine:
         t = self.times
         seconds = self.base_s()
         most = t.batch if self.prefills else t.mixed
-        if self.streams:
+        if self.streams and self.waiting:
             most = self.pace.prompt_tokens(len(self.streams), self.held)
         room, ended = most, list[Request]()
         while self.waiting and room > 0:
@@ -137,8 +137,9 @@ class Engine:
                 self.cache.add(first.hashes)
         if room < most:
             seconds = max(seconds, t.prompts)
-        self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
         steps, tokens, took = self.totals
+        if self.streams and not self.prefills:
+            self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
         tokens += len(self.streams) + most - room
         self.totals = Totals(steps + 1, tokens, took + seconds)
         return now + seconds, ended

@@ -194,9 +194,13 @@ class Knowledge:
         steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
         if steps <= 0 or tokens <= 0:
             return
-        if not load.running and tokens / steps >= _PROMPT_TOKENS:
-            load.token_s += _WEIGHT * (seconds / tokens - load.token_s)
+        prompts = max(tokens - load.running * steps, 0.0)
+        if prompts >= _PROMPT_TOKENS * steps:
+            streams_s = step_s(load) * steps if load.running else 0.0
+            token_s = max(seconds - streams_s, 1e-6) / prompts
+            is_near = 0.25 < token_s / load.token_s < 4.0  # if not, it is another kind of machine
+            load.token_s += (_WEIGHT if is_near else 1.0) * (token_s - load.token_s)
         elif load.running:
-            prompts_s = max(tokens - load.running * steps, 0.0) * load.token_s
+            prompts_s = prompts * load.token_s
             alone_s = max(seconds - prompts_s, 0.0) / steps / step_s(load) * load.step_s
             load.step_s += _WEIGHT * (alone_s - load.step_s)

@@ -5,8 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import routing
+from benchmarks.loads import MIXES, Request
+from proxy.knowledge import Totals
+from proxy.placement import Limits
 
 
 @pytest.fixture
@@ -33,3 +38,25 @@ def test_every_request_is_served_and_knowing_what_is_cached_pays(
     assert rows["auto"]["ttft_p50_s"] < 0.5 * rows["round_robin"]["ttft_p50_s"]
     assert rows["auto"]["good"] >= 0.95 * rows["known"]["good"]
     assert rows["never"]["alone"] == 1.0 and rows["always"]["alone"] == 0.0
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=4, deadline=None)
+def test_stale_or_wrong_knowledge_only_costs_time(seed: int) -> None:
+    rng, times = random.Random(seed), routing.Times()
+    requests, then = MIXES["agents"](4.0, 48)
+    engines = [routing.Engine(index, index < 2, times, 0.025) for index in range(4)]
+    fleet = routing.Fleet(engines, times, then)
+
+    class Misled(routing.Knowing):
+        def computes(self, request: Request) -> routing.Engine:
+            engine, wrong = rng.choice(engines), [rng.random() * 10**6 for _ in range(3)]
+            self.knowledge.told(engine, rng.randrange(1, 10**6), Totals(*wrong))
+            if rng.random() < 0.3:
+                self.knowledge.forget(engine)
+            return super().computes(request)
+
+    fleet.router = Misled(fleet, "auto", "auto", Limits())
+    fleet.run(requests)
+    assert len(fleet.requests) == 48 and all(each.done == each.answer for each in fleet.requests)
+    assert all(1 <= each.computed <= each.tokens for each in fleet.requests)

@@ -20,7 +20,7 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2469,
+    "benchmarks": 2470,
     "decode_server": 570,
     "deploy": 900,
     "engine": 9323,
@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2890,
     "prefill_server": 337,
     "protocol": 6267,
-    "proxy": 4267,
-    "tests": 36086,
+    "proxy": 4271,
+    "tests": 36167,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -336,5 +336,5 @@ def _translated(
             return TimedOut(f"silent for {read_timeout_s:g} s")
         case aiohttp.ClientResponseError():  # its text names the URL
             return Lost(f"no HTTP: {error.message}")
-        case _:
-            return Lost(f"connection ended: {error}")
+        case _:  # what was behind it names no URL
+            return Lost(f"connection ended: {error.__cause__ or error}")

@@ -142,6 +142,25 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body: bytes) -> 
         assert script.num_connections == 2
 
 
+async def test_a_client_is_told_no_address_of_a_connection_that_ended_unseen() -> None:
+    """A body in pieces is not sent again: some of it may have been delivered."""
+    links: list[int] = []
+
+    async def answers(reader: Reader, writer: Writer) -> None:
+        links.append(writer.get_extra_info("socket").fileno())
+        writer.write(OK)
+        await reader.read()
+
+    script = Script(answers, OK)
+    async with serving(script) as client:
+        await (await client.send(script.url, "GET", "/")).read()
+        with socket.fromfd(links[0], socket.AF_INET, socket.SOCK_STREAM) as link:
+            link.shutdown(socket.SHUT_WR)
+        with pytest.raises(Lost) as raised:
+            await client.send(script.url, "POST", "/", body=b"x" * 100_000)
+    assert "127.0.0.1" not in raised.value.told
+
+
 @pytest.mark.parametrize("idle_s", [1.0, 0.1])
 async def test_concurrent_requests_have_connections_of_their_own_kept_for_a_while(
     idle_s: float, monkeypatch: pytest.MonkeyPatch

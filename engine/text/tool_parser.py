@@ -446,7 +446,9 @@ def _json_of_python(text: str) -> str | None:
             call = ast.parse("f(" + text, mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
         given = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
-        return None if "" in given else _json(given)
+        arguments = _json(given)
+        arguments.encode()  # half a surrogate pair cannot be sent
+        return None if "" in given else arguments
     except (AssertionError, SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
         return None
 
@@ -455,7 +457,9 @@ def _as_json(text: str, schema: Any) -> str:
     """A parameter's text: as it is where that is a value of a type that its schema allows, else a
     text."""
     said = schema if isinstance(schema, dict) else {}
-    several = [said, *(said.get("anyOf") or ()), *(said.get("oneOf") or ())]
+    several = [said]
+    for name in ("anyOf", "oneOf"):  # nobody has looked at a schema that no answer must match
+        several += more if isinstance(more := said.get(name), list) else []
     found = (one.get("type") for one in several if isinstance(one, dict))
     kinds = [kind for of in found for kind in (of if isinstance(of, list) else [of])]
     names = [kind for kind in kinds if isinstance(kind, str)] or [*_JSON_TYPES]

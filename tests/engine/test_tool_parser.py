@@ -158,6 +158,7 @@ CASES = [
     ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
     ("pythonic", "[add(a=look_up())]", "[add(a=look_up())]", []),
     ("pythonic", "[add(a=1e999)]", "[add(a=1e999)]", []),
+    ("pythonic", r"[add(a='\ud800')]", r"[add(a='\ud800')]", []),
     ("pythonic", "[add(a=", "[add(a=", []),
     ("pythonic", "[1] is a source (of many)", "[1] is a source (of many)", []),
     ("pythonic", "No call.", "No call.", []),
@@ -257,6 +258,16 @@ def test_the_syntax_is_the_option_s_or_the_template_s(
     option: str, template: str | None, syntax: str
 ) -> None:
     assert tool_syntax(option, ChatTemplate(template) if template else None) == syntax
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": 5}, {"oneOf": "x"}, {"type": 5}, {"anyOf": [5]}, 5])
+def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema: object) -> None:
+    function = {"name": "add", "parameters": {"properties": {"a": schema}}}
+    tools = Tools(({"type": "function", "function": function},), "auto")
+    parser = create_tool_parser(tools, "qwen3_coder")
+    assert parser is not None
+    call = "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>"
+    assert read(parser, [call]) == ("", [("add", '{"a": [1]}')])
 
 
 def test_without_tools_there_are_no_calls() -> None:

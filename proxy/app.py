@@ -153,8 +153,9 @@ class ProxyApp:
         except Exception:
             logger.exception("failed: %s", path)
             await self._tell(reply, InternalError("the proxy failed; its log says how"))
-        if path in GENERATE_PATHS:
-            self._record(path, reply, self.access.visit_of(scope).name)
+        finally:
+            if path in GENERATE_PATHS:
+                self._record(path, reply, self.access.visit_of(scope).name)
 
     async def _tell(self, reply: Reply, error: BatonError) -> None:
         # A client that does not read must not keep the process.

@@ -191,10 +191,10 @@ class Reply:
         return events.has_ended
 
     async def _head(self, status: int, headers: Headers) -> None:
-        self.status = status
         own = [(name.encode(), text.encode()) for name, text in self.headers.items()]
         identified = [*headers, *own, (b"x-request-id", self.request_id)]
         await self._send({"type": "http.response.start", "status": status, "headers": identified})
+        self.status = status  # being cancelled while it waited for room, nothing was sent
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more

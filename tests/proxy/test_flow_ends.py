@@ -309,3 +309,30 @@ async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: b
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Rig(prefill=[], decode=[fake]) as rig:
             await asks(rig, dying)
+
+
+async def test_a_deadline_that_comes_before_the_head_has_room_is_told_once_it_has() -> None:
+    """As behind an answer on the same connection that its client has not taken yet."""
+    text = "x" * (1 << 24)
+    body = b'{"model": "m", "prompt": "hello"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(body)
+
+    async def answer(call: Call) -> None:
+        is_late = "x-request-timeout-s" in call.headers
+        await call.answer(200, {"text": "" if is_late else text})
+
+    async with Rig(prefill=[], decode=[Fake(answer)]) as rig:
+        address = rig.listener.getsockname()[:2]
+        reader, writer = await asyncio.open_connection(*address, limit=1 << 25)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        late = b"x-request-timeout-s: 0.3\r\n\r\n"
+        writer.write(head + b"\r\n" + body + head + late + body)
+        await until(lambda: len(rig.decode[0].calls) == 2)
+        await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+        reader._transport.resume_reading()  # type: ignore[attr-defined]
+        first = await reader.readuntil(b'"}')
+        assert first.startswith(b"HTTP/1.1 200 ") and text.encode() in first
+        second = await reader.readuntil(b"\r\n\r\n")
+        assert second.startswith(b"HTTP/1.1 504 "), second
+        await until(lambda: rig.metric("baton_proxy_responses", status="504") == 1)
+        writer.close()

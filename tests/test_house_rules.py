@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2470,
     "decode_server": 570,
     "deploy": 900,
-    "engine": 9323,
+    "engine": 9327,
     "kvcache": 6549,
     "kvcache/transfer": 5345,
     "model": 2890,
     "prefill_server": 337,
     "protocol": 6267,
-    "proxy": 4271,
-    "tests": 36167,
+    "proxy": 4272,
+    "tests": 36224,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

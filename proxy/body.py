@@ -183,10 +183,12 @@ def num_choices(body: Body) -> int:
     return max((int(value) for value in asked if _is_token_limit(value)), default=1)
 
 
-def priority(body: Body) -> int:
-    """The smaller, the more urgent; 0 for what is none, which servers refuse."""
+def priority(body: Body) -> int | None:
+    """The smaller, the more urgent; None for what is none, which our servers refuse, others not."""
     text = member(body, "priority")
-    return int(text) if text.removeprefix(b"-").isdigit() and len(text) <= 11 else 0
+    if text == b"null":
+        return 0
+    return int(text) if text.removeprefix(b"-").isdigit() and len(text) <= 11 else None
 
 
 def error_of(answer: bytes, name: str = "code") -> str:

@@ -104,8 +104,9 @@ class PDRequest:
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data))
         self._body = bodies.seeded(self._plain)
         asked, least = bodies.priority(self._plain), self._visit.min_priority
-        if least is not None and asked < least:
-            told = f"priority is {asked}; {self._visit.name} may ask for {least} or more"
+        if least is not None and (asked is None or asked < least):
+            said = "no number of 32 bits" if asked is None else asked
+            told = f"priority is {said}; {self._visit.name} may ask for {least} or more"
             raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
@@ -124,7 +125,7 @@ class PDRequest:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
         if self._ask is not None:  # or P would work in vain
-            urgency, decodes = bodies.priority(self._plain), self._pool.ready(Kind.DECODE)
+            urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = None if is_scored else await self._prefill()
         if leg is not None:
@@ -292,7 +293,7 @@ class PDRequest:
             foreign = partial(bodies.decode_leg, self._plain, params, foreign=True)
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
-        options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain)}
+        options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
         return UpstreamCall(kind, *asked, leg, ask=self._ask, pool=self._pool, **options)
 
     def _goes_alone(self) -> bool:

@@ -189,7 +189,8 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path: Path) -> 
 async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path: Path) -> None:
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": -2}])
     async with Rig(api_keys_file=file) as rig:
-        for priority, status in ((-2, 200), (0, 200), (-3, 403)):
+        cases = ((-2, 200), (0, 200), (None, 200), ("-3", 403), (-3.0, 403), (-(10**11), 403))
+        for priority, status in (*cases, (-3, 403)):
             answer = await rig.complete({"x-api-key": ALICE}, priority=priority)
             assert answer.status_code == status
         assert answer.json()["error"]["param"] == "priority"

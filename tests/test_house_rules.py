@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 2890,
     "prefill_server": 337,
     "protocol": 6267,
-    "proxy": 4272,
-    "tests": 36224,
+    "proxy": 4275,
+    "tests": 36225,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -14,7 +14,7 @@ import hmac
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -136,8 +136,13 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
 
 
 @lru_cache(4096)
+FOREIGN: Final = "vllm"  # instead of a kv_digest: these see for themselves whether they fit
+
+
 def may_pair(prefill: str, decode: str) -> bool:
-    """Whether servers of these kv_digests fit; one that tells none fits every other."""
+    """Whether servers of these kv_digests fit; one of ours that tells none fits every other."""
+    if FOREIGN in (prefill, decode):
+        return prefill == decode
     if not prefill or not decode:
         return True
     theirs, ours = prefill.split("."), decode.split(".")

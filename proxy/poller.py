@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from protocol.handshake import FOREIGN
 from protocol.http.access import BARE
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
@@ -19,7 +20,6 @@ from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable,
 
 logger = get_logger(__name__)
 
-FOREIGN = "vllm"  # instead of a kv_digest: these see for themselves whether they fit
 JITTER = 0.2  # of the interval, so that many proxies do not ask in step
 
 

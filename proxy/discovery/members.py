@@ -132,11 +132,12 @@ class Members:
 
 
 def _check_may_operate(scope: dict[str, Any]) -> None:
-    """Raises Forbidden for who is on another machine."""
+    """Raises Forbidden for who is on another machine, and for other sites' pages in a browser."""
     host = (scope.get("client") or ("",))[0]
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = False
-    if not is_local:
-        raise Forbidden(f"{scope['path']} is for clients on this proxy's machine")
+    is_page = any(name == b"origin" for name, _ in scope["headers"])
+    if not is_local or is_page:
+        raise Forbidden(f"{scope['path']} is for clients on this proxy's machine, and no browser")

@@ -136,6 +136,7 @@ def test_digests_pair_just_whom_a_handshake_lets_pair(field: str, converts: bool
         assert same_model(*told) is (prefill.model_fingerprint == decode.model_fingerprint)
         assert same_model("vllm", told[1]) and same_model("", told[1])
         assert may_pair("", told[1]) and may_pair(told[0], "") and not may_pair("vllm", told[1])
+        assert may_pair("vllm", "vllm") and not may_pair("vllm", "") and not may_pair("", "vllm")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 5, 8, 10])

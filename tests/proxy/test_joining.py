@@ -217,6 +217,9 @@ async def test_an_operator_drains_a_server_and_takes_it_back() -> None:
             found = await post(action, **body)
             assert (found[0], words in found[1]["error"]["message"]) == (status, True)
         assert (await rig.client.get("/admin/members/drain")).status_code == 405
+        page = {"origin": "http://elsewhere"}  # open in a browser on the operator's machine
+        answer = await rig.client.post("/admin/members/drain", json={}, headers=page)
+        assert (answer.status_code, "no browser" in answer.text) == (403, True)
 
 
 # -- files

@@ -135,10 +135,10 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
 
-@lru_cache(4096)
 FOREIGN: Final = "vllm"  # instead of a kv_digest: these see for themselves whether they fit
 
 
+@lru_cache(4096)
 def may_pair(prefill: str, decode: str) -> bool:
     """Whether servers of these kv_digests fit; one of ours that tells none fits every other."""
     if FOREIGN in (prefill, decode):

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5345,
     "model": 2890,
     "prefill_server": 337,
-    "protocol": 6267,
-    "proxy": 4275,
-    "tests": 36225,
+    "protocol": 6272,
+    "proxy": 4276,
+    "tests": 36229,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

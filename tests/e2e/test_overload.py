@@ -100,6 +100,9 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     url = bounded.url
     capacity = (await Offered(url).run(_WARM_S, clients=6)).num_served / _WARM_S
     calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
+    await Offered(url).run(
+        _WARM_S, rate=3.0 * capacity
+    )  # pages of the KV that are used for the first time
     before = _rss_mb(bounded)
     much = await Offered(url).run(_MEASURED_S, rate=3.0 * capacity)
     after = _rss_mb(bounded)

@@ -1,0 +1,102 @@
+"""What a digest of KV is of, and what becomes of the parts that ranks compute (digest.py)."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+U64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+
+SAMPLED_LAYERS: Final = 16  # a sample has one layer in so many
+FACTORS: Final = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class DigestPart(msgspec.Struct, frozen=True):
+    """What one rank knows of a digest.
+
+    Attributes:
+        copy: of the heads; parts of one copy add up.
+        sums: u64[heads, chunks]
+    """
+
+    copy: int
+    first_head: int
+    sums: bytes
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A digest is of tokens [start, stop) of a leased sequence, in all or a sample of layers."""
+
+    lease_id: str
+    start: int
+    stop: int
+    samples: bool = False
+    chunk_tokens: int = 256
+
+    @property
+    def chunks(self) -> range:
+        return range(self.start // self.chunk_tokens, -(-self.stop // self.chunk_tokens))
+
+    def layers(self, count: int) -> Int64s:
+        """[chunks, layers], which of `count` layers are looked at in each chunk."""
+        every = np.arange(count)
+        if not self.samples:
+            return np.broadcast_to(every, (len(self.chunks), count))
+        names = np.array(self.chunks)[:, None] * (1 << 20) + every
+        order = self.keys(3, names.astype(np.uint64))
+        return np.argsort(order, axis=1)[:, : -(-count // SAMPLED_LAYERS)]
+
+    def keys(self, kind: int, numbers: U64s) -> U64s:
+        """Random numbers by kind and number."""
+        return scrambled(self._seeds[kind] + numbers * _STEP)
+
+    def merged(self, parts: Iterable[DigestPart], num_heads: int) -> bytes:
+        """What an engine of these ranks answers: u64[heads, chunks], each head counted once."""
+        whole = np.zeros((num_heads, len(self.chunks)), np.uint64)
+        for heads, sums in self._copies(parts):
+            whole[heads] = sums
+        return whole.tobytes()
+
+    def faults(self, parts: Iterable[DigestPart], theirs: bytes) -> str:
+        """Where these ranks hold something else than their peer told; empty: nowhere."""
+        whole = np.frombuffer(theirs, np.uint64).reshape(-1, len(self.chunks))
+        wrong = np.zeros(whole.shape, bool)
+        for heads, sums in self._copies(parts):
+            wrong[heads] |= sums != whole[heads]
+        chunks = np.flatnonzero(wrong.any(0)) + self.chunks.start
+        if not len(chunks):
+            return ""
+        start = max(int(chunks[0]) * self.chunk_tokens, self.start)
+        stop = min(int(chunks[-1] + 1) * self.chunk_tokens, self.stop)
+        told = ", ".join(map(str, np.flatnonzero(wrong.any(1))))
+        return f"tokens {start} to {stop - 1} in KV heads {told}"
+
+    def _copies(self, parts: Iterable[DigestPart]) -> Iterator[tuple[slice, U64s]]:
+        """Each copy's heads and sums."""
+        copies: dict[int, tuple[slice, U64s]] = {}
+        for part in parts:
+            sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))
+            if part.copy in copies:
+                sums = sums + copies[part.copy][1]
+            copies[part.copy] = slice(part.first_head, part.first_head + len(sums)), sums
+        yield from copies.values()
+
+    @cached_property
+    def _seeds(self) -> U64s:
+        return np.frombuffer(hashlib.blake2b(self.lease_id.encode()).digest(), np.uint64)
+
+
+def scrambled(numbers: U64s) -> U64s:
+    """MurmurHash3's last step, a permutation."""
+    for factor in FACTORS:
+        numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(factor)
+    mixed: U64s = numbers ^ (numbers >> np.uint64(33))
+    return mixed

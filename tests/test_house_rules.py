@@ -24,13 +24,13 @@ MAX_LINES = {
     "decode_server": 570,
     "deploy": 900,
     "engine": 9327,
-    "kvcache": 6549,
-    "kvcache/transfer": 5345,
-    "model": 2890,
+    "kvcache": 6889,
+    "kvcache/transfer": 5685,
+    "model": 2911,
     "prefill_server": 337,
     "protocol": 6272,
     "proxy": 4276,
-    "tests": 36229,
+    "tests": 36425,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -14,7 +14,9 @@ _NUM_PROGRAMS = 48
 _FIRST, _SECOND = map(tl.constexpr, FACTORS)
 
 
-def values(words: torch.Tensor, word_keys: torch.Tensor, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def values(
+    words: torch.Tensor, word_keys: torch.Tensor, rows: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
     """i64[T, G], what each of digest.py's Rows adds. Queued on the current stream."""
     num_groups = rows[3].shape[1]
     made = torch.empty(len(rows[0]), num_groups, dtype=torch.int64, device=words.device)

@@ -12,15 +12,27 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
+from engine.http.legs import Legs
+from engine.serve import run_server
+from prefill_server.server import PrefillLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import FirstTokenBits, KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
+from protocol.settings.settings import EngineSettings, parse
+
+
+def serve(cls: type[EngineSettings], argv: Sequence[str] | None, *, prog: str) -> int:
+    """Runs a server of either role until it is told to end; returns the exit status."""
+    settings = parse(cls, argv, prog=prog)
+    policy, is_of_machine = settings.kv_load_failure_policy, settings.cluster_secret is None
+    prefill = PrefillLeg(is_reachable=settings.advertised_host is not None)
+    return run_server(settings, lambda key: Legs(prefill, DecodeLeg(key, policy, is_of_machine)))
 
 
 @dataclass(frozen=True)
-class DecodeHooks(ServerHooks):
+class DecodeLeg(ServerHooks):
     """Verifies kv_transfer_params.
 
     Args:
@@ -32,7 +44,6 @@ class DecodeHooks(ServerHooks):
     secret: bytes
     policy: str
     is_of_machine: bool = False
-    role: str = "decode"
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
@@ -81,7 +92,7 @@ class DecodeHooks(ServerHooks):
         return None  # `prepare` tells what is wrong with it
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """A refused request's KV goes home now, not when its lease expires."""
+        """KV that nobody comes for goes home now, here or there, not when its lease expires."""
         ours = kv_params.signed(kv_transfer_params, self.secret)
         return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
 

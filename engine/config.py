@@ -5,11 +5,11 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from attention.support import chosen
-from protocol.settings.options import DecodeOptions, Device, DType, ModelOptions, PrefillOptions
+from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
 
-class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
+class EngineConfig(KVOptions, ModelOptions):
     """The server's options, by their names, and what was made of them when it started. Facts
     learned later live elsewhere.
 
@@ -29,7 +29,6 @@ class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
     itl_target_s: float = 0.025
     transfer: Literal["auto", "nixl", "mapped"] = "auto"
 
-    role: str  # "prefill" | "decode"
     engine_id: str
     incarnation: str  # new at every start
     model_dir: str
@@ -39,7 +38,7 @@ class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
     control_address: str = ""
     transfer_address: str = ""
     side_channel_host: str = "127.0.0.1"  # bound here
-    side_channel_advertise: str = "127.0.0.1"  # told to peers
+    side_channel_advertise: str = "127.0.0.1"  # told to peers; empty: none is known
     side_channel_port: int = 0
     cluster_secret: bytes = b""
 
@@ -65,4 +64,7 @@ class EngineConfig(PrefillOptions, DecodeOptions, ModelOptions):
             "tp": self.tp,
             "dcp": self.dcp,
             "attention_backend": chosen(self.attention_backend, self.device),
+            "engine_id": self.engine_id,
+            "incarnation": self.incarnation,
+            "side_channel_host": self.side_channel_advertise,
         }

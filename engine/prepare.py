@@ -24,7 +24,7 @@ from protocol.ipc.wire import bind
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.machine import available_cores
-from protocol.settings.settings import DecodeSettings, EngineSettings, PrefillSettings
+from protocol.settings.settings import EngineSettings
 from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")
@@ -41,8 +41,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    settings: PrefillSettings | DecodeSettings,
-    role: str,
+    settings: EngineSettings,
     secret: bytes,
     model_dir: Path,
     address: Callable[[str], str],
@@ -54,7 +53,7 @@ def prepare(
     """
     model_config = load_config(model_dir, overrides=settings.hf_overrides)
     defaults = _request_defaults(settings, model_dir)
-    config = engine_config(settings, role, secret, model_dir, model_config, address)
+    config = engine_config(settings, secret, model_dir, model_config, address)
     check_weights(config, model_config)
     layout = check_geometry(config, model_config)
     try:
@@ -62,10 +61,8 @@ def prepare(
     except UnsupportedPool:
         if config.device != "cuda" or _has_gpu():
             raise  # else there is more to say: that there is no GPU, say the ranks
-    if isinstance(settings, DecodeSettings):
-        check_staging(config, layout)
-    else:  # better known before weights are loaded
-        bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
+    check_staging(config, layout)  # better known before weights are loaded, as the next
+    bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
     config = config.model_copy(update={"scales": _kv_scales(settings, model_dir, model_config)})
     return Prepared(config, model_config, defaults)
 
@@ -83,8 +80,7 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
 
 
 def engine_config(
-    settings: PrefillSettings | DecodeSettings,
-    role: str,
+    settings: EngineSettings,
     secret: bytes,
     model_dir: Path,
     model_config: ModelConfig,
@@ -101,8 +97,7 @@ def engine_config(
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}
     options |= {
-        "role": role,
-        "engine_id": f"{role}-{secrets.token_hex(8)}",
+        "engine_id": f"{settings.role}-{secrets.token_hex(8)}",
         "incarnation": secrets.token_hex(8),  # that no other start of any engine has
         "model_dir": str(model_dir),
         "device": device,
@@ -114,13 +109,11 @@ def engine_config(
         "control_address": address("ranks"),
         "transfer_address": address("pulls"),
         "cluster_secret": secret,
+        "side_channel_host": settings.host,
+        "side_channel_advertise": settings.advertised_host or "",
+        "transfer": settings.transfer_for(device),
+        "itl_target_s": settings.itl_target_for(device),
     }
-    if isinstance(settings, PrefillSettings):
-        options["side_channel_host"] = settings.host
-        options["side_channel_advertise"] = settings.advertised_host
-    if isinstance(settings, DecodeSettings):
-        options["transfer"] = settings.transfer_for(device)
-        options["itl_target_s"] = settings.itl_target_for(device)
     return EngineConfig(**options)
 
 

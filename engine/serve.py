@@ -38,7 +38,7 @@ from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.settings.machine import cluster_secret
-from protocol.settings.settings import DecodeSettings, PrefillSettings, describe
+from protocol.settings.settings import EngineSettings, describe
 
 logger = logging.getLogger("baton.serve")
 
@@ -49,26 +49,26 @@ _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
-Settings = PrefillSettings | DecodeSettings
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
-def run_server(settings: Settings, *, role: str, module: str, hooks: HooksFactory) -> int:
+def run_server(
+    settings: EngineSettings, hooks: HooksFactory, module: str = "engine.kv.service"
+) -> int:
     """Serves until told to end. Returns the process's exit status.
 
     Args:
-        role: "prefill" or "decode"; names the processes and their log lines.
+        hooks: makes what the HTTP side adds for the legs of a request.
         module: what each rank process runs.
-        hooks: makes what the HTTP side does differently for this role.
     """
     open_standard_streams()
     lifecycle.watch_parent()
-    setup_logging(role, level=settings.log_level)
+    setup_logging(settings.role, level=settings.log_level)
     raise_file_limit()
     logger.info("settings %s", describe(settings))
 
     async def run() -> int:
-        return await _Server(settings, role, module, hooks).run()
+        return await _Server(settings, module, hooks).run()
 
     try:
         return uvloop.run(run())
@@ -96,9 +96,8 @@ class _HttpServer(uvicorn.Server):
 class _Server:
     """One server, on the running event loop."""
 
-    def __init__(self, settings: Settings, role: str, module: str, hooks: HooksFactory) -> None:
+    def __init__(self, settings: EngineSettings, module: str, hooks: HooksFactory) -> None:
         self.settings = settings
-        self.role = role
         self.secret = cluster_secret(settings.cluster_secret)
         self.hooks = hooks(self.secret)
         check(settings)  # what is wrong is better known before models load
@@ -139,7 +138,7 @@ class _Server:
         progress = lifecycle.report_progress
         resolve = partial(resolve_model, settings.model, settings.revision, progress=progress)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
-        prepared = prepare(self.settings, self.role, self.secret, model_dir, self.processes.address)
+        prepared = prepare(self.settings, self.secret, model_dir, self.processes.address)
         client = EngineClient(prepared.config.http_address, settings)
         await client.start()
         try:
@@ -196,9 +195,9 @@ class _Server:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         where = f"{app.state.certificate.scheme}://{self.settings.host}:{port}"
-        logger.info("%s serves at %s", self.role, where)
+        logger.info("%s serves at %s", self.settings.role, where)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
-        registrar = registrar_of(self.settings, self.role, port, client.ready, self.secret)
+        registrar = registrar_of(self.settings, port, client.ready, self.secret)
         registrar.start()
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}

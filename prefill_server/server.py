@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from engine.http.api import KV_PARAMS_BYTES, LOGPROB_BYTES, ServerHooks, nothing
 from protocol import kv_params
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -47,24 +47,27 @@ class Transfers:
         return found
 
 
-class PrefillHooks(ServerHooks):
+class PrefillLeg(ServerHooks):
     """A request with `do_remote_decode` is prefilled, its KV leased and described in the answer.
 
-    A request without is an ordinary one: this server then generates all of it.
+    Args:
+        is_reachable: other servers have an address to read this one's KV at.
     """
 
-    role = "prefill"
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, *, is_reachable: bool = True) -> None:
+        self._is_reachable = is_reachable
         self._transfers = Transfers()
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
-        if not kv_params.is_prefill_request(request.kv_transfer_params):
-            return adds
+        if not self._is_reachable or ready.geometry.get("dcp", 1) != 1:
+            fix = "start it without --dcp" if self._is_reachable else "give it --side-channel-host"
+            raise KVParamsRejected(
+                f"other servers cannot read the KV of this one: {fix}, or ask a prefill server",
+                param="kv_transfer_params.do_remote_decode",
+            )
         if request.token_limit != 1 or request.stream:
             limit = short_repr(request.token_limit)
             raise InvalidRequest(
@@ -103,12 +106,9 @@ class PrefillHooks(ServerHooks):
         return release
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Nobody will come for KV that this server leased: it need not wait for that. It is named
-        by the answer's params, or by the request's where the answer was not awaited."""
-        if name := kv_params.transfer_id(kv_transfer_params):
-            return [AbortRequest(request_id) for request_id in self._transfers.take(name)]
-        ours = kv_params.signed(kv_transfer_params, self._secret)
-        return [AbortRequest(params.remote_request_id) for params in ours]
+        """Of KV that this server leased and whose reference was not awaited."""
+        name = kv_params.transfer_id(kv_transfer_params)
+        return [AbortRequest(request_id) for request_id in self._transfers.take(name or "")]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

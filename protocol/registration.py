@@ -19,6 +19,7 @@ MAX_AGE_S = 60.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 _LABEL = b"baton registration\n"
 
+Role = Literal["prefill", "decode", "both"]
 _Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -31,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         leaving: it is about to end, and wants nothing new.
     """
 
-    role: Literal["prefill", "decode"]
+    role: Role
     url: _Text
     model: _Text
     kv_digest: Annotated[str, Meta(max_length=128)] = ""

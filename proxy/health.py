@@ -53,6 +53,7 @@ class Said:
     kv_digest: str = ""  # what other servers' KV must agree in; see protocol.handshake
     is_foreign: bool = False  # it speaks vLLM's dialect
     is_bare: bool = False  # it has API keys, and says no more to who asks
+    is_both: bool = False  # it takes either leg of a request
 
 
 @dataclass(frozen=True)

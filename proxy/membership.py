@@ -26,6 +26,7 @@ class Kind(Enum):
 
 _TOLD = 64  # names in an error
 LISTED = "listed"  # the source that is the command line
+TWIN = "role both"  # the source that is the same server, as one of the other kind
 
 
 @dataclass(eq=False)
@@ -267,7 +268,20 @@ class Fleet(Pool):
         """The source names it no more."""
         server.sources.discard(source)
         self.changes += 1
+        if not server.sources - {TWIN}:
+            self._twin(server, False)
         self._end(server)
+
+    def _twin(self, server: Server, is_both: bool) -> None:
+        """A server that takes either leg is a member of both kinds, whichever it was named as."""
+        if server.sources == {TWIN}:
+            return
+        other = Kind.DECODE if server.kind is Kind.PREFILL else Kind.PREFILL
+        twin = self.find(other, server.url)
+        if is_both and (twin is None or not twin.sources):
+            self.join(other, server.url, TWIN, server.health)
+        elif not is_both and twin is not None and TWIN in twin.sources:
+            self.leave(twin, TWIN)
 
     def drain(self, server: Server, drained: bool = True) -> None:
         """It is given nothing new, or is again."""
@@ -318,6 +332,8 @@ class Fleet(Pool):
 
     def polled(self, server: Server, said: Said, started_at: float) -> None:
         self._set(server, health.polled(server.health, said, started_at))
+        if said.ready and not server.has_left:
+            self._twin(server, said.is_both and bool(server.sources))
 
     def silent(self, server: Server, reason: str) -> None:
         self._set(server, health.silent(server.health, reason))

@@ -170,5 +170,13 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
     is_bare = BARE.items() <= said.items()
     return Said(
-        ready, reason, room, capacity, known, models=models, kv_digest=kv_digest, is_bare=is_bare
+        ready,
+        reason,
+        room,
+        capacity,
+        known,
+        models=models,
+        kv_digest=kv_digest,
+        is_bare=is_bare,
+        is_both=role == "both",
     )

@@ -51,9 +51,7 @@ ENDPOINTS: Final = {
 
 
 class ServerHooks:
-    """What a prefill or a decode server adds to the HTTP API; by itself, nothing."""
-
-    role: str = "both"
+    """What a leg of a request that two servers share adds to the HTTP API; by itself, nothing."""
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady

@@ -139,7 +139,7 @@ class _Pages:
 
     def _about(self) -> dict[str, Any]:
         """What this server is, as far as its engine has told."""
-        common = {"role": self._api.hooks.role, "model": self._api.model_name}
+        common = {"role": self._api.settings.role, "model": self._api.model_name}
         engine = self._client.ready
         if engine is None:
             return common

@@ -97,13 +97,13 @@ class Registrar:
 
 
 def registrar_of(
-    settings: EngineSettings, role: str, port: int, engine: EngineReady | None, secret: bytes
+    settings: EngineSettings, port: int, engine: EngineReady | None, secret: bytes
 ) -> Registrar:
     """That of a server whose engine is ready, at this port."""
     assert engine is not None
     scheme = "https" if settings.tls_cert else "http"
     record = Record(
-        role="decode" if role == "decode" else "prefill",
+        role=settings.role,
         url=settings.advertise_url or http_url(settings.host, port, scheme),
         model=settings.served_model_name or settings.model,
         kv_digest=str(engine.geometry.get("kv_digest", "")),

@@ -55,7 +55,7 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=rank.longest_sequence(),
         block_size=config.tokens_per_block,
-        itl_target_s=config.itl_target_s if config.role == "decode" else None,
+        itl_target_s=config.itl_target_s if config.role != "prefill" else None,
     )
     metadata = EngineMetadata(
         protocol_version=PROTOCOL_VERSION,
@@ -83,6 +83,7 @@ def _build(
         geometry={
             **config.geometry,
             "kv_digest": kv_digest(rank.context.compat, config.kv_convert),
+            "side_channel_port": connector.side_channel_port() or 0,
         },
     )
     return core, rank, ready

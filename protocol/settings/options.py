@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic._internal._model_construction import ModelMetaclass
 
 from protocol.handshake import AXES, FP8, check_order
-from protocol.registration import MAX_TTL_S, MIN_TTL_S, check_advertised, http_url
+from protocol.registration import MAX_TTL_S, MIN_TTL_S, Role, check_advertised, http_url
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.short_repr import short_repr
@@ -216,15 +216,13 @@ class EngineOptions(GeometryOptions):
         return self.max_num_batched_tokens or (512 if device == "cpu" else self._gpu_step_tokens)
 
 
-class PrefillOptions(EngineOptions):
-    # No token of others waits for a step here, and long ones are faster.
-    _gpu_step_tokens: ClassVar[int] = 8192
+class KVOptions(EngineOptions, LinkOptions):
+    """How a server lends KV to others and borrows theirs."""
 
+    role: Role = "both"
+    """what proxies send it"""
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
-    """how long a prompt's KV is kept for a silent decode server (s)"""
-
-
-class DecodeOptions(EngineOptions, LinkOptions):
+    """how long a prompt's KV is kept for a silent server that is to read it (s)"""
     dcp: ContextParallelism = 1
     """decode context parallelism: size of the groups of ranks that hold the same KV heads and share
     every sequence's tokens (ranks, a divisor of --tp)"""
@@ -234,18 +232,25 @@ class DecodeOptions(EngineOptions, LinkOptions):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """what to do when KV cannot be pulled: recompute here, or fail"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
-    """how KV is moved; auto: mapped memory from prefill servers of this host (GPU to GPU, or CPU to
+    """how KV is moved; auto: mapped memory from servers of this host (GPU to GPU, or CPU to
     CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl on CPU)"""
     handshake_timeout_s: Seconds = 5.0
-    """longest first contact with a prefill server (s)"""
+    """longest first contact with a server that KV is read from (s)"""
     connect_timeout_s: Seconds = 5.0
-    """longest wait of a pull for the NIXL connection to its prefill server (s)"""
+    """longest wait of a pull for the NIXL connection to that server (s)"""
     pull_timeout_s: Seconds = 30.0
     """longest pull of one prompt's KV (s)"""
     fence_timeout_s: Seconds = 5.0
     """longest wait for a lease to complete (s)"""
     quarantine_timeout_s: Seconds = 30.0
     """longest wait for KV blocks that reads from a hung server hold (s)"""
+
+    @field_validator("dcp")
+    @classmethod
+    def _can_be_read(cls, dcp: int, info: ValidationInfo) -> int:
+        if dcp > 1 and info.data.get("role") != "decode":
+            raise ValueError(f"others cannot read the KV of {dcp} ranks that share tokens: use 1")
+        return dcp
 
     def transfer_for(self, device: str) -> str:
         """How an engine on `device` ("cpu" or "cuda") moves KV."""
@@ -254,6 +259,23 @@ class DecodeOptions(EngineOptions, LinkOptions):
     def itl_target_for(self, device: str) -> float:
         """Seconds between tokens that an engine on `device` keeps."""
         return self.itl_target_s or (0.5 if device == "cpu" else 0.025)
+
+
+class PrefillOptions(KVOptions):
+    # No token of others waits for a step here, and long ones are faster.
+    _gpu_step_tokens: ClassVar[int] = 8192
+
+    role: Role = "prefill"
+    """what proxies send it: prefill: prompts, for decode servers to answer; decode: the answers,
+    and whole requests; both: either"""
+    staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
+    """staging memory for KV in another geometry (bytes)"""
+
+
+class DecodeOptions(KVOptions):
+    role: Role = "decode"
+    """what proxies send it: prefill: prompts, for decode servers to answer; decode: the answers,
+    and whole requests; both: either"""
 
 
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]

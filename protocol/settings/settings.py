@@ -30,7 +30,7 @@ from protocol.settings.options import (
     DecodeOptions,
     Device,
     DType,
-    EngineOptions,
+    KVOptions,
     ListenOptions,
     LogLevel,
     ModelOptions,
@@ -72,17 +72,12 @@ class BatonSettings(Options, BaseSettings):
         return found["env_settings"], found["init_settings"]
 
 
-class EngineSettings(EngineOptions, ModelOptions, RegisterOptions, BatonSettings):
-    """What a prefill and a decode server have in common."""
+class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
+    """What a prefill and a decode server have in common: all but their defaults."""
 
     port: Port = 8100
-
-
-class PrefillSettings(PrefillOptions, EngineSettings):
-    """A prefill server: runs prompts and leases their KV to decode servers."""
-
     side_channel_host: str | None = None
-    """address at which decode servers reach this one (None: --host)"""
+    """address at which other servers reach this one, to read its KV (None: --host)"""
     side_channel_port: Port = 0
     """port of the KV side channel (0: a free one)"""
 
@@ -90,7 +85,7 @@ class PrefillSettings(PrefillOptions, EngineSettings):
     @classmethod
     def _is_an_address_to_connect_to(cls, name: str | None, info: ValidationInfo) -> str | None:
         told = name or info.data.get("host")
-        if told in WILDCARDS:
+        if told in WILDCARDS and (name or info.data.get("role") != "decode"):
             raise ValueError(
                 f"decode servers cannot connect to {told}, which means every address of this "
                 "machine; give the name or address that they reach it at"
@@ -100,9 +95,13 @@ class PrefillSettings(PrefillOptions, EngineSettings):
         return name
 
     @property
-    def advertised_host(self) -> str:
-        """The address other machines reach the side channel at."""
-        return self.side_channel_host or self.host
+    def advertised_host(self) -> str | None:
+        """The address other machines reach the side channel at; None where none is known."""
+        return self.side_channel_host or (None if self.host in WILDCARDS else self.host)
+
+
+class PrefillSettings(PrefillOptions, EngineSettings):
+    """A prefill server: runs prompts and leases their KV to decode servers."""
 
 
 class DecodeSettings(DecodeOptions, EngineSettings):

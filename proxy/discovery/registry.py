@@ -79,7 +79,7 @@ class Registry:
             url = check_advertised(base_url(record.url))
         except ValueError as error:
             raise BadRecord(str(error)) from None
-        key = Kind(record.role), url
+        key = Kind("decode" if record.role == "both" else record.role), url  # its twin follows
         heard = self._heard.get(key)
         if heard is not None and record.issued_ms <= heard.issued_ms:
             raise BadRecord(f"a newer record of {url} is known: this one is a copy")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_server.server import DecodeHooks
+from decode_server.server import DecodeLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.messages import (
@@ -42,7 +42,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
         num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-    hooks = DecodeHooks(_SECRET, policy)
+    hooks = DecodeLeg(_SECRET, policy)
     (prepared,) = hooks.prepare(request, [add], _READY)
     return prepared
 
@@ -147,7 +147,7 @@ def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
 
 
 def test_the_authentic_references_of_a_refused_request_are_released() -> None:
-    hooks = DecodeHooks(_SECRET, "recompute")
+    hooks = DecodeLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
     (message,) = hooks.refused([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
@@ -179,7 +179,7 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     offered = {**_params(), "remote_engine_id": deep}
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
-    assert list(DecodeHooks(_SECRET, "recompute").refused(offered)) == []
+    assert list(DecodeLeg(_SECRET, "recompute").refused(offered)) == []
 
 
 @pytest.mark.parametrize("is_of_machine", [False, True])
@@ -188,7 +188,7 @@ def test_a_server_that_was_given_no_secret_says_so(is_of_machine: bool) -> None:
     body = {"model": "m", "prompt": _PROMPT, "kv_transfer_params": offered}
     request = validate(CompletionRequest, body)
     add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=9)
-    hooks = DecodeHooks(_SECRET, "recompute", is_of_machine)
+    hooks = DecodeLeg(_SECRET, "recompute", is_of_machine)
     (prepared,) = hooks.prepare(request, [add], _READY)
     told = prepared.kv_rejected or ""
     assert "give all servers one BATON_CLUSTER_SECRET" in told

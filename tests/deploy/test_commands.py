@@ -83,7 +83,6 @@ def test_every_group_option_is_one_of_its_server() -> None:
         ("prefill", "dtype", "prefill.dtype"),  # prefill servers have their own here
         ("decode", "dtype", None),
         ("decode", "model", None),
-        ("decode", "lease-s", None),  # of others
         ("prefill", "hang-timeout-s", "hang-timeout-s of `baton prefill`"),
         ("proxy", "health-timeout-s", "health-timeout-s of `baton proxy`"),
         ("proxy", "port", None),

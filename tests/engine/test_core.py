@@ -1,5 +1,5 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache, which runs
-each step as late as it may. Any workload at all is tests/decode_server/test_role_mixture.py's.
+each step as late as it may. Any workload at all is tests/engine/kv/test_role_mixture.py's.
 
 `depth`: whether a step may be under way while the next one is planned and launched.
 """

@@ -1,5 +1,5 @@
 """How the core waits for grammars, and how their sequences end. What they draw beside others, with
-choices, preemptions and late masks: tests/decode_server/test_role_mixture.py."""
+choices, preemptions and late masks: tests/engine/kv/test_role_mixture.py."""
 
 import json
 import threading

@@ -67,8 +67,6 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
 
 
 class RecordingHooks(ServerHooks):
-    role = "prefill"
-
     def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
         if request.kv_transfer_params == {"bad": True}:
             raise KVParamsRejected("`kv_transfer_params.bad` is true.", param="kv_transfer_params")

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_server.server import DecodeHooks
+from decode_server.server import DecodeLeg
 from engine.http.api import ENDPOINTS
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from prefill_server.server import PrefillHooks
+from prefill_server.server import PrefillLeg
 from protocol.kv_params import REMOTE_DECODE
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -42,7 +42,7 @@ async def _ids(
     tokenizer: Tokenizer, body: dict[str, Any], params: dict[str, Any]
 ) -> tuple[list[int], bool]:
     """What the decode engine gets: the prompt's ids, and whether it is to pull their KV."""
-    hooks = DecodeHooks(_SECRET, "recompute")
+    hooks = DecodeLeg(_SECRET, "recompute")
     async with serving(tokenizer, saying(tokenizer, "x"), hooks) as server:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = await server.http.post(path, json={**body, "kv_transfer_params": params})
@@ -108,7 +108,7 @@ async def test_a_prefill_server_tells_what_it_tokenized(
     if prompt == "\ud800":
         return  # no JSON carries it
 
-    async with serving(tokenizer, saying(tokenizer, "x"), PrefillHooks(_SECRET)) as server:
+    async with serving(tokenizer, saying(tokenizer, "x"), PrefillLeg()) as server:
         assert (await server.http.post("/v1/completions", json=body)).status_code == 200
         assert {added.text_digest for added in server.engine.added} == {told}
 

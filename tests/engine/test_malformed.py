@@ -12,9 +12,10 @@ from typing import Any
 import h11
 import pytest
 
-from decode_server.server import DecodeHooks
+from decode_server.server import DecodeLeg
+from engine.http.legs import Legs
 from engine.text.tokenizer import Tokenizer
-from prefill_server.server import PrefillHooks
+from prefill_server.server import PrefillLeg
 from protocol.messages import AddRequest, TokenDelta
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import make_server
@@ -197,12 +198,12 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
 @contextlib.asynccontextmanager
 async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, Prompts]]:
     """Servers of these roles; of several, a proxy in front of them."""
-    hooks = {"prefill": PrefillHooks(SECRET), "decode": DecodeHooks(SECRET, "recompute")}
+    hooks = Legs(PrefillLeg(), DecodeLeg(SECRET, "recompute"))
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         servers = [
-            await enter(serving(tokenizer, says, hooks=hooks[role], client_timeout_s=TIMEOUT_S))
-            for role in roles
+            await enter(serving(tokenizer, says, hooks=hooks, client_timeout_s=TIMEOUT_S))
+            for _ in roles
         ]
         urls = [server.http.base_url for server in servers]
         alone = len(servers) == 1

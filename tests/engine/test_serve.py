@@ -48,7 +48,7 @@ def resolve(*args, **options):
 engine.serve.resolve_model = resolve
 settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret="a secret of these tests")
 raise SystemExit(
-    engine.serve.run_server(settings, role="prefill", module="-", hooks=lambda s: ServerHooks())
+    engine.serve.run_server(settings, lambda s: ServerHooks(), "-")
 )
 """
 
@@ -83,7 +83,7 @@ async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_S
     """A server on the running loop, without processes, and the socket that it is to listen on."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
-    server = engine.server = _Server(settings, "prefill", "-", lambda secret: ServerHooks())
+    server = engine.server = _Server(settings, "-", lambda secret: ServerHooks())
     with bind("127.0.0.1", 0) as listener:
         yield server, listener
     server.processes.stop(1.0)
@@ -287,13 +287,11 @@ def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None
     folder = ensure_model("gqa")
     model = dataclasses.replace(load_config(folder), dtype=saved)
     settings = PrefillSettings(_cli_parse_args=[], device=device)
-    assert engine_config(settings, "prefill", b"", folder, model, str).dtype == chosen
+    assert engine_config(settings, b"", folder, model, str).dtype == chosen
 
 
 def test_every_start_has_ids_of_its_own() -> None:
     folder = ensure_model("gqa")
     settings = PrefillSettings(_cli_parse_args=[], device="cpu")
-    made = [
-        engine_config(settings, "prefill", b"", folder, load_config(folder), str) for _ in range(9)
-    ]
+    made = [engine_config(settings, b"", folder, load_config(folder), str) for _ in range(9)]
     assert len({one.incarnation for one in made}) == len({one.engine_id for one in made}) == 9

@@ -5,9 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefill_server.server import PrefillHooks, Transfers
+from decode_server.server import DecodeLeg
+from engine.http.legs import Legs
+from prefill_server.server import PrefillLeg, Transfers
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineReady,
+    ReleaseRemote,
+    SamplingParams,
+    TokenDelta,
+)
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from tests.rigs.offers import offer
@@ -21,17 +30,31 @@ _ASK = {
     "remote_port": None,
 }
 
+_LEGS = Legs(PrefillLeg(), DecodeLeg(b"secret", "recompute"))
+
 
 def _prepare(**members: Any) -> list[bool]:
     body = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "kv_transfer_params": _ASK}
     request = validate(CompletionRequest, {**body, **members})
     adds = _adds(2, 1, retain_kv=False)
-    return [add.retain_kv for add in PrefillHooks(b"secret").prepare(request, adds, _READY)]
+    return [add.retain_kv for add in _LEGS.prepare(request, adds, _READY)]
 
 
 def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does() -> None:
     assert _prepare() == [True, True]
     assert _prepare(kv_transfer_params=None, max_tokens=9) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("is_reachable", "dcp", "fix"), [(False, 1, "--side-channel-host"), (True, 2, "--dcp")]
+)
+def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
+    is_reachable: bool, dcp: int, fix: str
+) -> None:
+    request = validate(CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _ASK})
+    ready = msgspec.structs.replace(_READY, geometry={"dcp": dcp})
+    with pytest.raises(KVParamsRejected, match=f"cannot read .*{fix}"):
+        PrefillLeg(is_reachable=is_reachable).prepare(request, _adds(1), ready)
 
 
 @pytest.mark.parametrize("members", [{"max_tokens": 2}, {"stream": True}])
@@ -47,7 +70,7 @@ def test_a_reference_beside_do_remote_decode_is_refused() -> None:
 
 def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
     finals = [TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"]
-    hooks = PrefillHooks(b"secret")
+    hooks = PrefillLeg()
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
     assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
@@ -55,9 +78,9 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
 
 def test_kv_that_nobody_will_come_for_is_let_go() -> None:
     params = offer(b"secret", [1, 2], remote_request_id="r-1")
-    hooks = PrefillHooks(b"secret")
-    assert hooks.refused([params, {**params, "lease_ms": 9000}, None, 3]) == [AbortRequest("r-1")]
-    assert hooks.refused(_ASK) == []
+    (ended,) = _LEGS.refused([params, {**params, "lease_ms": 9000}, None, 3])
+    assert isinstance(ended, ReleaseRemote) and ended.remote.request_id == "r-1"
+    assert _LEGS.refused(_ASK) == []
 
 
 def _ask(name: object) -> dict[str, Any]:
@@ -65,7 +88,7 @@ def _ask(name: object) -> dict[str, Any]:
 
 
 def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
-    hooks = PrefillHooks(b"secret")
+    hooks = PrefillLeg()
     for name, adds in (("a", _adds(3)), ("b", _adds(3, 4, 5)), ("a", _adds(6, 6))):
         hooks.admit(adds, _READY, **_ask(name))
     release = {"do_remote_decode": True, "transfer_id": "b"}
@@ -76,7 +99,7 @@ def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
 
 @pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])
 def test_what_is_no_name_of_a_transfer_names_none(name: object) -> None:
-    hooks, is_named = PrefillHooks(b"secret"), name != "ordinary"
+    hooks, is_named = PrefillLeg(), name != "ordinary"
     hooks.admit(_adds(3, retain_kv=is_named), _READY, **_ask(name))
     assert hooks.refused({"transfer_id": name}) == []
 
@@ -115,7 +138,7 @@ def _adds(
 
 
 def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> None:
-    hooks = PrefillHooks(b"secret")
+    hooks = PrefillLeg()
     first = hooks.admit(_adds(16, 17), _READY)  # 3 blocks
     second = hooks.admit(_adds(90, 1), _READY)  # 7, which make 10 of 20
     with pytest.raises(Overloaded, match="2 prompts need 8 KV blocks"):
@@ -130,7 +153,7 @@ def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> 
 
 
 def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server() -> None:
-    hooks, ready = PrefillHooks(b"secret"), msgspec.structs.replace(_READY, num_blocks=10**6)
+    hooks, ready = PrefillLeg(), msgspec.structs.replace(_READY, num_blocks=10**6)
     hooks.admit(_adds(79_000, 79_000, prompt_logprobs=20), ready)()
     hooks.admit(_adds(160_000), ready)()
     hooks.admit(_adds(160_000, retain_kv=False, prompt_logprobs=20), ready)()

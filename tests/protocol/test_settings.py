@@ -43,15 +43,14 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
     ("cls", "argv", "told"),
     [
         (P, "--blck-size 16", "--block-size"),
-        (P, "--kv-load-failure-policy fail", "--kv-load-failure-policy"),
         (UP, "--prefil.tp=2", "--prefill.tp"),
-        (UP, "--prefill.staging-bytes=2", "--decode.staging-bytes"),
+        (UP, "--prefill.hang-timeout-s=2", "--prefill.hang-timeout-s"),
         (UP, "--decode 3", "^--decode: must be a group .* as --decode.tp, not 3$"),
         (UP, "--tp 2", r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),
         (UP, "--no-pack-weights", r"mean --no-prefill.pack-weights or --no-decode.pack"),
         (P, "--block 16", "--block"),  # no abbreviations
         (P, "--decode http://h:1", r"http://h:1 \(an option of baton proxy and b"),
-        (D, "--lease-s=9", r"\(an option of baton prefill\)"),
+        (PROXY, "--lease-s=9", r"\(an option of baton prefill and baton decode\)"),
         (PROXY, "--no-pack-weights", r"of baton prefill and baton decode\)"),
         (P, "stray", "stray"),
         (P, "--config", "--config: expected one argument"),
@@ -68,7 +67,8 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (P, "--lease-s inf", "finite"),
         (P, "--dtype int4", "--dtype: .*float32"),
         (P, "--kv-cache-tokens 64 --kv-cache-bytes 9", "-bytes: 9, and --kv-cache-tokens is 64"),
-        (P, "--tp 2 --dcp 2", "--dcp"),  # it is of decode servers
+        (P, "--tp 2 --dcp 2", "--dcp: others cannot read the KV of 2 ranks"),
+        (D, "--role both --tp 2 --dcp 2", "--dcp: others cannot read the KV of 2 ranks"),
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
         (
@@ -314,7 +314,7 @@ def test_variables_of_other_programs_are_found_with_those_meant(
         monkeypatch.setenv(name, "1")
     assert unread_variables(UP) == [
         "BATON_HANG_TIMEOUT_S",
-        "BATON_LEASE_S (did you mean BATON_PREFILL__LEASE_S?)",
+        "BATON_LEASE_S (did you mean BATON_PREFILL__LEASE_S or BATON_DECODE__LEASE_S?)",
         "BATON_TP (did you mean BATON_PREFILL__TP or BATON_DECODE__TP?)",
     ]
     assert unread_variables(P) == []

@@ -90,6 +90,32 @@ def test_who_leaves_or_is_drained_gets_nothing_new(
     assert (server in fleet.servers) is bool(sources)
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(kind: Kind) -> None:
+    fleet, both = Fleet({kind: "a"}), Said(True, is_both=True)
+    (server,) = fleet.servers
+
+    def members() -> list[tuple[Kind, str]]:
+        return [(each.kind, each.url) for each in fleet.servers]
+
+    def says(said: Said) -> None:
+        for each in list(fleet.servers):
+            fleet.polled(each, said, 0.0)
+
+    for _ in range(2):
+        says(both)
+        says(both)
+        assert members() == [(each, "a") for each in Kind]
+        assert all(len(fleet.ready(each)) == 1 for each in Kind)
+        says(Said(False, "busy"))
+        assert members() == [(each, "a") for each in Kind], "it may be back at once"
+        says(YES)  # it was started anew, with one role
+        assert members() == [(kind, "a")]
+    says(both)
+    fleet.leave(server, "listed")
+    assert members() == []
+
+
 def test_who_answers_nothing_for_a_while_is_asked_less_often() -> None:
     health, pauses = Health(), list[float]()
     for _ in range(LONG_SILENCE + 6):

@@ -22,11 +22,12 @@ import torch
 from msgspec.structs import replace
 
 from attention.registry import create_backend
-from decode_server.connector import DecodeConnector
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
+from engine.kv.borrower import Borrower
+from engine.kv.lender import Lender
 from engine.worker.memory import RankMemory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
@@ -40,7 +41,6 @@ from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from model.config import load_config
 from model.parallel import Parallel
-from prefill_server.connector import PrefillConnector
 from protocol import kv_params
 from protocol.handshake import CompatRecord
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
@@ -193,7 +193,7 @@ class Pair:
         stripes = [Stripe(rank, dcp, d_block_size) for rank in range(dcp)]
         pools = [self.make_pool(d_block_size, d_order) for _ in stripes]
         self._start_pulls(pools, settings or PullSettings(), told_dcp or dcp, launch_bytes)
-        role = DecodeConnector(self.coordinator, policy, quarantine_timeout_s)
+        role = Borrower(self.coordinator, policy, quarantine_timeout_s)
         self.d = self._side(pools, stripes, role, self._movers)
 
     def make_pool(self, block_size: int, order: str) -> KVPool:
@@ -230,7 +230,7 @@ class Pair:
         address = "127.0.0.1", self._port
         self.leases = LeaseServer(*address, told, SECRET, clock=lambda: self.now_s)
         self.leases.start()
-        role, movers = PrefillConnector(config, self.leases), Movers([agent], [], self._rng)
+        role, movers = Lender(config, self.leases), Movers([agent], [], self._rng)
         self.p = self._side([pool], [Stripe(0, 1, block_size)], role, movers)
 
     def _start_pulls(

@@ -67,6 +67,11 @@ class LocalEnd:
             self._memories.append((staging.base_address, staging.nbytes))
         self.links: set[PeerLink] = set()  # not yet closed
 
+    def offer(self) -> None:
+        """Peers may read the pool from here on, through the rank's own agent."""
+        (address, nbytes), where = self._memories[1], {"device_id": self.device_id}
+        self.prototype.register(address, nbytes, kind=self.kind, **where)
+
     def register_with(self, agent: TransferAgent) -> None:
         for address, nbytes in self._memories:
             agent.register(address, nbytes, device_id=self.device_id, kind=self.kind)

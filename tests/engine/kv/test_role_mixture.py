@@ -18,11 +18,11 @@ import pytest
 from msgspec.structs import replace
 
 import engine.text.grammar
-from decode_server.connector import DecodeConnector
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Phase
+from engine.kv.borrower import Borrower
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
@@ -159,7 +159,7 @@ class _Mixture:
         self.content: dict[str, list[int]] = {}  # of leases
         self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
         fake: Any = self.coordinator
-        self.role = DecodeConnector(fake, self.policy, self.quarantine_timeout_s)
+        self.role = Borrower(fake, self.policy, self.quarantine_timeout_s)
         self.core, _, self.out = make_core(
             executor=self.executor,
             role=self.role,

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from decode_server.connector import DecodeConnectorFactory
+from engine.kv.service import KVFactory
 from engine.worker.rank import pool_size
-from engine.worker.service import ConnectorFactory
-from prefill_server.connector import PrefillConnectorFactory
 from tests.rigs.engine_pair import make_config
 
 BLOCK_BYTES = 1 << 20
@@ -19,16 +17,14 @@ MODEL: Any = SimpleNamespace(max_position=256)
 
 
 @pytest.mark.parametrize(
-    "factory, options, blocks",
+    "options, blocks",
     [
-        (DecodeConnectorFactory(), {"transfer": "auto"}, 300 - 64 - 4),
-        (DecodeConnectorFactory(), {"transfer": "nixl"}, 300 - 64 - 4),
-        (DecodeConnectorFactory(), {"transfer": "mapped"}, 300 - 4),  # stages nothing
-        (PrefillConnectorFactory(), {}, 300),
+        ({"transfer": "auto"}, 300 - 64 - 4),
+        ({"transfer": "nixl"}, 300 - 64 - 4),
+        ({"transfer": "mapped"}, 300 - 4),  # stages nothing
     ],
 )
 def test_staging_memory_is_no_kv_memory(
-    factory: ConnectorFactory,
     options: dict[str, Any],
     blocks: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -37,4 +33,4 @@ def test_staging_memory_is_no_kv_memory(
     config = make_config(
         device="cuda", block_size=16, max_num_seqs=64, staging_bytes=64 * BLOCK_BYTES, **options
     )
-    assert pool_size(config, MODEL, RUNNER, factory).num_blocks == blocks
+    assert pool_size(config, MODEL, RUNNER, KVFactory()).num_blocks == blocks

@@ -1,29 +1,24 @@
-"""The prefill role: a finished prompt's blocks pass from USED to LEASED, and the answer says how
-to read them.
+"""The half of an engine that lends: blocks pass from USED to LEASED, and a reference says how to
+read them.
 
-The lease server's thread owns the leases and answers decode servers without waiting for a step;
-this role grants leases and, each round, gives the blocks of ended ones back to the allocator.
+The lease server's thread owns the leases and answers borrowers without waiting for a step; this
+half grants leases and, each round, gives the blocks of ended ones back to the allocator.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
-from engine.worker.service import ConnectorFactory, RankContext, RankService
-from engine.worker.worker import main
-from kvcache.transfer.link.agent import MemoryKind
 from kvcache.transfer.session.lease_server import LeaseServer
 from protocol import kv_params
-from protocol.handshake import EngineMetadata
-from protocol.messages import FirstToken
+from protocol.messages import FirstToken, RemotePrefill
 from protocol.metrics import stat_key
 
-MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a decode server takes
+MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a server takes
 
 
-class PrefillConnector(KVConnector):
+class Lender(KVConnector):
     """Retains, leases, releases."""
 
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
@@ -81,6 +76,11 @@ class PrefillConnector(KVConnector):
         if lease_id := self._by_request.get(request_id):
             self._leases.abort(lease_id)
 
+    def take_back(self, remote: RemotePrefill) -> bool:
+        """Ends the lease of a reference that is of no use; whether it is this engine's."""
+        is_ours = remote.engine_id == self._config.engine_id
+        return is_ours and (self._leases.abort(remote.lease_id) or True)
+
     def poll(self) -> None:
         for ended in self._leases.drain_ended():
             self.core.scheduler.allocator.end_lease(ended.block_ids)
@@ -104,43 +104,3 @@ class PrefillConnector(KVConnector):
 
     def close(self) -> None:
         self._leases.close()
-
-
-class _Readable:
-    """A rank's KV, registered for peers to read; nothing runs here."""
-
-    def __init__(self, context: RankContext) -> None:
-        pool = context.pool
-        kind: MemoryKind = "VRAM" if pool.device.type == "cuda" else "DRAM"
-        self._agent = context.agent
-        self._agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._agent.close()
-
-
-class PrefillConnectorFactory(ConnectorFactory):
-    def make_service(self, context: RankContext) -> RankService:
-        return _Readable(context)
-
-    def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
-    ) -> KVConnector:
-        config = context.config
-        leases = LeaseServer(
-            config.side_channel_advertise,
-            config.side_channel_port,
-            metadata,
-            config.cluster_secret,
-            on_event=wake,
-            bind_host=config.side_channel_host,
-        )
-        leases.start()
-        return PrefillConnector(config, leases)
-
-
-if __name__ == "__main__":
-    main(PrefillConnectorFactory())

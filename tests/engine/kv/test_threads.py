@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tests.make_models import ensure_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # A rank as it is, but that its transfer thread cannot use its agent.
 _BROKEN_ROLE = """
 import threading
-from decode_server.connector import DecodeConnectorFactory
+from engine.kv.service import KVFactory
 from engine.worker.worker import main
 from kvcache.transfer.link.nixl_agent import NixlAgent
 
@@ -25,7 +25,7 @@ def bind_thread(agent):
 
 NixlAgent.bind_thread = bind_thread
 if __name__ == "__main__":
-    main(DecodeConnectorFactory())
+    main(KVFactory())
 """
 
 _SERVER = """
@@ -35,8 +35,7 @@ from engine.serve import run_server
 from protocol.settings.settings import DecodeSettings, parse
 
 settings = parse(DecodeSettings, sys.argv[1:], prog="broken")
-hooks = lambda secret: ServerHooks()
-raise SystemExit(run_server(settings, role="decode", module="broken_role", hooks=hooks))
+raise SystemExit(run_server(settings, lambda secret: ServerHooks(), "broken_role"))
 """
 
 

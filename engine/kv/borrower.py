@@ -1,25 +1,19 @@
-"""The decode role: admits a prompt that was prefilled elsewhere, pulls its KV, verifies it.
+"""The half of an engine that borrows: it admits a prompt whose KV is elsewhere, and pulls it.
 
-    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> decode
+    add -> connect (first contact only) -> queue -> blocks -> pull -> fence -> go on
                        |                                |        |
                        `------------ failure policy: recompute here, or fail
 
-Rank 0's transfer thread does all waiting; this role moves sequences and blocks, each round,
+Rank 0's transfer thread does all waiting; this half moves sequences and blocks, each round,
 according to the events they left. A sequence's id is the id of its pull.
 """
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
 
-from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
-from engine.worker.service import ConnectorFactory, RankContext, RankService
-from engine.worker.worker import main
-from kvcache.transfer.move.cuda_placer import placer_for
-from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     PATHS,
@@ -29,12 +23,9 @@ from kvcache.transfer.pulls.messages import (
     PullDone,
     PullDrained,
     PullFailed,
-    PullSettings,
     PullStuck,
     key_of,
 )
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
-from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -43,11 +34,10 @@ from protocol.errors import (
     RemoteKVError,
     from_code,
 )
-from protocol.handshake import EngineMetadata
 from protocol.messages import RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
 
-logger = logging.getLogger("baton.decode")
+logger = logging.getLogger("baton.kv")
 
 
 def _zeros(policy: str) -> dict[str, float]:
@@ -68,7 +58,7 @@ def _zeros(policy: str) -> dict[str, float]:
     return dict.fromkeys(names, 0.0)
 
 
-class DecodeConnector(KVConnector):
+class Borrower(KVConnector):
     """Connects, pulls, recovers.
 
     Args:
@@ -107,7 +97,7 @@ class DecodeConnector(KVConnector):
         if remote is None:
             self.core.enqueue(sequence)
             return
-        # DecodeHooks sees to it that a reference says what the request asks for.
+        # DecodeLeg sees to it that a reference says what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
         if not remote.first_tokens and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1
@@ -301,73 +291,3 @@ def _without_address(error: BatonError, remote: RemotePrefill | None) -> BatonEr
         return error
     told = error.message.replace(f"{remote.host}:{remote.port}", "its address")
     return from_code(error.code, told, error.param)
-
-
-def _mapped_path(transfer: str, context: RankContext) -> MappedPath | None:
-    """The mapped path, unless `--transfer nixl` pins the other one."""
-    if transfer == "nixl":
-        return None
-    busy, convert = lambda: context.stepping.busy, context.config.kv_convert
-    placer = placer_for(context.pool, busy=busy, convert=convert)
-    return MappedPath(placer, required=transfer == "mapped")
-
-
-def _staging_bytes(config: EngineConfig) -> int | None:
-    """None where nothing is ever staged."""
-    return None if config.transfer == "mapped" else config.staging_bytes
-
-
-class DecodeConnectorFactory(ConnectorFactory):
-    def reserved_bytes(self, config: EngineConfig) -> int:
-        return LocalRank.reserved_bytes(_staging_bytes(config))
-
-    def make_service(self, context: RankContext) -> RankService:
-        config = context.config
-        rank = LocalRank(
-            context.rank,
-            config.tp,
-            context.compat.total_kv_heads,
-            context.agent,
-            context.pool,
-            dcp=config.dcp,
-            staging_bytes=_staging_bytes(config),
-            convert=config.kv_convert,
-            costs=CostModel.configured(config.transfer_costs, context.pool.device.type),
-            mapped=_mapped_path(config.transfer, context),
-            busy=lambda: context.stepping.busy,
-            connect_timeout_s=config.connect_timeout_s,
-        )
-        if context.rank:
-            return TransferWorker(rank, config.transfer_address)
-        self._coordinator = _coordinator(context)
-        return TransferWorker(rank, self._coordinator)
-
-    def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
-    ) -> KVConnector:
-        config = context.config
-        self._coordinator.on_event = wake
-        policy = config.kv_load_failure_policy
-        return DecodeConnector(self._coordinator, policy, config.quarantine_timeout_s)
-
-
-def _coordinator(context: RankContext) -> PullCoordinator:
-    config = context.config
-    return PullCoordinator(
-        config.transfer_address,
-        config.tp,
-        context.compat,
-        config.cluster_secret,
-        PullSettings(
-            handshake_timeout_s=config.handshake_timeout_s,
-            pull_timeout_s=config.pull_timeout_s,
-            fence_timeout_s=config.fence_timeout_s,
-        ),
-        convert=config.kv_convert,
-        dcp=config.dcp,
-        block_size=config.block_size,
-    )
-
-
-if __name__ == "__main__":
-    main(DecodeConnectorFactory())

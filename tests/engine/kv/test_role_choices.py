@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import AbortRequest
-from tests.decode_server.conftest import MakePair
+from tests.engine.kv.conftest import MakePair
 from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output, expected_scores
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.kv import lender as role
 from kvcache.blocks import BlockState
 from kvcache.transfer.pulls.messages import PullSettings
-from prefill_server import connector as role
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE, stat_key
-from tests.decode_server.conftest import MakePair
+from tests.engine.kv.conftest import MakePair
 from tests.rigs.engine_pair import COMPAT, SECRET, Pair
 from tests.rigs.shadow import (
     VOCAB,

@@ -1,0 +1,55 @@
+"""Both halves of an engine's KVConnector: what it lends to others and what it borrows of them."""
+
+from typing import Any
+
+from engine.core.connector import CoreServices, KVConnector
+from engine.core.sequence import Sequence
+from engine.kv.borrower import Borrower
+from engine.kv.lender import Lender
+from protocol.messages import RemotePrefill
+
+
+class Connector(KVConnector):
+    """Each engine has both; the legs that it is sent decide which of them has work."""
+
+    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+        self._lender, self._borrower = lender, borrower
+
+    def bind(self, core: CoreServices) -> None:
+        self._lender.bind(core)
+        self._borrower.bind(core)
+
+    def on_add(self, sequence: Sequence) -> None:
+        if sequence.remote is not None and self._lender.take_back(sequence.remote):
+            sequence.remote = None  # this engine did the prompt, too: its prefix cache has it
+        self._borrower.on_add(sequence)
+
+    def on_receive(self, sequence: Sequence) -> None:
+        self._borrower.on_receive(sequence)
+
+    def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
+        self._borrower.on_finish(sequence)
+        return self._lender.on_finish(sequence)
+
+    def on_abort(self, sequence: Sequence) -> bool:
+        return self._borrower.on_abort(sequence)
+
+    def on_abort_unknown(self, request_id: str) -> None:
+        self._lender.on_abort_unknown(request_id)
+
+    def on_release(self, remote: RemotePrefill) -> None:
+        if not self._lender.take_back(remote):
+            self._borrower.on_release(remote)
+
+    def poll(self) -> None:
+        self._lender.poll()
+        self._borrower.poll()
+
+    def stats(self) -> dict[str, float]:
+        return {**self._lender.stats(), **self._borrower.stats()}
+
+    def side_channel_port(self) -> int | None:
+        return self._lender.side_channel_port()
+
+    def close(self) -> None:
+        self._lender.close()

@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2470,
-    "decode_server": 570,
+    "decode_server": 200,
     "deploy": 900,
-    "engine": 9327,
-    "kvcache": 6889,
-    "kvcache/transfer": 5685,
+    "engine": 9914,
+    "kvcache": 6896,
+    "kvcache/transfer": 5692,
     "model": 2911,
-    "prefill_server": 337,
-    "protocol": 6272,
-    "proxy": 4276,
-    "tests": 36425,
+    "prefill_server": 187,
+    "protocol": 6294,
+    "proxy": 4301,
+    "tests": 36523,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

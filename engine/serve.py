@@ -146,7 +146,8 @@ class _Server:
             progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            api = Api(client, tokenizer, self.settings, self.hooks, fingerprint, prepared.defaults)
+            how = self.hooks, fingerprint, prepared.defaults, self.secret
+            api = Api(client, tokenizer, self.settings, *how)
             app = create_app(api)
             try:
                 await api.grammars.start()

@@ -81,6 +81,13 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     sender_releases: bool = False  # ends the lease itself where nothing was read; kv_params
 
 
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What another server has generated of a choice, and the client has."""
+
+    token_ids: list[int] = []
+    has_ended: bool = False
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     """One sequence to serve. `token_ids` is not empty and fits the context."""
 
@@ -94,6 +101,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
     text_digest: str | None = None  # prefill role: of the text that token_ids were made of
     priority: int = 0  # the smaller is served first
+    known: list[Known] = []  # of each choice, where the request goes on from another server
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
     kv_rejected: str | None = None  # decode role: why the offered params were not used
@@ -143,7 +151,8 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request. `usage` and `times` are set on the last delta."""
+    """New tokens of one request. `times` are set on the last delta; so is `usage`, which the first
+    token of a choice also has, as far as it is known by then."""
 
     request_id: str
     choice: int = 0  # index among the request's num_choices

@@ -73,7 +73,7 @@ class OutputProcessor:
                 token_ids=[] if draw.token_id is None else [draw.token_id],
                 logprobs=None if logprobs is None else [logprobs],
                 finish_reason=draw.reason,
-                usage=None if draw.reason is None else sequence.usage(),
+                usage=sequence.usage() if draw.reason or sequence.num_outputs == 1 else None,
                 times=None if draw.reason is None else sequence.choices[0].times,
                 kv_transfer_params=params,
             )

@@ -125,6 +125,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
         assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
+        if sequence.request.known:  # its client has waited already
+            self.requeue(sequence)
+            return
         sequence.phase = Phase.WAITING
         at, priority = len(self.waiting), sequence.request.priority
         while at and (before := self.waiting[at - 1]).request.priority > priority:
@@ -310,6 +313,10 @@ class Scheduler:
         if self.prefix is None:
             return []
         max_tokens = len(sequence.token_ids) - 1
+        if sequence.remote is not None:
+            max_tokens = min(max_tokens, sequence.num_prompt_tokens)
+        elif sequence.children:  # they fork off what it computes
+            max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
         if sequence.is_scoring:
             max_tokens = len(sequence.prompt_logprobs or ()) - 1
         return self.prefix.match(sequence.token_ids, max_tokens=max_tokens)
@@ -369,9 +376,10 @@ class Scheduler:
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """What the prompt holds of its last block the child computes by itself."""
+        """What the prompt holds of its last block the child computes by itself, and the last token
+        where it has no output yet while its parent has."""
         child.fork_from(parent)
-        num_full = parent.num_prompt_tokens // self.limits.block_size
+        num_full = (parent.num_prompt_tokens - (not child.num_outputs)) // self.limits.block_size
         child.block_ids = parent.block_ids[:num_full]
         self.allocator.share(child.block_ids)
         child.num_computed = num_full * self.limits.block_size

@@ -23,6 +23,7 @@ from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
     FirstToken,
+    Known,
     KVUsage,
     RemotePrefill,
     SamplingParams,
@@ -82,11 +83,17 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
-        """Choice 0, the parent of the others. A token drawn elsewhere is a choice's first output
-        from the start."""
+        """Choice 0, the parent of the others. Tokens drawn elsewhere are a choice's first outputs
+        from the start: the one that a prefill server drew, or all that the client has."""
         remote, choices = request.remote, list[Sequence]()
         for index in range(request.num_choices):
-            first = remote.first_tokens[index : index + 1] if remote else []
+            known = request.known[index] if request.known else Known()
+            outputs, first = known.token_ids, list[FirstToken]()
+            if remote and not outputs:
+                first = remote.first_tokens[index : index + 1]
+                outputs = [token.id for token in first]
+            if known.has_ended:
+                outputs, first = [], []
             sampling = replace(
                 request.sampling,
                 choice_index=request.sampling.choice_index + index,
@@ -96,12 +103,15 @@ class Sequence:
             sequence = cls(
                 request,
                 sampling,
-                token_ids=[*([] if index else request.token_ids), *(token.id for token in first)],
+                token_ids=[*([] if index else request.token_ids), *outputs],
                 num_prompt_tokens=len(request.token_ids),
                 choice=index,
                 choices=choices,
                 is_forked=index == 0,
                 first_token=first[0] if first else None,
+                phase=Phase.FINISHED if index and known.has_ended else Phase.NEW,
+                has_ended=known.has_ended,
+                is_parent_only=known.has_ended and not index,
             )
             choices.append(sequence)
         parent = choices[0]
@@ -126,9 +136,11 @@ class Sequence:
     @property
     def num_to_receive(self) -> int:
         """Prompt tokens whose KV is pulled, while that is to come: all of them, but for the last
-        where the first token is drawn here, from its logits."""
+        where a first token is drawn here, from its logits."""
         assert self.remote is not None
-        return self.num_prompt_tokens - (not self.remote.first_tokens)
+        known = self.request.known or [Known()]
+        draws = not all(self.remote.first_tokens or one.token_ids or one.has_ended for one in known)
+        return self.num_prompt_tokens - draws
 
     @property
     def num_uncomputed(self) -> int:
@@ -156,7 +168,7 @@ class Sequence:
         """The choices whose next token is drawn when all of this one's tokens are computed."""
         if self.request.max_tokens == 0:
             return ()
-        first = [other for other in self.children if not other.num_outputs]
+        first = [other for other in self.children if not (other.num_outputs or self.num_outputs)]
         return (*first,) if self.has_ended else (self, *first)
 
     def awaits_result(self, max_model_len: int) -> bool:

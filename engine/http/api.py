@@ -1,7 +1,5 @@
 """What all calls of one HTTP application share, and what each kind of server adds to it."""
 
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,10 +33,6 @@ class Endpoint(NamedTuple):
     name: str
     parse: Callable[[dict[str, Any]], GenerationRequest]
     writer: type[ResponseWriter]
-
-    def new_writer(self, parsed: GenerationRequest, fingerprint: str | None) -> ResponseWriter:
-        """Writes the answer to one request."""
-        return self.writer(secrets.token_hex(16), int(time.time()), parsed, fingerprint)
 
 
 ENDPOINTS: Final = {
@@ -99,6 +93,7 @@ class Api:
     Args:
         fingerprint: the `system_fingerprint` of answers.
         generation_config: the defaults for fields that a request leaves out.
+        secret: of the cluster, with which proxies sign.
     """
 
     client: EngineClient
@@ -107,6 +102,7 @@ class Api:
     hooks: ServerHooks
     fingerprint: str | None = None
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
+    secret: bytes = b""
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics()

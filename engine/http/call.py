@@ -4,6 +4,9 @@ A stream starts only when the first tokens are there, so whatever fails before t
 error; a later failure ends the stream with an error event and no [DONE].
 """
 
+import asyncio
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +17,7 @@ from engine.http.api import Api, Endpoint
 from engine.http.choice import ChoiceStream, PromptGeneration
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
+from engine.http.resume import Framing
 from engine.http.text_encoder import given_texts
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError
@@ -23,8 +27,11 @@ from protocol.messages import AddRequest, TokenDelta
 from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
+from protocol.resume import HEADER, Resume
 
 log = get_logger(__name__)
+
+_FRAMES_AT_ONCE = 64  # of a stream that goes on here, before others have their turn
 
 
 class HttpRequestState:
@@ -33,6 +40,7 @@ class HttpRequestState:
     Args:
         adds: the engine's requests, one for each prompt, in order.
         subscription: to them.
+        framing: of a stream that may go on elsewhere, or goes on here.
     """
 
     def __init__(
@@ -43,12 +51,17 @@ class HttpRequestState:
         adds: list[AddRequest],
         subscription: Subscription,
         stats: RequestStats,
+        framing: Framing | None = None,
     ) -> None:
         stats.accepted(sum(len(add.token_ids) for add in adds))
         self._hooks = api.hooks
         self._parsed = parsed
-        self._writer = endpoint.new_writer(parsed, api.fingerprint)
-        how = api.settings.tool_call_parser, api.settings.reasoning_parser
+        self.framing = framing
+        origin = framing and framing.origin
+        answer_id = origin.id if origin else secrets.token_hex(16)
+        created = origin.created if origin else int(time.time())
+        self._writer = endpoint.writer(answer_id, created, parsed, api.fingerprint)
+        how = api.settings.tool_call_parser, api.settings.reasoning_parser, answer_id
         n = parsed.num_candidates
         self._prompts = {
             add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, *how)
@@ -72,6 +85,8 @@ class HttpRequestState:
         """
         try:
             async with cancelled_on_disconnect(receive):
+                if self.framing and self.framing.resumed:
+                    await self._replay(self.framing.resumed)
                 pieces = await self.next_pieces()
                 if self._parsed.stream:
                     return EventStream(self, pieces)
@@ -117,10 +132,43 @@ class HttpRequestState:
             BatonError: a sequence failed; the call cannot go on.
         """
         while True:
-            fed = [self._feed(delta) for delta in await self.subscription.next_batch()]
-            pieces = [piece for piece in fed if piece is not None]
+            pieces = []
+            for delta in await self.subscription.next_batch():
+                piece = self._feed(delta)
+                if piece is None:
+                    continue
+                pieces.append(piece)
+                if piece.token_ids:
+                    self.stats.tokens(len(piece.token_ids))
+                if self.framing is not None:
+                    self.framing.take(piece.index, delta)
             if pieces or self.done:
                 return pieces
+
+    async def _replay(self, resumed: Resume) -> None:
+        """Takes in what the client has."""
+        names, n = list(self._prompts), self._parsed.num_candidates
+        for prompt in (
+            self._prompts.values() if self._parsed.num_prompt_logprobs is not None else ()
+        ):
+            if prompt.is_known:
+                prompt.add_logprobs([None] * len(prompt.ids))  # the client has them
+        for number, frame in enumerate(resumed.frames, 1):
+            fed = [
+                self._feed(
+                    TokenDelta(
+                        request_id=names[told.index // n],
+                        choice=told.index % n,
+                        token_ids=told.token_ids,
+                        finish_reason=told.finish_reason,
+                        usage=told.usage,
+                    )
+                )
+                for told in frame
+            ]
+            self.events([piece for piece in fed if piece is not None])
+            if number % _FRAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
@@ -128,13 +176,13 @@ class HttpRequestState:
         prompt = self._prompts[delta.request_id]
         if delta.prompt_logprobs is not None:
             prompt.add_logprobs(delta.prompt_logprobs)
+        if prompt.is_known and delta.choice == 0 and delta.usage is not None:
+            delta = prompt.with_first_usage(delta)
         choice = prompt.choices[delta.choice]
         was_found = choice.stop_found
         piece = choice.feed(delta)
         if piece is None:
             return None
-        if piece.token_ids:
-            self.stats.tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
             self._num_open -= 1
         elif choice.needs_abort and not was_found:
@@ -217,6 +265,9 @@ class EventStream(Response):
     def __init__(self, call: HttpRequestState, pieces: list[ChoicePiece]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
+        self._framing = call.framing if call.framing and call.framing.is_asked else None
+        if self._framing:
+            self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
 
@@ -233,11 +284,14 @@ class EventStream(Response):
             self._call.subscription.close()
 
     async def _send_events(self, send: Send) -> None:
-        call, pieces = self._call, self._pieces
+        call, pieces, framing = self._call, self._pieces, self._framing
+        before = framing.begin() if framing else b""
         try:
             while True:
                 if data := call.events(pieces):
-                    await _send_body(send, data, more=not call.done)
+                    told = before + framing.wrap(data) if framing else data
+                    before = b""
+                    await _send_body(send, told, more=not call.done)
                 if call.done:
                     return
                 pieces = await call.next_pieces()
@@ -247,7 +301,8 @@ class EventStream(Response):
             log.exception("a stream failed")
             failure = InternalError("The server failed while it was answering.")
         call.stats.close(failure)
-        await _send_body(send, sse.error_event(failure), more=False)
+        told = framing.wrap_error(failure) if framing else sse.error_event(failure)
+        await _send_body(send, told, more=False)
 
 
 async def _send_head(send: Send, response: Response) -> None:

@@ -4,13 +4,15 @@ calls out. Pure, no I/O."""
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.text.detokenizer import StopFinder, create_detokenizer
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import SPECIAL_TAGS, ToolParser, create_tool_parser
 from protocol.errors import InternalError
-from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
+from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from protocol.openai.chat import ChatRequest
 from protocol.openai.responses import ChoicePiece, TokenReport, TokenText
 from protocol.openai.sampling import GenerationRequest
@@ -29,6 +31,7 @@ class PromptGeneration:
         first: index in the answer of the first of the choices.
         tool_call_parser: how the model writes calls; see tool_parser.tool_syntax.
         reasoning_parser: how it writes what it thinks; see reasoning.reasoning_begins.
+        answer_id: from which the ids of calls follow.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class PromptGeneration:
         first: int = 0,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
+        self.is_known = bool(add.known)  # its answer goes on from another server
+        self._first_usage: KVUsage | None = None  # as told by that
         self.request = request
         self._given = given
         self._tokenizer = tokenizer
@@ -50,13 +56,23 @@ class PromptGeneration:
         begins = reasoning_begins(reasoning_parser, request, add.token_ids, tokenizer)
         self.choices = []
         for index in range(first, first + add.num_choices):
-            parser = create_tool_parser(tools, tool_call_parser, tokenizer.chat_template)
+            how = tool_call_parser, tokenizer.chat_template, f"{answer_id}-{index}"
+            parser = create_tool_parser(tools, *how)
             thinks = ReasoningParser(begins) if begins else None
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
         """The next of the prompt's tokens, in order."""
         self._found += found
+
+    def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
+        """Its first choice's first or last delta; in the last one as many tokens were cached as in
+        the first: what was computed again is nothing that the client asked for."""
+        if delta.finish_reason is None or self._first_usage is None or delta.usage is None:
+            self._first_usage = delta.usage
+            return delta
+        cached = self._first_usage.cached_tokens
+        return replace(delta, usage=replace(delta.usage, cached_tokens=cached))
 
     def report(
         self, token_id: int, found: TokenLogprobs | None, num_top: int, offset: int

@@ -33,12 +33,13 @@ from engine.http.middleware import (
     refusal_of,
 )
 from engine.http.request_stats import RequestStats
+from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.http.text_encoder import grammar_of, text_digest
 from protocol.errors import BatonError
 from protocol.http.connections import ClientDisconnected
 from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import client_request, decode_context, sender_releases
-from protocol.messages import AddRequest, EngineReady
+from protocol.messages import AddRequest, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import current_request_id
 
@@ -86,9 +87,11 @@ async def _start(
     stats: RequestStats,
 ) -> "HttpRequestState":
     """Takes a request on."""
+    resumed = take_from(members, api.secret)
     priority = members.get("priority")
     urgency = priority if type(priority) is int else 0
-    place = api.client.queue.enter(_likely_tokens(api, num_bytes), urgency)
+    likely = _likely_tokens(api, num_bytes)
+    place = api.client.queue.enter(likely, urgency, goes_on=resumed is not None)
     stats.on_end(place.leave)
     fill_in_model(members, api.model_name)
 
@@ -101,12 +104,21 @@ async def _start(
     parsed, behind = await asyncio.to_thread(parse) if is_long else parse()
     context = decode_context(members)
     adds = await _engine_requests(api, parsed, behind, context, num_bytes, request.receive)
+    if resumed is not None:
+        adds = going_on(resumed, api, endpoint, adds)
+    adds = api.hooks.prepare(parsed, adds, api.require_ready())
     place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.require_ready(), parsed.kv_transfer_params))
-    subscription = api.client.submit(adds, place)
+    framing = None
+    if parsed.stream:
+        framing = Framing.of(request.scope["headers"], api, endpoint, adds, resumed)
+    for add in adds:
+        if add.remote is not None and not is_open(add):
+            api.client.tell(ReleaseRemote(add.remote))
+    subscription = api.client.submit([add for add in adds if is_open(add)], place)
     try:  # all else is made while the engine has begun
-        return HttpRequestState(api, endpoint, parsed, adds, subscription, stats)
+        return HttpRequestState(api, endpoint, parsed, adds, subscription, stats, framing)
     except BaseException:
         subscription.close()
         raise
@@ -152,7 +164,7 @@ async def _engine_requests(
     default = api.generation_config.max_new_tokens
     lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
-    return api.hooks.prepare(parsed, _adds(api, parsed, prompts, ready), ready)
+    return _adds(api, parsed, prompts, ready)
 
 
 def _adds(

@@ -74,8 +74,8 @@ class RequestIdMiddleware:
 
 
 async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """The members of the request's body, and its length: `max_bytes` at most beside its
-    `kv_transfer_params`.
+    """The members of the request's body, and its length: `max_bytes` at most beside what proxies
+    add.
 
     Raises:
         PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory.
@@ -97,11 +97,13 @@ def in_time(request: Request, default_s: float | None) -> AbstractAsyncContextMa
 
 class _Offered(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    baton_resume: msgspec.Raw = msgspec.Raw()
 
 
 def _params_bytes(body: bytes) -> int:
     try:
-        return len(memoryview(msgspec.json.decode(body, type=_Offered).kv_transfer_params))
+        offered = msgspec.json.decode(body, type=_Offered)
+        return sum(len(memoryview(member)) for member in msgspec.structs.astuple(offered))
     except (msgspec.DecodeError, RecursionError):
         return 0
 

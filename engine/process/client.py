@@ -50,7 +50,10 @@ class Subscription:
         self._place = place
         # Choices without a terminal event, by request.
         requests = tuple(requests)
-        self._open = {request.request_id: request.num_choices for request in requests}
+        self._open = {
+            request.request_id: request.num_choices - sum(one.has_ended for one in request.known)
+            for request in requests
+        }
         self._waiting = {request.request_id: num_queued(request) for request in requests}
         self._max_unread = MAX_UNREAD * sum(self._open.values())
         # Those that keep their KV for an answer that has not been given yet.

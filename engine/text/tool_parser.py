@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
-from protocol.openai.tools import ToolCallPiece, Tools, new_call_id, parameters_of
+from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
 
 Syntax = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"]
 
@@ -102,14 +102,16 @@ def tool_syntax(option: str, template: ChatTemplate | None) -> Syntax:
 
 
 def create_tool_parser(
-    tools: Tools, option: str = "auto", template: ChatTemplate | None = None
+    tools: Tools, option: str = "auto", template: ChatTemplate | None = None, answer_id: str = ""
 ) -> "ToolParser | None":
-    """A parser for one answer, None where it can have no calls; see `tool_syntax`."""
+    """A parser for one answer, None where it can have no calls; see `tool_syntax`. Its calls' ids
+    follow from `answer_id`."""
     if tools.mode == "none":
         return None
     syntax = tool_syntax(option, template)
     # Mistral's templates refuse any but short ids in the next turn.
-    return ToolParser(tools, syntax if tools.mode == "auto" else tools.mode, syntax == "mistral")
+    form = syntax if tools.mode == "auto" else tools.mode
+    return ToolParser(tools, form, syntax == "mistral", answer_id)
 
 
 class ToolParser:
@@ -119,9 +121,11 @@ class ToolParser:
         num_calls: that the model wrote so far, told the client or not.
     """
 
-    def __init__(self, tools: Tools, form: str, has_short_ids: bool = False) -> None:
+    def __init__(
+        self, tools: Tools, form: str, has_short_ids: bool = False, answer_id: str = ""
+    ) -> None:
         self.num_calls = 0
-        self._has_short_ids = has_short_ids
+        self._has_short_ids, self._answer_id = has_short_ids, answer_id
         self._tools = tools
         self._form = form
         self._text = ""  # not read yet
@@ -396,8 +400,9 @@ class ToolParser:
             return False
         self._held = []
         self.num_calls += 1
-        piece = ToolCallPiece(self.num_calls - 1, "", new_call_id(self._has_short_ids), name)
-        self._parsed.calls.append(piece)
+        at = self.num_calls - 1
+        call = call_id(self._answer_id, at, self._has_short_ids)
+        self._parsed.calls.append(ToolCallPiece(at, "", call, name))
         return True
 
     def _tell(self, arguments: str) -> None:

@@ -51,21 +51,22 @@ class Admission:
             tokens = sum(count for urgency, count in self._tokens.items() if urgency <= priority)
         return tokens * self._token_s_now()
 
-    def enter(self, num_tokens: int, priority: int = 0) -> "Place":
+    def enter(self, num_tokens: int, priority: int = 0, *, goes_on: bool = False) -> "Place":
         """Takes a request on; `num_tokens` may be a guess until `Place.is_of`. Raises QueueFull
-        where too much waits before it."""
+        where too much waits before it, unless it `goes_on` from another server."""
         num_tokens = max(num_tokens, MIN_TOKENS)
         wait_s, limit_s = self.wait_s(priority), self._options.max_queue_s
-        if wait_s > limit_s:
+        if wait_s > limit_s and not goes_on:
             raise QueueFull(
                 f"the prompts that wait here take {wait_s:.0f} s, the limit is {limit_s:g} s "
                 "(--max-queue-s); try again later",
                 min(wait_s - limit_s / 2, MAX_RETRY_S),
             )
-        self._check_room(num_tokens)
+        if not goes_on:
+            self._check_room(num_tokens)
         if not self._places:
             self._since, self._kept_up = self._clock(), bool(self._waited_s)
-        place = Place(self, priority)
+        place = Place(self, priority, goes_on)
         self._places[place] = None
         self._count(place, num_tokens)
         return place
@@ -124,16 +125,18 @@ class Admission:
 class Place:
     """One request in the queue."""
 
-    def __init__(self, queue: Admission, priority: int) -> None:
+    def __init__(self, queue: Admission, priority: int, goes_on: bool) -> None:
         self._queue = queue
         self.priority = priority
+        self._goes_on = goes_on
         self.num_tokens = 0
 
     def is_of(self, requests: Iterable[AddRequest]) -> None:
         """What it was a guess for. Raises QueueFull where they have too many tokens."""
         num_tokens = sum(map(num_queued, requests))
         self._queue._count(self, 0)
-        self._queue._check_room(num_tokens)
+        if not self._goes_on:
+            self._queue._check_room(num_tokens)
         self._queue._count(self, num_tokens)
 
     def served(self, num_tokens: int) -> None:

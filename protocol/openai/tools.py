@@ -5,8 +5,8 @@ whole answer; under "auto" the model decides, and its answer is read as its temp
 (engine/text/tool_parser.py).
 """
 
+import hashlib
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -179,6 +179,8 @@ def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
     return [{k: v for k, v in call.items() if k != "index"} for call in whole]
 
 
-def new_call_id(is_short: bool = False) -> str:
-    """A short one has nine letters and digits."""
-    return secrets.token_hex(5)[:9] if is_short else "call_" + secrets.token_hex(12)
+def call_id(answer_id: str, at: int, is_short: bool = False) -> str:
+    """Of an answer's call; the same wherever the answer goes on. A short one has nine letters and
+    digits."""
+    name = hashlib.sha256(f"{answer_id} {at}".encode()).hexdigest()
+    return name[:9] if is_short else "call_" + name[:24]

@@ -23,6 +23,7 @@ from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 
 WAIT_S = 120.0
+SECRET = b"the secret of a cluster"
 CONTEXT = 64
 MAX_BODY = 20_000
 READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_size=260)
@@ -98,6 +99,7 @@ async def serving(
         hooks or ServerHooks(),
         fingerprint,
         config or GenerationConfig(),
+        SECRET,
     )
     options = ListenOptions(max_body_bytes=max_body, client_timeout_s=client_timeout_s)
     http = bounded_protocol(options, KV_PARAMS_BYTES)

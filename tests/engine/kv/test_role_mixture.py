@@ -31,6 +31,7 @@ from protocol.messages import (
     EngineInput,
     FirstToken,
     Grammar,
+    Known,
     ReleaseRemote,
     RemotePrefill,
     SamplingParams,
@@ -270,7 +271,25 @@ class _Mixture:
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
             num_prompt_logprobs=num_scores,
         )
+        if rng.random() < 0.3 and request.max_tokens and num_scores is None:
+            request = self._resumed(request)
         return self._with_remote(request) if rng.random() < 0.7 else request
+
+    def _resumed(self, request: AddRequest) -> AddRequest:
+        """As it goes on from another server, which ended none, or some, of its choices."""
+        known = []
+        for choice in range(request.num_choices):
+            tokens, kind = self._expected(request, choice)
+            num_known = self.rng.choice([0, len(tokens), self.rng.randint(0, len(tokens))])
+            has_ended = num_known == len(tokens) and kind is None and self.rng.random() < 0.9
+            known.append(Known(tokens[:num_known], has_ended))
+        if all(one.has_ended for one in known):
+            known[-1] = replace(known[-1], token_ids=known[-1].token_ids[:-1], has_ended=False)
+        return replace(request, known=known)
+
+    def _expected(self, request: AddRequest, choice: int) -> tuple[list[int], str | None]:
+        limit = min(request.max_tokens, self.max_len - len(request.token_ids))
+        return _expected(self.compiler, request, choice, limit)
 
     def _with_remote(self, request: AddRequest) -> AddRequest:
         """With what a prefill server would answer, or nearly that."""
@@ -344,18 +363,20 @@ class _Mixture:
         name = request.request_id
         ends = self.out.terminals(name)
         errors = [end for end in ends if end.error is not None]
-        limit = min(request.max_tokens, self.max_len - len(request.token_ids))
         choices = range(request.num_choices)
-        expected = [_expected(self.compiler, request, choice, limit) for choice in choices]
+        known = request.known or [Known() for _ in choices]
+        expected = [self._expected(request, choice) for choice in choices]
         if errors:
             assert errors == ends[-1:]
             assert self._may_fail(request, ends[-1]) or "error" in [kind for _, kind in expected]
         else:
-            assert sorted(end.choice for end in ends) == list(choices)
+            assert sorted(end.choice for end in ends) == [
+                choice for choice in choices if not known[choice].has_ended
+            ]
         cut = {end.choice for end in ends if end.finish_reason in (None, "abort")}
         assert errors or not cut or name in self.aborted
         for choice, (tokens, kind) in enumerate(expected):
-            told = self.out.tokens(name, choice)
+            told = known[choice].token_ids + self.out.tokens(name, choice)
             if errors or choice in cut:
                 assert told == tokens[: len(told)]
             else:
@@ -379,12 +400,13 @@ class _Mixture:
 
     @staticmethod
     def _check_usage(request: AddRequest, end: TokenDelta) -> None:
-        """Each prompt token came from somewhere, unless the first token was all."""
+        """Each prompt token came from somewhere, unless no token was drawn here."""
         if end.usage is None or end.choice or end.finish_reason == "abort":
             return
         usage, num_prompt = end.usage, len(request.token_ids)
         told = usage.transferred + usage.recomputed + usage.skipped
-        assert told == num_prompt or (told == 0 and request.remote is not None)
+        elsewhere = request.remote is not None or bool(request.known)
+        assert told == num_prompt or (told == 0 and elsewhere)
 
 
 def _run(seed: int, compiler: GrammarCompiler) -> None:

@@ -1,0 +1,147 @@
+"""Streams that may go on at another server, and those that do: see protocol/resume.py.
+
+Here an answer is a function of the request and its tokens. So the tokens that the client has are
+fed to a new state of the same request, whose bytes are thrown away, and the engine goes on behind
+them: half a character, half a stop string, half a call are then as they were.
+"""
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.http.api import Api, Endpoint
+from protocol import resume
+from protocol.errors import BatonError
+from protocol.http import sse
+from protocol.kv_params import prompt_digest
+from protocol.messages import AddRequest, Known, TokenDelta
+from protocol.resume import Origin, Resume, ResumeRefused
+
+_COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks may be others
+
+
+def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
+    """Of all but the seed that the bytes of a stream follow from, given its tokens."""
+    geometry, settings = api.require_ready().geometry, api.settings
+    model = [api.fingerprint, api.tokenizer.digest, *map(geometry.get, _COMPUTED_BY)]
+    how = [endpoint.name, settings.tool_call_parser, settings.reasoning_parser]
+    prompts = [
+        [
+            prompt_digest(add.token_ids),
+            msgspec.to_builtins(replace(add.sampling, seed=0), str_keys=True),
+            sorted(add.stop_token_ids),
+            add.num_choices,
+        ]
+        for add in adds
+    ]
+    return resume.digest([*model, *how, prompts])
+
+
+def take_from(members: dict[str, Any], secret: bytes) -> Resume | None:
+    """What a request goes on from; its other members are then as without. Raises ResumeRejected."""
+    given = members.pop(resume.MEMBER, None)
+    return None if given is None else resume.opened(given, secret)
+
+
+def going_on(
+    resumed: Resume, api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]
+) -> list[AddRequest]:
+    """The engine's requests with what the client has. Raises ResumeRefused where it could be the
+    answer to another request, or go on with other tokens."""
+    origin, tokens = resumed.origin, defaultdict[int, list[int]](list)
+    if origin.digest != _digest(api, endpoint, adds):
+        raise ResumeRefused("the stream began with another prompt, model, version or dtype")
+    ended = set()
+    for told in (told for frame in resumed.frames for told in frame):
+        tokens[told.index] += told.token_ids
+        if told.finish_reason is not None:
+            ended.add(told.index)
+    n, known = adds[0].num_choices, list[AddRequest]()
+    for at, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
+        if limit > add.max_tokens:
+            told_of = f"{limit} more tokens than the prompt's {len(add.token_ids)}"
+            raise ResumeRefused(f"the stream was promised {told_of}, and the context is shorter")
+        add = replace(add, max_tokens=limit, sampling=replace(add.sampling, seed=origin.seed))
+        choices = [Known(tokens[at * n + i], at * n + i in ended) for i in range(n)]
+        begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
+        if any(begun):
+            if add.num_prompt_logprobs is not None and not all(begun):
+                raise ResumeRefused("logprobs of its prompt were told with some choices only")
+            add = replace(add, known=choices, num_prompt_logprobs=None)
+        known.append(add)
+    return known
+
+
+def is_open(add: AddRequest) -> bool:
+    """Whether some choice has not ended elsewhere."""
+    return not add.known or not all(choice.has_ended for choice in add.known)
+
+
+@dataclass
+class Framing:
+    """Of one stream.
+
+    Attributes:
+        is_asked: a proxy wants frames.
+        resumed: what the stream goes on from.
+    """
+
+    origin: Origin
+    is_asked: bool
+    resumed: Resume | None = None
+    _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
+
+    @classmethod
+    def of(
+        cls,
+        headers: Sequence[tuple[bytes, bytes]],
+        api: Api,
+        endpoint: Endpoint,
+        adds: Sequence[AddRequest],
+        resumed: Resume | None,
+    ) -> "Framing | None":
+        """None for a stream that begins here and that nobody wants in frames."""
+        given: Mapping[bytes, bytes] = dict(headers)
+        asked = given.get(resume.HEADER.encode())
+        request_id = given.get(b"x-request-id", b"")
+        is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
+        if resumed is not None:
+            return cls(resumed.origin, is_asked, resumed)
+        if not is_asked:
+            return None
+        origin = Origin(
+            id=secrets.token_hex(16),
+            created=int(time.time()),
+            seed=adds[0].sampling.seed,
+            limits=[add.max_tokens for add in adds],
+            digest=_digest(api, endpoint, adds),
+        )
+        return cls(origin, is_asked)
+
+    def take(self, index: int, delta: TokenDelta) -> None:
+        """What a choice got, whose events come next."""
+        if self.is_asked:
+            self._entries.append(resume.entry_of(index, delta))
+
+    def begin(self) -> bytes:
+        """What goes in front of a stream that begins here."""
+        if not self.is_asked or self.resumed is not None:
+            return b""
+        return resume.frame(resume.text_of(self.origin), b"")
+
+    def wrap(self, events: bytes) -> bytes:
+        if not self.is_asked:
+            return events
+        entries, self._entries = self._entries, []
+        return resume.frame(resume.text_of(entries), events)
+
+    def wrap_error(self, error: BatonError) -> bytes:
+        event = sse.error_event(error)
+        text = resume.refusal_text(error) or resume.text_of([])
+        return resume.frame(text, event) if self.is_asked else event

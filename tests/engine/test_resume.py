@@ -1,0 +1,199 @@
+"""A stream that is cut behind any of its frames goes on at another server, byte for byte."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from engine.text.tokenizer import Tokenizer
+from protocol import resume
+from protocol.messages import AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
+from tests.engine.test_http_fields import with_template
+from tests.engine.test_http_responses import FLAT, SHOWS
+from tests.engine.test_http_tools import CALL, TOOL
+from tests.rigs.http_server import READY, SECRET, Server, serving
+
+_CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+_HI = {"messages": [{"role": "user", "content": "Hi"}]}
+_LOGPROBS = {"logprobs": True, "top_logprobs": 1}
+
+
+def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
+    """Says a text in each choice, by turns, behind what is known of it. Of the prompt so many
+    tokens were cached."""
+    said = [tokenizer.encode(text) for text in texts]
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        name, usage = request.request_id, KVUsage(recomputed=3, cached_tokens=cached)
+        if request.num_prompt_logprobs is not None:
+            found = [None, *[TokenLogprobs(-1.5)] * (len(request.token_ids) - 1)]
+            yield TokenDelta(request_id=name, prompt_logprobs=found)
+        for at in range(max(map(len, said)) + 1):
+            for choice, ids in enumerate(said[: request.num_choices]):
+                known = request.known[choice] if request.known else None
+                if known and (known.has_ended or at < len(known.token_ids)):
+                    continue
+                logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
+                if at < len(ids):
+                    yield TokenDelta(
+                        request_id=name,
+                        choice=choice,
+                        token_ids=ids[at : at + 1],
+                        logprobs=[logprob] if request.sampling.num_logprobs is not None else None,
+                        usage=usage if at == 0 else None,
+                    )
+                elif at == len(ids):
+                    yield TokenDelta(
+                        request_id=name, choice=choice, finish_reason="length", usage=usage
+                    )
+                if at:  # first tokens come together, as of one step
+                    await asyncio.sleep(0)
+
+    return script
+
+
+Frames = list[tuple[bytes, bytes]]
+
+
+async def _ask(
+    server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
+) -> httpx.Response:
+    """As a proxy asks for a stream, or for the rest of one."""
+    kept = resume.Kept()
+    for text in texts:
+        kept.add(text)
+    more = {resume.MEMBER: msgspec.json.decode(kept.sign(SECRET))} if texts else {}
+    headers = {"x-request-id": "r", resume.HEADER: resume.asking(SECRET, b"r").decode()}
+    whole = {"model": "m", "stream": True, **body, **more}
+    return await server.http.post(path, json=whole, headers=headers)
+
+
+async def _frames(server: Server, *asked: Any) -> Frames:
+    answer = await _ask(server, *asked)
+    assert answer.status_code == 200, answer.text
+    frames = resume.Frames()
+    found = frames.feed(answer.content)
+    assert not frames.feed(b"") and answer.headers[resume.HEADER]
+    return found
+
+
+def _joined(frames: Frames) -> bytes:
+    return b"".join(events for _, events in frames)
+
+
+# The endpoint, the request, and what is said in each choice.
+_STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "characters of several tokens": (_CHAT, _HI, ["häß€𝄞!"]),
+    "logprobs": (_CHAT, {**_HI, **_LOGPROBS}, ["añb"]),
+    "stop strings": (_CHAT, {**_HI, "stop": ["lala!", "xyz"]}, ["lalala lalxy lala! more"]),
+    "a stop string that is kept": (
+        _COMPLETIONS,
+        {"prompt": "ab", "stop": ["END"], "include_stop_str_in_output": True, "min_tokens": 4},
+        ["END ENEND beyond"],
+    ),
+    "calls": (_CHAT, {**_HI, "tools": [TOOL]}, ["So: " + CALL + CALL + " <tool"]),
+    "a required call": (
+        _CHAT,
+        {**_HI, "tools": [TOOL], "tool_choice": "required"},
+        ['[{"name": "add", "parameters": {"a": 12}}]'],
+    ),
+    "reasoning": (_CHAT, {**_HI, "stop": ["!!"]}, ["<think>I thînk</think>\nYes! Yes!!"]),
+    "items": (_RESPONSES, {"input": "Hi", "tools": [FLAT]}, ["<think>hm</think>ok" + CALL + "."]),
+    "choices": (_CHAT, {**_HI, "n": 3, **_LOGPROBS}, ["é1 stop", "a", "four ö"]),
+    "usage": (
+        _CHAT,
+        {**_HI, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        ["a<é"],
+    ),
+    "an echo": (
+        _COMPLETIONS,
+        {"prompt": "äb", "echo": True, "logprobs": 1, "return_token_ids": True, "n": 2},
+        ["cé", "d"],
+    ),
+    "several prompts": (_COMPLETIONS, {"prompt": ["ab", "cde"], "n": 2}, ["é", "xyz"]),
+}
+
+
+@pytest.mark.parametrize("name", _STREAMS)
+async def test_a_stream_goes_on_behind_each_of_its_frames(name: str, tokenizer: Tokenizer) -> None:
+    path, body, said = _STREAMS[name]
+    body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 90, **body}
+    knowing = with_template(tokenizer, SHOWS)
+    of_4k = partial(serving, knowing, ready=replace(READY, max_model_len=4096))
+    async with of_4k(_script(knowing, said)) as first, of_4k(_script(knowing, said, 1)) as other:
+        whole = await _frames(first, path, body)
+        assert len(whole) >= 3
+        plain = await first.http.post(path, json={"model": "m", "stream": True, **body})
+        assert _anonymous(plain.content) == _anonymous(_joined(whole))
+        for cut in range(1, len(whole)):
+            texts = [text for text, _ in whole[:cut]]
+            server = other if cut > 1 else first  # before a token nothing is known of the cache
+            rest = await _frames(server, path, body, texts)
+            assert _joined(whole[:cut] + rest) == _joined(whole), cut
+            if len(rest) > 1 and cut % 4 == 1:  # and once more
+                again = await _frames(first, path, body, [*texts, rest[0][0]])
+                assert _joined([*whole[:cut], rest[0], *again]) == _joined(whole), cut
+
+
+def _anonymous(stream: bytes) -> bytes:
+    """Without what is an answer's own."""
+    ids = rb'(cmpl-|resp_|msg_|rs_|fc_|call_)[0-9a-f]{24,32}|"created(_at)?":\d+'
+    return re.sub(ids, b"", stream)
+
+
+async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "abc", "max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
+    others = [{"prompt": "abd"}, {"temperature": 0.6}, {"n": 2}, {"stop_token_ids": [5]}]
+    script = _script(tokenizer, ["hello"])
+    async with serving(tokenizer, script) as first, serving(tokenizer, script) as second:
+        texts = [text for text, _ in (await _frames(first, _COMPLETIONS, body))[:3]]
+        for other in others:
+            answer = await _ask(second, _COMPLETIONS, {**body, **other}, texts)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "resume_refused"
+        assert await _frames(second, _COMPLETIONS, body, texts)
+        assert len(second.engine.added) == 1
+    dtype = replace(READY, geometry={"dtype": "bfloat16"})
+    short = replace(READY, max_model_len=8)
+    for ready, wanted in ((dtype, "dtype"), (short, "context")):
+        async with serving(tokenizer, script, ready=ready) as other:
+            asked = {**body, "max_tokens": 5} if ready is short else body
+            answer = await _ask(other, _COMPLETIONS, asked, texts)
+            assert (answer.status_code, wanted in answer.text) == (503, True), answer.text
+
+
+async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(
+    tokenizer: Tokenizer,
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 3, "stream": True}
+    async with serving(tokenizer, _script(tokenizer, ["hello"])) as server:
+        for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
+            headers = {"x-request-id": "r", resume.HEADER: value}
+            answer = await server.post(headers=headers, **body)
+            assert answer.content.startswith(b"data: ") and resume.HEADER not in answer.headers
+        for forged in ({}, 5, {"texts": [], "mac": "é"}, {"texts": [{}], "mac": "00"}):
+            answer = await server.post(**{resume.MEMBER: forged}, **body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == resume.MEMBER
+
+
+async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer: Tokenizer) -> None:
+    for code, text in (
+        ("engine_died", b"!died"),
+        ("overloaded", b"!busy"),
+        ("internal_error", b"[]"),
+    ):
+
+        async def script(request: AddRequest, code: str = code) -> AsyncIterator[TokenDelta]:
+            yield TokenDelta(request_id=request.request_id, token_ids=[70])
+            yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "x"))
+
+        async with serving(tokenizer, script) as server:
+            *_, (told, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
+            assert told == text and code.encode() in event

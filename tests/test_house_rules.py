@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2470,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 9914,
+    "engine": 10171,
     "kvcache": 6896,
     "kvcache/transfer": 5692,
     "model": 2911,
     "prefill_server": 187,
-    "protocol": 6294,
+    "protocol": 6490,
     "proxy": 4301,
-    "tests": 36523,
+    "tests": 36746,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

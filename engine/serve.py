@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from starlette.applications import Starlette
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.registrar import registrar_of
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
@@ -35,6 +34,7 @@ from protocol.errors import EngineDied
 from protocol.http.access import check
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.ipc.wire import bind
+from protocol.messages import EngineReady
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.settings.machine import cluster_secret
@@ -198,13 +198,12 @@ class _Server:
         where = f"{app.state.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, where)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
-        registrar = registrar_of(self.settings, port, client.ready, self.secret)
-        registrar.start()
+        leave = self._register(port, client.ready)
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
-        await registrar.leave()  # first of all: what proxies send from now on would be refused
+        await leave()  # first of all: what proxies send from now on would be refused
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
         await self._drain(serving, client)
         failed = self.failure.result() if self.failure.done() else None
@@ -215,6 +214,16 @@ class _Server:
         if failed is not None:
             raise StartFailure(failed)
         return 0
+
+    def _register(self, port: int, engine: EngineReady | None) -> Callable[[], Awaitable[None]]:
+        """Registers with every proxy that the settings name; the result takes that back."""
+        if not self.settings.register:
+            return partial(asyncio.sleep, 0)
+        from engine.http.registrar import registrar_of  # aiohttp: a fifth of this process's start
+
+        registrar = registrar_of(self.settings, port, engine, self.secret)
+        registrar.start()
+        return registrar.leave
 
     async def _drain(self, serving: asyncio.Future[None], client: EngineClient) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while

@@ -47,7 +47,7 @@ class _OptionNames(ModelMetaclass):
 class Options(BaseModel, metaclass=_OptionNames):
     """The text under an option is its help."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
 
 
 class ModelName(Options):

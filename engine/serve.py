@@ -34,7 +34,6 @@ from protocol.errors import EngineDied
 from protocol.http.access import check
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.ipc.wire import bind
-from protocol.messages import EngineReady
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.settings.machine import cluster_secret
@@ -198,7 +197,7 @@ class _Server:
         where = f"{app.state.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, where)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
-        leave = self._register(port, client.ready)
+        leave = self._register(port, client)
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -215,13 +214,13 @@ class _Server:
             raise StartFailure(failed)
         return 0
 
-    def _register(self, port: int, engine: EngineReady | None) -> Callable[[], Awaitable[None]]:
+    def _register(self, port: int, client: EngineClient) -> Callable[[], Awaitable[None]]:
         """Registers with every proxy that the settings name; the result takes that back."""
         if not self.settings.register:
             return partial(asyncio.sleep, 0)
         from engine.http.registrar import registrar_of  # aiohttp: a fifth of this process's start
 
-        registrar = registrar_of(self.settings, port, engine, self.secret)
+        registrar = registrar_of(self.settings, port, client.ready, self.secret)
         registrar.start()
         return registrar.leave
 

@@ -77,7 +77,7 @@ async def test_keys_and_tls_from_the_client_to_the_server(
 ) -> None:
     of_server, of_proxy = pairs
     keys = {"admin_key": (SecretStr(SERVER),)}
-    async with serving(tokenizer, **tls(of_server), **keys) as server:
+    async with serving(tokenizer, role="decode", **tls(of_server), **keys) as server:
         url = str(server.http.base_url).rstrip("/")
         assert url.startswith("https:")
         options = {"api_key": (SecretStr(CLIENT),), "admin_key": (SecretStr(ROOT),)}
@@ -160,7 +160,7 @@ async def test_a_proxy_that_its_server_does_not_trust_says_why(
 async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(
     tokenizer: Tokenizer,
 ) -> None:
-    async with serving(tokenizer, api_key=(SecretStr(CLIENT),)) as server:
+    async with serving(tokenizer, role="decode", api_key=(SecretStr(CLIENT),)) as server:
         async with proxying(str(server.http.base_url).rstrip("/")) as (app, front):
             async with httpx.AsyncClient(base_url=front, trust_env=False) as client:
                 await until(lambda: app.fleet.servers[0].health.ready)

@@ -7,9 +7,19 @@ from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.config import ModelConfig
-from model.layers import RMSNorm, even_share, load_columns, load_norm, load_rows
+from model.layers import (
+    Join,
+    Part,
+    RMSNorm,
+    even_share,
+    joined,
+    load_columns,
+    load_norm,
+    load_rows,
+    reordered,
+)
 from model.parallel import Parallel
-from model.rope import Angles, Rope, mscale_of_scores
+from model.rope import Angles, Rope, halves_order, mscale_of_scores
 from model.weights import WeightLoader
 
 _LATENT_NORM_EPS: Final = 1e-6  # DeepSeek's own, whatever the config says of the others
@@ -31,14 +41,14 @@ def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
     return AttentionSpec(
         num_q_heads=config.num_heads // parallel.size,
         num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
-        scale=query_dim**-0.5 * correction,
+        scale=(config.score_scale or query_dim**-0.5) * correction,
     )
 
 
 class Step(NamedTuple):
     """What the attention layers of a step need besides hidden states."""
 
-    angles: Angles
+    angles: tuple[Angles, ...]  # of each of the model's ropes
     backend: AttentionBackend
     rows: Tensor | None = None  # i64 [R], where the layer is to compute no others
 
@@ -51,45 +61,87 @@ class HeadAttention:
     """Grouped-query attention over this rank's heads, perhaps with biases and q/k norms."""
 
     def __init__(
-        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+        self,
+        loader: WeightLoader,
+        config: ModelConfig,
+        layer: int,
+        parallel: Parallel,
+        ropes: list[Rope],
+        join: Join,
     ) -> None:
-        self._layer, self._rope, self._head_dim = layer, rope, config.head_dim
-        prefix = f"model.layers.{layer}.self_attn"
-        q_rows = _elements(even_share(parallel, config.num_heads), config.head_dim)
-        kv_rows = _elements(parallel.kv_heads(config.num_kv_heads), config.head_dim)
-        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
-        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
-        self._qkv = load_columns(
-            loader,
-            [
-                (f"{prefix}.q_proj", q_shape, q_rows),
-                *((f"{prefix}.{name}_proj", kv_shape, kv_rows) for name in "kv"),
-            ],
-            bias=config.attention_bias,
+        self._layer, self._head_dim = layer, config.head_dim
+        self._which = config.rope_of(layer)
+        self._rope = None if self._which is None else ropes[self._which]
+        prefix, dim = f"model.layers.{layer}.self_attn", config.head_dim
+        q_rows = _elements(even_share(parallel, config.num_heads), dim)
+        kv_rows = _elements(parallel.kv_heads(config.num_kv_heads), dim)
+        q_shape = (config.num_heads * dim, config.hidden_size)
+        kv_shape = (config.num_kv_heads * dim, config.hidden_size)
+        *queries_keys, values = joined(
+            f"{prefix}.qkv_proj" if "qkv_proj" in config.declared.fused else None,
+            [f"{prefix}.{name}_proj" for name in "qkv"],
+            [q_shape, kv_shape, kv_shape],
+            [q_rows, kv_rows, kv_rows],
         )
+        order = halves_order(config.ropes[self._which or 0], dim)
+        turned = [part._replace(order=order) for part in queries_keys]
+        self._qkv = load_columns(loader, [*turned, values], bias=config.attention_bias)
         self._out = load_rows(
-            loader, f"{prefix}.o_proj", q_shape[::-1], q_rows, config.output_bias, parallel
+            loader, f"{prefix}.o_proj", q_shape[::-1], q_rows, config.output_bias, parallel, join
         )
-        self._head_norms = [
-            load_norm(loader, f"{prefix}.{name}", config.head_dim, config.rms_eps)
-            for name in ("q_norm", "k_norm")
-            if config.qk_norm
-        ]
+        self._norms = _load_head_norms(loader, prefix, config, turned)
+        self._parallel = parallel if config.qk_norm == "row" else None
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Tensor:
         """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
         it, or only the wanted rows [R, hidden]."""
         num_tokens = hidden.shape[0]
-        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in self._qkv(hidden, norm))
-        if self._head_norms:
-            q, k = (norm(x) for norm, x in zip(self._head_norms, (q, k), strict=True))
-        cos_sin = self._rope.cos_sin(step.angles)
-        if cos_sin is None or not step.backend.rotates:
-            (q, k), cos_sin = self._rope.rotate_pair(q, k, step.angles), None
+        q, k, v = self._qkv(hidden, norm)
+        if self._norms and self._parallel is not None:
+            q, k = _norm_rows(self._norms, (q, k), self._parallel)
+        q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in (q, k, v))
+        if self._norms and self._parallel is None:
+            q, k = (norm(x) for norm, x in zip(self._norms, (q, k), strict=True))
+        cos_sin = None
+        if self._which is not None and self._rope is not None:
+            angles = step.angles[self._which]
+            cos_sin = self._rope.cos_sin(angles)
+            if cos_sin is None or not step.backend.rotates:
+                (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
         attended = step.backend.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)
+
+
+def _load_head_norms(
+    loader: WeightLoader, prefix: str, config: ModelConfig, parts: list[Part]
+) -> list[RMSNorm]:
+    """Of queries and keys: of each head, or this rank's part of one over all heads."""
+    found = []
+    for part, name in zip(parts, ("q_norm", "k_norm"), strict=True):
+        if config.qk_norm:
+            of_all = config.qk_norm == "row"
+            width, rows = (part.shape[0], part.rows) if of_all else (config.head_dim, None)
+            norm = load_norm(loader, f"{prefix}.{name}", width, config, rows)
+            found.append(RMSNorm(reordered(norm.weight, part.order), norm.eps))
+    return found
+
+
+def _norm_rows(
+    norms: list[RMSNorm], parts: tuple[Tensor, ...], parallel: Parallel
+) -> tuple[Tensor, ...]:
+    """Parts [T, n] of queries and of keys, normed over the heads of all ranks. Ranks hold equally
+    many, whether or not some are the same."""
+    if parallel.size == 1:
+        return tuple(norm(x) for norm, x in zip(norms, parts, strict=True))
+    wide = [x.float() for x in parts]
+    means = torch.stack([x.square().mean(-1) for x in wide], dim=-1)
+    means = parallel.all_reduce(means).div_(parallel.size)  # [T, 2]
+    return tuple(
+        (x * (means[:, i, None] + norm.eps).rsqrt() * norm.weight).to(parts[i].dtype)
+        for i, (x, norm) in enumerate(zip(wide, norms, strict=True))
+    )
 
 
 class LatentAttention:
@@ -101,28 +153,32 @@ class LatentAttention:
     """
 
     def __init__(
-        self, loader: WeightLoader, config: ModelConfig, layer: int, parallel: Parallel, rope: Rope
+        self,
+        loader: WeightLoader,
+        config: ModelConfig,
+        layer: int,
+        parallel: Parallel,
+        ropes: list[Rope],
+        join: Join,
     ) -> None:
         mla = config.mla
         assert mla is not None
-        self._layer, self._rope, self._mla = layer, rope, mla
+        self._layer, self._rope, self._mla = layer, ropes[0], mla
         prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
         rank, width = mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim
-        down = [(f"{prefix}.kv_a_proj_with_mqa", (width, config.hidden_size), range(width))]
+        down = [Part(f"{prefix}.kv_a_proj_with_mqa", (width, config.hidden_size), range(width))]
         inputs, name, self._query_norm = config.hidden_size, "q_proj", None
         if mla.q_lora_rank is not None:  # queries go by a low rank too
             inputs, name = mla.q_lora_rank, "q_b_proj"
-            down += [(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))]
-            self._query_norm = load_norm(
-                loader, f"{prefix}.q_a_layernorm", inputs, _LATENT_NORM_EPS
-            )
+            down += [Part(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))]
+            self._query_norm = _latent_norm(loader, f"{prefix}.q_a_layernorm", inputs)
         self._down = load_columns(loader, down, bias=config.attention_bias)
-        self._latent_norm = load_norm(loader, f"{prefix}.kv_a_layernorm", rank, _LATENT_NORM_EPS)
+        self._latent_norm = _latent_norm(loader, f"{prefix}.kv_a_layernorm", rank)
         dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         shape = (config.num_heads * dim, inputs)
         self._query_up = load_columns(
-            loader, [(f"{prefix}.{name}", shape, _elements(heads, dim))], bias=False
+            loader, [Part(f"{prefix}.{name}", shape, _elements(heads, dim))], bias=False
         )
         dim = mla.qk_nope_head_dim + mla.v_head_dim
         up = loader.load(
@@ -135,22 +191,26 @@ class LatentAttention:
         shape = (config.hidden_size, config.num_heads * mla.v_head_dim)
         columns = _elements(heads, mla.v_head_dim)
         self._out = load_rows(
-            loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel
+            loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel, join
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Tensor:
         """See HeadAttention."""
-        mla, x = self._mla, norm(hidden)
+        mla, x, angles = self._mla, hidden if norm is None else norm(hidden), step.angles[0]
         compressed, *low = self._down(x)
         (q,) = self._query_up(low[0] if low else x, self._query_norm)
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], step.angles)[:, 0]
+        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], angles)[:, 0]
         latent = torch.cat((self._latent_norm(compressed[:, : mla.kv_lora_rank]), key_rope), dim=-1)
-        q_rope = self._rope.rotate(q_rope, step.angles)
+        q_rope = self._rope.rotate(q_rope, angles)
         attended = step.backend.forward_latent(self._layer, q_latent, q_rope, latent)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)
+
+
+def _latent_norm(loader: WeightLoader, name: str, size: int) -> RMSNorm:
+    return RMSNorm(loader.load(f"{name}.weight", (size,)), _LATENT_NORM_EPS)

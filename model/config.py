@@ -11,42 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from model.architectures.experts import MoEConfig, parse_experts
+from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
+from model.architectures.table import ARCHITECTURES, Architecture, nearest
+from model.architectures.values import number, size, unsupported, wrong
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.hub import resolve_model
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
-
-# What a config.json of each architecture means when it leaves a key out.
-_LLAMA: Final[dict[str, Any]] = {"head_dim": None, "attention_bias": False}
-ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {**_LLAMA, "attention_bias": True},
-    "Qwen3ForCausalLM": {**_LLAMA, "head_dim": 128},
-    "DeepseekV2ForCausalLM": {**_LLAMA, "q_lora_rank": 1536, "routed_scaling_factor": 1.0},
+_ACTIVATIONS: Final = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. Fields that a rope type does not use keep their defaults."""
-
-    dim: int  # rotated elements of a head, even
-    theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: tokens
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None derives it from factor and the mscales
-    mscale: float = 0.0  # yarn: 0 means absent
-    mscale_all_dim: float = 0.0  # yarn: 0 means absent
-    truncate: bool = True  # yarn
-    interleaved: bool = False  # DeepSeek rotates neighbours, the others rotate halves
 
 
 @dataclass(frozen=True)
@@ -58,21 +38,6 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixture of experts with softmax scores, from layer `first_dense_layers` on."""
-
-    num_experts: int
-    num_shared_experts: int
-    experts_per_token: int
-    expert_intermediate_size: int
-    first_dense_layers: int
-    topk_method: str  # "greedy" | "group_limited_greedy"
-    num_groups: int
-    topk_groups: int
-    routed_scaling_factor: float
 
 
 @dataclass(frozen=True)
@@ -94,10 +59,41 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False
+    activation: str = "silu"  # or "gelu", "gelu_tanh"
+    qk_norm: str = ""  # "head", "row": see Architecture
+    other_ropes: tuple[RopeConfig, ...] = ()
+    layer_ropes: tuple[int, ...] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    score_scale: float | None = None  # of attention scores; None: 1 / sqrt(elements of a query)
+    logit_divisor: float = 1.0
+    logit_cap: float = 0.0  # tanh(logit / cap) * cap; 0: none
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    draft_layers: int = 0  # in the files behind the others, for drafts: not loaded
     dtype: str = "float32"  # what the weights were saved in
+
+    @property
+    def declared(self) -> Architecture:
+        """What the architecture says and the config does not."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope, *self.other_ropes)
+
+    def rope_of(self, layer: int) -> int | None:
+        """Its index in `ropes`; None where positions do not matter."""
+        index = self.layer_ropes[layer] if self.layer_ropes else 0
+        return None if index == NOT_ROTATED else index
+
+    @property
+    def num_dense_layers(self) -> int:
+        return len(self.moe.dense_layers) if self.moe else self.num_layers
+
+    def is_mixed(self, layer: int) -> bool:
+        """Whether its feed-forward is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def kv_heads_total(self) -> int:
@@ -117,13 +113,16 @@ class ModelConfig:
     @property
     def rope_canonical(self) -> str:
         """The rope parameters as JSON that is equal for equal rotations."""
-        return json.dumps(dataclasses.asdict(self.rope), sort_keys=True)
+        found: Any = dataclasses.asdict(self.rope)
+        if self.layer_ropes:
+            found = [[dataclasses.asdict(rope) for rope in self.ropes], self.layer_ropes]
+        return json.dumps(found, sort_keys=True)
 
     @property
     def semantic_json(self) -> str:
         """Everything that decides the values in the KV cache, as canonical JSON."""
         fields = dataclasses.asdict(self)
-        for name in ("dtype", "max_position"):
+        for name in ("dtype", "max_position", "draft_layers"):
             del fields[name]
         return json.dumps(fields, sort_keys=True)
 
@@ -172,7 +171,7 @@ def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
         except ModelError:  # the model is refused without it
             has_effect = True
         if not has_effect:
-            near = suggestion(key, [*raw, *ARCHITECTURES[config.architecture]])
+            near = suggestion(key, [*raw, *config.declared.defaults])
             told = f"{short_repr(key)} changes nothing of this model{near}"
             raise ModelLoadError(f"--hf-overrides: {told}; leave it out")
     return config
@@ -181,43 +180,43 @@ def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
-    raw = {**ARCHITECTURES[architecture], **raw}
+    declared = ARCHITECTURES[architecture]
+    raw = {**declared.defaults, **raw}
     _refuse_unsupported(raw, architecture)
-    num_heads = _size(raw, "num_attention_heads")
-    hidden_size = _size(raw, "hidden_size")
-    mla = _mla(raw) if architecture == "DeepseekV2ForCausalLM" else None
-    if not raw["head_dim"] and num_heads > hidden_size:
-        raise _wrong(
-            f"num_attention_heads is {num_heads}, above hidden_size {hidden_size}; correct one of "
-            "them, or give head_dim"
-        )
-    raw["head_dim"] = raw["head_dim"] or hidden_size // num_heads
-    head_dim = mla.qk_rope_head_dim if mla else _size(raw, "head_dim")
-    if head_dim % 2:
-        field = "qk_rope_head_dim" if mla else "head_dim"
-        told = "expected an even number: its elements are rotated in pairs"
-        raise _wrong(f"{field} is {head_dim}, {told}")
-    bias = bool(raw["attention_bias"])
+    num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    mla = _mla(raw) if declared.mla else None
+    head_dim = _head_dim(raw, mla)
+    bias = bool(raw.get(declared.bias))
     raw["num_key_value_heads"] = raw.get("num_key_value_heads") or num_heads
+    has_qk_norm = declared.qk_norm_field is None or raw[declared.qk_norm_field]
+    interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))
+    ropes, layer_ropes = parse_ropes(raw, head_dim, interleaved=interleaved)
+    moe = parse_experts(raw, declared.mixture) if declared.mixture else None
+    only_mixed = moe is not None and "intermediate_size" not in raw
     config = ModelConfig(
         architecture=architecture,
-        num_layers=_size(raw, "num_hidden_layers"),
+        num_layers=size(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, "intermediate_size"),
+        intermediate_size=0 if only_mixed else size(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=_size(raw, "num_key_value_heads"),
+        num_kv_heads=size(raw, "num_key_value_heads"),
         head_dim=head_dim,
-        vocab_size=_size(raw, "vocab_size"),
-        max_position=_size(raw, "max_position_embeddings"),
-        rms_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_rope(raw, head_dim, interleaved=mla is not None),
+        vocab_size=size(raw, "vocab_size"),
+        max_position=size(raw, "max_position_embeddings"),
+        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope=ropes[0],
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bias,
-        output_bias=bias and architecture != "Qwen2ForCausalLM",
+        output_bias=bias and declared.output_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        activation=_activation(raw),
+        qk_norm=declared.qk_norm if has_qk_norm else "",
+        other_ropes=tuple(ropes[1:]),
+        layer_ropes=layer_ropes,
+        **_scales(raw, math.sqrt(hidden_size) if declared.scales_embedding else None),
         mla=mla,
-        moe=_moe(raw) if mla else None,
+        moe=moe,
+        draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -233,22 +232,62 @@ def _architecture(raw: dict[str, Any]) -> str:
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         kind = short_repr(raw.get("model_type"))
         told = ", ".join(map(str, names)) or f"model_type {kind} without one"
-        raise _unsupported(f"architecture {told}", ", ".join(ARCHITECTURES))
+        why = f" ({nearest(str(names[0]))})" if len(names) == 1 else ""
+        raise unsupported(f"architecture {told}{why}", ", ".join(ARCHITECTURES))
     return str(names[0])
+
+
+def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
+    num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    if not raw.get("head_dim") and num_heads > hidden_size:
+        raise wrong(
+            f"num_attention_heads is {num_heads}, above hidden_size {hidden_size}; correct one of "
+            "them, or give head_dim"
+        )
+    raw["head_dim"] = raw.get("head_dim") or hidden_size // num_heads
+    head_dim = mla.qk_rope_head_dim if mla else size(raw, "head_dim")
+    if head_dim % 2:
+        field = "qk_rope_head_dim" if mla else "head_dim"
+        told = "expected an even number: its elements are rotated in pairs"
+        raise wrong(f"{field} is {head_dim}, {told}")
+    return head_dim
+
+
+def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any]:
+    """What values are multiplied by, divided by and capped at on their way."""
+    score_scale = None
+    if raw.get("attention_multiplier"):
+        score_scale = number(raw, "attention_multiplier", 1.0)
+    if raw.get("query_pre_attn_scalar"):
+        score_scale = number(raw, "query_pre_attn_scalar", 1.0) ** -0.5
+    cap = raw.get("final_logit_softcapping")
+    return {
+        "embedding_scale": embedding_scale or number(raw, "embedding_multiplier", 1.0),
+        "residual_scale": number(raw, "residual_multiplier", 1.0),
+        "score_scale": score_scale,
+        "logit_divisor": number(raw, "logits_scaling", 1.0),
+        "logit_cap": number(raw, "final_logit_softcapping", 1.0) if cap else 0.0,
+    }
+
+
+def _activation(raw: dict[str, Any]) -> str:
+    name = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
+    if (value := raw.get(name) or "silu") not in _ACTIVATIONS:
+        raise unsupported(f"{name} {short_repr(value)}", ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[value]
 
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     quantization = raw.get("quantization_config")
     if quantization and not _is_of_kv_only(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise _unsupported(
+        raise unsupported(
             f"quantization_config {short_repr(method or quantization)}",
             "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)",
         )
-    if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise _unsupported(f"hidden_act {short_repr(act)}", "silu")
-    if (partial := raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        raise _unsupported(f"partial_rotary_factor {short_repr(partial)}", "1")
+    for name in ("clip_qkv", "use_bidirectional_attention", "attn_logit_softcapping"):
+        if raw.get(name):
+            raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
     _refuse_sliding_window(raw, architecture)
 
 
@@ -263,112 +302,27 @@ def _is_of_kv_only(quantization: Any) -> bool:
 
 
 def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
-    layer_types = set(raw.get("layer_types") or []) - {"full_attention"}
+    """A window as wide as the context is none."""
+    kinds = set(raw.get("layer_types") or []) - {"full_attention"}
+    if others := kinds - {"sliding_attention"}:
+        raise unsupported(f"layer_types {short_repr(sorted(others))}", "full attention")
     window = raw.get("sliding_window")
-    if architecture.startswith("Qwen"):
+    if "use_sliding_window" in raw or architecture.startswith("Qwen"):
         late = raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
-        window = window if raw.get("use_sliding_window") and (late or layer_types) else None
+        window = window if raw.get("use_sliding_window") and (late or kinds) else None
     elif architecture == "LlamaForCausalLM":
         window = None
     limit = raw.get("max_position_embeddings") or 0
-    if (window and window < limit) or layer_types:
-        kinds = short_repr(sorted(layer_types)) if layer_types else "all"
+    if window and window < limit:
+        told = short_repr(sorted(kinds)) if kinds else "all"
         raise UnsupportedModel(
-            f"sliding_window {short_repr(window)} (layer types {kinds}) is not supported"
-            f" below max_position_embeddings {limit}; supported: full attention in every layer"
+            f"sliding_window {short_repr(window)} (layer types {told}) is not supported below "
+            f"max_position_embeddings {limit}; supported: full attention in every layer, or "
+            f"--hf-overrides '{{\"max_position_embeddings\": {window}}}'"
         )
 
 
-def _size(raw: dict[str, Any], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(f"{name} is {short_repr(value)}, expected a positive integer")
-    return value
-
-
-def _number(raw: dict[str, Any], name: str, default: float) -> float:
-    value = raw.get(name) or default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _wrong(f"{name} is {short_repr(value)}, expected a number above 0")
-    return float(value)
-
-
-def _wrong(what: str) -> ModelLoadError:
-    return ModelLoadError(f"config.json: {what}")
-
-
-def _unsupported(what: str, supported: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{what} is not supported; supported: {supported}")
-
-
-def _rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
-    # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
-    found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = str(found.get("rope_type") or found.get("type") or "default")
-    if rope_type not in ROPE_TYPES:
-        raise _unsupported(f"rope type {short_repr(rope_type)}", ", ".join(ROPE_TYPES))
-    if found.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
-    told = found.get("rope_theta") or raw.get("rope_theta")
-    theta = _number({"rope_theta": told}, "rope_theta", 10000.0)
-    base = RopeConfig(dim=dim, theta=theta, rope_type=rope_type, interleaved=interleaved)
-    if rope_type == "default":
-        return base
-    return dataclasses.replace(base, **_rope_scaling(raw, found, rope_type))
-
-
-def _rope_scaling(raw: dict[str, Any], found: dict[str, Any], rope_type: str) -> dict[str, Any]:
-    max_position = _size(raw, "max_position_embeddings")
-    original = found.get("original_max_position_embeddings") or max_position
-    factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
-    if factor is None:
-        raise _wrong(f"rope type {short_repr(rope_type)} lacks its factor")
-    required = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
-    if missing := [name for name in required if found.get(name) is None]:
-        raise _wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
-    used = {name: float(found[name]) for name in required}
-    if rope_type == "yarn":
-        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        used = {name: float(found[name]) for name in names if found.get(name)}
-        if found.get("attention_factor") is not None:
-            used["attention_factor"] = float(found["attention_factor"])
-        used["truncate"] = bool(found.get("truncate", True))
-    if rope_type != "linear":
-        used["original_max_position"] = int(original)
-    return {"factor": float(factor), **used}
-
-
 def _mla(raw: dict[str, Any]) -> MLAConfig:
-    low = None if raw["q_lora_rank"] is None else _size(raw, "q_lora_rank")
+    low = None if raw["q_lora_rank"] is None else size(raw, "q_lora_rank")
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return MLAConfig(low, *(_size(raw, name) for name in names))
-
-
-def _moe(raw: dict[str, Any]) -> MoEConfig | None:
-    first_dense = int(raw.get("first_k_dense_replace") or 0)
-    if not raw.get("n_routed_experts") or first_dense >= _size(raw, "num_hidden_layers"):
-        return None
-    method = str(raw.get("topk_method") or "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise _unsupported(f"topk_method {short_repr(method)}", "greedy, group_limited_greedy")
-    if raw.get("scoring_func", "softmax") != "softmax" or raw.get("norm_topk_prob"):
-        scoring = short_repr(raw.get("scoring_func", "softmax"))
-        normalised = short_repr(raw.get("norm_topk_prob"))
-        told = f"scoring_func {scoring} with norm_topk_prob {normalised}"
-        raise _unsupported(told, "softmax, not normalised")
-    if raw.get("moe_layer_freq", 1) != 1:
-        raise UnsupportedModel("moe_layer_freq other than 1 is not supported")
-    experts, each = _size(raw, "n_routed_experts"), _size(raw, "num_experts_per_tok")
-    if each > experts:
-        raise _wrong(f"num_experts_per_tok is {each}, above n_routed_experts {experts}")
-    return MoEConfig(
-        num_experts=experts,
-        num_shared_experts=_size(raw, "n_shared_experts"),
-        experts_per_token=each,
-        expert_intermediate_size=_size(raw, "moe_intermediate_size"),
-        first_dense_layers=first_dense,
-        topk_method=method,
-        num_groups=int(raw.get("n_group") or 1),
-        topk_groups=int(raw.get("topk_group") or 1),
-        routed_scaling_factor=float(raw["routed_scaling_factor"]),
-    )
+    return MLAConfig(low, *(size(raw, name) for name in names))

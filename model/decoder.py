@@ -15,7 +15,7 @@ from model.attention_layers import (
     attention_spec,
 )
 from model.config import ModelConfig
-from model.layers import GatedMLP, RMSNorm, Vocabulary, load_norm
+from model.layers import GatedMLP, Join, RMSNorm, Vocabulary, load_norm
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.rope import Rope
@@ -24,9 +24,9 @@ from model.weights import DummySource, SafetensorsSource, WeightLoader
 
 
 class _Layer(NamedTuple):
-    norm: RMSNorm
+    norm: RMSNorm | None
     attention: HeadAttention | LatentAttention
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     feed_forward: GatedMLP | MoELayer
 
 
@@ -37,29 +37,34 @@ class CausalLM:
     def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
         self.config = config
         self.parallel = parallel
-        self._rope = Rope(config.rope, dtype=loader.dtype, device=loader.device)
+        head_dim = None if config.mla else config.head_dim
+        self._ropes = [
+            Rope(rope, dtype=loader.dtype, device=loader.device, head_dim=head_dim)
+            for rope in config.ropes
+        ]
         self._vocab = Vocabulary(loader, config, parallel)
         self._layers = [self._load_layer(loader, index) for index in range(config.num_layers)]
-        self._norm = load_norm(loader, "model.norm", config.hidden_size, config.rms_eps)
+        self._norm = load_norm(loader, "model.norm", config.hidden_size, config)
 
     @property
     def attention_spec(self) -> AttentionSpec:
         return attention_spec(self.config, self.parallel)
 
     def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
-        config, prefix = self.config, f"model.layers.{index}"
+        config, prefix, parallel = self.config, f"model.layers.{index}", self.parallel
         attend = LatentAttention if config.mla else HeadAttention
-        is_mixed = config.moe is not None and index >= config.moe.first_dense_layers
-        feed_forward = MoELayer if is_mixed else GatedMLP
-        norm, mlp_norm = (
-            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config.rms_eps)
-            for name in ("input_layernorm", "post_attention_layernorm")
+        feed_forward = MoELayer if config.is_mixed(index) else GatedMLP
+        block = config.declared.mixture.prefix if config.declared.mixture else "mlp"
+        norm, norm_out, mlp_norm, mlp_norm_out = (
+            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config) if name else None
+            for name in config.declared.norms
         )
+        joins = [Join(after, config.residual_scale) for after in (norm_out, mlp_norm_out)]
         return _Layer(
             norm,
-            attend(loader, config, index, self.parallel, self._rope),
+            attend(loader, config, index, parallel, self._ropes, joins[0]),
             mlp_norm,
-            feed_forward(loader, f"{prefix}.mlp", config, self.parallel),
+            feed_forward(loader, f"{prefix}.{block}", config, parallel, joins[1]),
         )
 
     def forward(
@@ -82,7 +87,7 @@ class CausalLM:
             [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
         """
         hidden = self._vocab.embed(token_ids)
-        step = Step(self._rope.angles(positions), attention)
+        step = Step(tuple(rope.angles(positions) for rope in self._ropes), attention)
         for index, layer in enumerate(self._layers, 1):
             if index == len(self._layers):
                 step = step._replace(rows=rows)
@@ -123,11 +128,13 @@ def load_model(
         ModelError: the files do not fit the config, or tp does not fit the model.
     """
     parallel = parallel or Parallel()
-    check_parallelism(config, parallel.size)
+    check_parallelism(config, parallel.size, ep=parallel.ep)
     is_dummy = load_format == "dummy"
     source = DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir))
     loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
+    drafts = range(config.num_layers, config.num_layers + config.draft_layers)
+    loader.ignore(*(f"model.layers.{layer}." for layer in drafts))
     loader.finish()
     return model

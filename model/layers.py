@@ -1,8 +1,9 @@
 """The layers that every architecture shares, each holding only this rank's part of its weights."""
 
 import ctypes
+import itertools
 import mmap
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,29 +63,41 @@ class Linear:
 
 
 class RowParallelLinear:
-    """x [T, this rank's columns] -> [T, out], summed over ranks, added to `residual` in place."""
+    """x [T, this rank's columns] -> [T, out], summed over ranks, joined to `residual` in place."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, parallel: Parallel, *, pack: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        parallel: Parallel,
+        *,
+        pack: bool = False,
+        join: "Join | None" = None,
     ) -> None:
         self._product = Linear(weight, pack=pack)
         self.weight = self._product.weight
         self._weight_t = None if self._product.is_packed else weight.t()
         self._bias = bias
         self._parallel = parallel
+        self._join = join or Join()
         is_fused = parallel.size == 1 and fused_ops.works(weight.device, weight.dtype)
         self._takes_one_row = is_fused and fused_ops.kernels().one_row_works(weight)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self._parallel.size == 1 and self._join.is_plain:
+            self.add_share(x, residual)
+            return residual if self._bias is None else residual.add_(self._bias)
+        out = self._parallel.all_reduce(self._product(x))
+        return self._join(out if self._bias is None else out.add_(self._bias), residual)
+
+    def add_share(self, x: Tensor, out: Tensor) -> None:
+        """Adds this rank's part of the sum, without the bias, to `out` [T, out] in place."""
         if self._takes_one_row and x.shape[0] == 1:
-            fused_ops.kernels().one_row(x, self.weight, residual=residual)
-        elif self._parallel.size == 1 and self._weight_t is not None:
-            residual.addmm_(x, self._weight_t)
+            fused_ops.kernels().one_row(x, self.weight, residual=out)
+        elif self._weight_t is not None:
+            out.addmm_(x, self._weight_t)
         else:
-            residual += self._parallel.all_reduce(self._product(x))
-        if self._bias is not None:
-            residual += self._bias
-        return residual
+            out += self._product(x)
 
 
 class RMSNorm:
@@ -99,11 +112,32 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
             return fused_ops.kernels().rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+        if self.weight.dtype != x.dtype:  # see `load_norm`
+            return F.rms_norm(x.float(), self._shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 
+class Join:
+    """How a layer adds the output of its attention or feed-forward to the residual."""
+
+    def __init__(self, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+        self._norm, self._scale = norm, scale
+        self.is_plain = norm is None and scale == 1.0
+
+    def __call__(self, out: Tensor, residual: Tensor) -> Tensor:
+        """out [T, hidden], complete; changes residual [T, hidden] in place and returns it."""
+        return residual.add_(out if self._norm is None else self._norm(out), alpha=self._scale)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The activation of `gate`, which may be changed in place, times `up`."""
+    if activation == "silu":
+        return F.silu(gate, inplace=True).mul_(up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+
+
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), its width split over the ranks."""
+    """down(activation(gate(x)) * up(x)), its width split over the ranks."""
 
     def __init__(
         self,
@@ -111,23 +145,33 @@ class GatedMLP:
         prefix: str,
         config: ModelConfig,
         parallel: Parallel,
+        join: Join | None = None,
+        *,
         width: int | None = None,
     ) -> None:
         """`width`: of the intermediate; the config's where not given."""
-        width, bias = width or config.intermediate_size, config.mlp_bias
-        rows, shape = even_share(parallel, width), (width, config.hidden_size)
-        self._gate_up = load_columns(
-            loader, [(f"{prefix}.{name}_proj", shape, rows) for name in ("gate", "up")], bias=bias
+        fused = "gate_up_proj" in config.declared.fused
+        width, bias, self._activation = (
+            width or config.intermediate_size,
+            config.mlp_bias,
+            config.activation,
         )
-        self._down = load_rows(loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel)
+        rows, shape = even_share(parallel, width), (width, config.hidden_size)
+        names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
+        parts = joined(f"{prefix}.gate_up_proj" if fused else None, names, [shape] * 2, [rows] * 2)
+        self._gate_up = load_columns(loader, parts, bias=bias)
+        self._down = load_rows(
+            loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel, join
+        )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
-        return self._down(self._gate_up.gated(hidden, norm), hidden)
+        return self._down(self._gate_up.gated(hidden, norm, self._activation), hidden)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [T, hidden], normed; adds to residual [T, hidden] in place and returns it."""
-        return self._down(self._gate_up.gated(x), residual)
+    def add_share(self, x: Tensor, out: Tensor, gate: Tensor | None) -> None:
+        """Adds what this rank makes of x [T, hidden], times gate [T, 1], to `out` in place."""
+        inner = self._gate_up.gated(x, None, self._activation)
+        self._down.add_share(inner if gate is None else inner.mul_(gate), out)
 
 
 class Columns:
@@ -148,11 +192,12 @@ class Columns:
             of_one = (kernels.one_row_works(matrix), kernels.one_row_works(matrix, gated=True))
             self._takes = (*of_one, kernels.gated_rows_work(matrix))
 
-    def gated(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """x [T, in], normed first -> silu of the first of two projections times the second."""
-        if not self._is_fused:
+    def gated(self, x: Tensor, norm: RMSNorm | None, activation: str) -> Tensor:
+        """x [T, in], normed first -> `activation` of the first of two projections times the
+        second."""
+        if not self._is_fused or activation != "silu":
             gate, up = self(x, norm)
-            return F.silu(gate, inplace=True).mul_(up)
+            return gated(gate, up, activation)
         assert self._joined is not None
         _, takes_one, takes_many = self._takes
         if norm is not None:
@@ -199,15 +244,53 @@ def even_share(parallel: Parallel, total: int) -> range:
     return range(parallel.rank * share, (parallel.rank + 1) * share)
 
 
-def load_columns(
-    loader: WeightLoader, parts: list[tuple[str, tuple[int, int], range]], *, bias: bool
-) -> Columns:
-    """Projections (name, full weight shape, rows of this rank) split along their output."""
-    linears = []
-    for name, shape, rows in parts:
-        weight = loader.load(f"{name}.weight", shape, rows=rows)
-        offset = loader.load(f"{name}.bias", shape[:1], rows=rows) if bias else None
-        linears.append(Linear(weight, offset))
+class Part(NamedTuple):
+    """A projection's part of a weight.
+
+    Attributes:
+        shape: of the whole weight.
+        order: of the elements of each head, where it is not that of the files.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rows: range
+    order: list[int] | None = None
+
+    def load(self, loader: WeightLoader, kind: str) -> Tensor:
+        """Its rows of the "weight" or of the "bias"."""
+        shape = self.shape if kind == "weight" else self.shape[:1]
+        return reordered(loader.load(f"{self.name}.{kind}", shape, rows=self.rows), self.order)
+
+
+def reordered(weight: Tensor, order: list[int] | None) -> Tensor:
+    """[heads * dim, ...] with the elements of every head in another order."""
+    if order is None:
+        return weight
+    heads = weight.view(-1, len(order), *weight.shape[1:])
+    return heads[:, order].flatten(0, 1)
+
+
+def joined(
+    fused: str | None, names: list[str], shapes: list[tuple[int, int]], rows: list[range]
+) -> list[Part]:
+    """Projections by name, or where they lie in the weight `fused`, one below the other."""
+    if fused is None:
+        return [Part(*each) for each in zip(names, shapes, rows, strict=True)]
+    whole = (sum(shape[0] for shape in shapes), shapes[0][1])
+    starts = itertools.accumulate((shape[0] for shape in shapes), initial=0)
+    return [
+        Part(fused, whole, range(start + own.start, start + own.stop))
+        for start, own in zip(starts, rows, strict=False)
+    ]
+
+
+def load_columns(loader: WeightLoader, parts: list[Part], *, bias: bool) -> Columns:
+    """Projections split along their output."""
+    linears = [
+        Linear(part.load(loader, "weight"), part.load(loader, "bias") if bias else None)
+        for part in parts
+    ]
     return Columns(linears, pack=loader.pack)
 
 
@@ -218,19 +301,26 @@ def load_rows(
     cols: range,
     bias: bool,
     parallel: Parallel,
+    join: Join | None = None,
 ) -> RowParallelLinear:
     """A projection split along its input, of which this rank has `cols`."""
     whole = len(cols) == shape[1]
     weight = loader.load(f"{name}.weight", shape, cols=None if whole else cols)
     offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
-    linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack)
+    linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack, join=join)
     if linear.weight is not weight:
         _forget_pages(weight)
     return linear
 
 
-def load_norm(loader: WeightLoader, name: str, size: int, eps: float) -> RMSNorm:
-    return RMSNorm(loader.load(f"{name}.weight", (size,)), eps)
+def load_norm(
+    loader: WeightLoader, name: str, size: int, config: ModelConfig, rows: range | None = None
+) -> RMSNorm:
+    """`rows`: of its weight; all where not given."""
+    weight, eps = loader.load(f"{name}.weight", (size,), rows=rows), config.rms_eps
+    if offset := config.declared.norm_offset:  # in 16 bits the sum would lose what is added
+        return RMSNorm(weight.float() + offset, eps)
+    return RMSNorm(weight, eps)
 
 
 class Vocabulary:
@@ -238,6 +328,9 @@ class Vocabulary:
 
     def __init__(self, loader: WeightLoader, config: ModelConfig, parallel: Parallel) -> None:
         self._parallel, self._size = parallel, config.vocab_size
+        # Multiplied in the model's dtype, as the models were trained.
+        self._scale = torch.tensor(config.embedding_scale).to(loader.dtype).item()
+        self._divisor, self._cap = config.logit_divisor, config.logit_cap
         self._share = -(-config.vocab_size // parallel.size)
         self._start = min(parallel.rank * self._share, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
@@ -261,12 +354,17 @@ class Vocabulary:
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden], a tensor of the caller's own."""
         if self._parallel.size == 1:
-            return F.embedding(token_ids, self._embedding)
+            rows = F.embedding(token_ids, self._embedding)
+            return rows if self._scale == 1.0 else rows.mul_(self._scale)
         local = token_ids - self._start
         foreign = (local < 0) | (local >= self._share)
         rows = F.embedding(local.masked_fill_(foreign, 0), self._embedding)
-        return self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+        rows = self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits; all of it on every rank."""
-        return self._parallel.all_gather_last_dim(self._head(hidden))[:, : self._size]
+        logits = self._parallel.all_gather_last_dim(self._head(hidden))[:, : self._size]
+        if self._divisor != 1.0:
+            logits = logits / self._divisor
+        return logits if not self._cap else logits.div(self._cap).tanh_().mul_(self._cap)

@@ -1,43 +1,68 @@
-"""Mixture of experts: a softmax router, experts split over the ranks by width, shared experts."""
+"""Mixture of experts: the router, experts split over the ranks, shared experts."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model import fused_ops
-from model.config import ModelConfig, MoEConfig
-from model.layers import GatedMLP, RMSNorm, even_share
+from model.architectures.experts import MoEConfig
+from model.config import ModelConfig
+from model.layers import GatedMLP, Join, Linear, RMSNorm, gated
 from model.parallel import Parallel
 from model.weights import WeightLoader
 
 # Tokens that the experts take at a time: each has copies of its own for every expert it goes to.
 _MAX_TOKENS = 4096
+_NOT_ZERO = 1e-20  # sums of weights are divided by
 _ALIGNMENT_BYTES = 16  # of the rows that a grouped product reads
 
 
 class MoELayer:
-    """Routed plus shared experts, summed over ranks, added to the residual."""
+    """Routed plus shared experts, summed over ranks, joined to the residual."""
 
     def __init__(
-        self, loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel
+        self,
+        loader: WeightLoader,
+        prefix: str,
+        config: ModelConfig,
+        parallel: Parallel,
+        join: Join | None = None,
     ) -> None:
-        assert config.moe is not None
-        self._config, hidden_size = config.moe, config.hidden_size
-        self._parallel = parallel
-        shape = (config.moe.num_experts, hidden_size)
-        self._router = loader.load(f"{prefix}.gate.weight", shape).float()
-        self._experts = Experts(
-            *load_experts(loader, f"{prefix}.experts", config.moe, hidden_size, parallel)
-        )
-        width = config.moe.expert_intermediate_size * config.moe.num_shared_experts
-        self._shared = GatedMLP(loader, f"{prefix}.shared_experts", config, parallel, width)
+        moe, declared = config.moe, config.declared.mixture
+        assert moe is not None and declared is not None
+        self._moe, hidden_size = moe, config.hidden_size
+        self._parallel, self._join = parallel, join or Join()
+        self._group_best = declared.group_best
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        def small(name: str, *shape: int) -> Tensor:
+            return loader.load(f"{prefix}.{name}", shape, dtype=torch.float32)
+
+        self._router = small(f"{declared.router}.weight", moe.num_experts, hidden_size)
+        self._correction = (
+            small(declared.correction, moe.num_experts) if declared.correction else None
+        )
+        own = own_experts(moe, parallel)
+        gate_up, down = load_experts(loader, prefix, config, parallel, own)
+        total = None if own is None else moe.num_experts
+        first = 0 if own is None else own.start
+        self._experts = Experts(gate_up, down, config.activation, first=first, total=total)
+        self._shared, self._shared_gate = None, None
+        if moe.num_shared_experts:
+            width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
+            self._shared = GatedMLP(loader, f"{prefix}.{name}", config, parallel, width=width)
+        if declared.shared_gate:
+            gate = loader.load(f"{prefix}.{declared.shared_gate}.weight", (1, hidden_size))
+            self._shared_gate = Linear(gate)
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
-        x = norm(hidden)
-        routed = self._experts(x, *route(x, self._router, self._config))
-        hidden += self._parallel.all_reduce(routed)
-        return self._shared.add(x, hidden)
+        x = hidden if norm is None else norm(hidden)
+        routed = route(x, self._router, self._moe, self._correction, self._group_best)
+        out = self._experts(x, *routed)
+        if self._shared is not None:
+            gate = self._shared_gate(x).sigmoid_() if self._shared_gate else None
+            self._shared.add_share(x, out, gate)
+        return self._join(self._parallel.all_reduce(out), hidden)
 
 
 class Experts:
@@ -49,13 +74,24 @@ class Experts:
     Args:
         gate_up: [experts, 2 width, hidden], each gate above its up projection.
         down: [experts, hidden, width].
+        first: id of the first of these, of the `total` that tokens are sent to.
+        total: None: these are all.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: str = "silu",
+        *,
+        first: int = 0,
+        total: int | None = None,
+    ) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._activation, self._first, self._total = activation, first, total
         self._ids = torch.arange(len(down), device=down.device)
-        self._is_fused = fused_ops.works(down.device, down.dtype)
+        self._is_fused = activation == "silu" and fused_ops.works(down.device, down.dtype)
         self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -67,30 +103,38 @@ class Experts:
         return out
 
     def _grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """One product for all experts, over rows in the order of their experts."""
-        found, order = experts.flatten().sort(stable=True)
+        """One product for all experts, over rows in the order of their experts. Rows of another
+        rank's experts come last, where no product writes."""
+        found, order = self._ids_here(experts).flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._ids, right=True, out_int32=True)
         rows = x[order // experts.shape[1]]
         inner = self._gated(F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends))
         inner *= weights.flatten()[order, None]
         down = F.grouped_mm(inner, self._down.transpose(1, 2), offs=ends)
+        if self._total is not None:
+            down.masked_fill_(found[:, None] >= len(self._ids), 0)
         back = torch.empty_like(down).index_copy_(0, order, down)
         return back.view(*experts.shape, -1).sum(1)
 
     def _each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Every expert on every token, weighted by 0 where it was not chosen."""
-        spread = weights.new_zeros(len(x), len(self._down)).scatter_(1, experts, weights)
+        spread = weights.new_zeros(len(x), self._total or len(self._ids))
+        spread.scatter_(1, self._ids_here(experts), weights)
         out = torch.zeros_like(x)
-        for gate_up, down, weight in zip(self._gate_up, self._down, spread.t(), strict=True):
+        for gate_up, down, weight in zip(self._gate_up, self._down, spread.t(), strict=False):
             out.addmm_(self._gated(x @ gate_up.t()).mul_(weight[:, None]), down.t())
         return out
 
+    def _ids_here(self, experts: Tensor) -> Tensor:
+        """Ids of which this rank's are the first, from 0."""
+        return experts if self._total is None else (experts - self._first) % self._total
+
     def _gated(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 width] -> silu of the first half times the second."""
+        """[T, 2 width] -> the activation of the first half times the second."""
         if self._is_fused:
             return fused_ops.kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=1)
-        return F.silu(gate).mul_(up)
+        return gated(gate, up, self._activation)
 
 
 def _can_group(weight: Tensor) -> bool:
@@ -104,29 +148,68 @@ def _can_group(weight: Tensor) -> bool:
     return is_fast and weight.dtype == torch.bfloat16
 
 
-def route(x: Tensor, router: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]."""
-    scores = F.linear(x.float(), router).softmax(dim=-1)
-    if config.topk_method == "group_limited_greedy":
-        groups = scores.view(x.shape[0], config.num_groups, -1)
-        best = groups.max(dim=-1).values.topk(config.topk_groups, dim=-1).indices
-        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        scores = groups.masked_fill(outside[..., None], 0.0).view_as(scores)
-    weights, experts = scores.topk(config.experts_per_token, dim=-1)
+def route(
+    x: Tensor,
+    router: Tensor,
+    config: MoEConfig,
+    correction: Tensor | None = None,
+    group_best: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
+    Mixture for `correction` [experts] and `group_best`."""
+    logits = F.linear(x.float(), router)
+    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if correction is None else scores + correction
+    if config.num_groups > 1:
+        groups = choice.view(x.shape[0], config.num_groups, -1)
+        of_group = groups.topk(group_best, dim=-1).values.sum(-1)
+        best = of_group.topk(config.topk_groups, dim=-1).indices
+        outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
+        choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(scores)
+    experts = choice.topk(config.experts_per_token, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if config.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _NOT_ZERO)
     return weights * config.routed_scaling_factor, experts
 
 
+def own_experts(config: MoEConfig, parallel: Parallel) -> range | None:
+    """Those that this rank has a part of; None: all."""
+    if parallel.ep == 1:
+        return None
+    share = config.num_experts // parallel.ep
+    first = parallel.rank // (parallel.size // parallel.ep) * share
+    return range(first, first + share)
+
+
 def load_experts(
-    loader: WeightLoader, prefix: str, config: MoEConfig, hidden_size: int, parallel: Parallel
+    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range | None
 ) -> tuple[Tensor, Tensor]:
-    """What Experts takes: this rank's part of each expert's width."""
-    shape = (config.expert_intermediate_size, hidden_size)
-    share = even_share(parallel, config.expert_intermediate_size)
-    gate_up = loader.empty(config.num_experts, 2, len(share), hidden_size)
-    down = loader.empty(config.num_experts, hidden_size, len(share))
-    for expert in range(config.num_experts):
-        each = f"{prefix}.{expert}"
-        for half, name in enumerate(("gate_proj", "up_proj")):
-            gate_up[expert, half] = loader.load(f"{each}.{name}.weight", shape, rows=share)
-        down[expert] = loader.load(f"{each}.down_proj.weight", shape[::-1], cols=share)
+    """What Experts takes: of each of this rank's experts, its part of the width."""
+    moe, names, hidden_size = config.moe, config.declared.mixture, config.hidden_size
+    assert moe is not None and names is not None
+    width, count = moe.expert_intermediate_size, moe.num_experts
+    ranks = parallel.size // parallel.ep  # that share an expert
+    start = parallel.rank % ranks * (width // ranks)
+    share = range(start, start + width // ranks)
+    own = own or range(count)
+    gate_up = loader.empty(len(own), 2, len(share), hidden_size)
+    down = loader.empty(len(own), hidden_size, len(share))
+    for expert in range(count):
+        gate, up, last = (f"{prefix}.experts.{expert}.{name}.weight" for name in names.each)
+        if expert not in own:
+            loader.ignore(gate, up, last)
+            continue
+        place = expert - own.start
+        if names.stacked:
+            both, last = (f"{prefix}.{name}.weight" for name in names.stacked)
+            one = range(expert, expert + 1)
+            halves = loader.load(both, (count, 2 * width, hidden_size), rows=one)[0]
+            gate_up[place] = halves.view(2, width, -1)[:, share.start : share.stop]
+            whole = loader.load(last, (count, hidden_size, width), rows=one)[0]
+            down[place] = whole[:, share.start : share.stop]
+            continue
+        for half, name in enumerate((gate, up)):
+            gate_up[place, half] = loader.load(name, (width, hidden_size), rows=share)
+        down[place] = loader.load(last, (hidden_size, width), cols=share)
     return gate_up.flatten(1, 2), down

@@ -46,13 +46,20 @@ class Parallel(Ranks):
         group: None only for size 1. `connect` makes one.
         context: the ranks, neighbours of this one, that hold the same KV heads and share the
             tokens; None where every rank keeps all tokens.
+        ep: parts that the experts of a mixture are in, each shared by `size / ep` ranks.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: Any = None, context: Ranks | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: Any = None,
+        context: Ranks | None = None,
+        ep: int = 1,
     ) -> None:
         super().__init__(rank, size, group)
         self.context = context
+        self.ep = ep
 
     @property
     def dcp(self) -> int:
@@ -72,6 +79,7 @@ class Parallel(Ranks):
         meeting: str,
         device: torch.device | str = "cpu",
         dcp: int = 1,
+        ep: int = 1,
         timeout_s: float = 60.0,
     ) -> "Parallel":
         """Joins a group of this host; blocks until all ranks are there.
@@ -80,6 +88,7 @@ class Parallel(Ranks):
             meeting: path of a file that is not there yet, by which the ranks find each other.
             device: "cpu" uses gloo, "cuda:N" NCCL on that GPU.
             dcp: size of the context-parallel groups, a divisor of `size`.
+            ep: parts of the experts, a divisor of `size`.
             timeout_s: for joining, and afterwards for each collective.
         """
         if size == 1:
@@ -90,10 +99,10 @@ class Parallel(Ranks):
         make = partial(_make_group, device=torch.device(device), timeout=timeout)
         group = make(store, rank, size)
         if dcp == 1:
-            return cls(rank, size, group)
+            return cls(rank, size, group, ep=ep)
         context_store = distributed.PrefixStore(f"context-{rank // dcp}", store)
         context = Ranks(rank % dcp, dcp, make(context_store, rank % dcp, dcp))
-        return cls(rank, size, group, context)
+        return cls(rank, size, group, context, ep)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place and returns it; bit-identical on every rank."""

@@ -3,10 +3,11 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import fused_ops
-from model.config import RopeConfig
+from model.architectures.rotation import RopeConfig
 
 # cos and sin, or what the fused rotation takes: see Rope.angles
 Angles = tuple[Tensor, Tensor]
@@ -22,6 +23,8 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
         return _llama3(config, 1.0 / frequencies)
     if config.rope_type == "yarn":
         return _yarn(config, frequencies)
+    if config.rope_type == "longrope":
+        return 1.0 / (torch.tensor(config.divisors) * frequencies)
     return 1.0 / frequencies
 
 
@@ -60,11 +63,11 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by; 1 except for yarn."""
-    if config.rope_type != "yarn":
-        return 1.0
+    """What cos and sin are multiplied by; 1 except for yarn and longrope."""
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.rope_type != "yarn":
+        return 1.0
     if config.mscale and config.mscale_all_dim:
         of_all = yarn_mscale(config.factor, config.mscale_all_dim)
         return yarn_mscale(config.factor, config.mscale) / of_all
@@ -78,23 +81,48 @@ def mscale_of_scores(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
 
 
+def halves_order(config: RopeConfig, head_dim: int) -> list[int] | None:
+    """The order of a head's elements in which its rotation is one of halves of the whole head:
+    that of neighbours or of a part of it becomes one when the weights that make queries and keys
+    are put in this order, and the elements that are not rotated turn by no angle. None: as it is.
+    """
+    half = config.dim // 2
+    if config.dim == head_dim and not config.interleaved:
+        return None
+    firsts = [2 * pair if config.interleaved else pair for pair in range(half)]
+    seconds = [first + (1 if config.interleaved else half) for first in firsts]
+    rest = list(range(config.dim, head_dim))
+    split = len(rest) // 2
+    return [*firsts, *rest[:split], *seconds, *rest[split:]]
+
+
 class Rope:
-    """The rotation of one model on one device.
+    """One rotation on one device.
+
+    Args:
+        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated.
 
     The angles of a step are computed from its positions, not looked up: a table for a context of
     131,072 tokens would take more memory than some models.
     """
 
     def __init__(
-        self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: RopeConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        head_dim: int | None = None,
     ) -> None:
-        self._inverse = inverse_frequencies(config).to(device)
-        self._scaling = attention_scaling(config)
+        self._half = (head_dim or config.dim) // 2
+        unrotated = (0, self._half - config.dim // 2)
+        self._inverse = F.pad(inverse_frequencies(config), unrotated).to(device)
+        scaling = torch.full((config.dim // 2,), attention_scaling(config))
+        self._scaling = None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
         self._dtype = dtype
-        self._half = config.dim // 2
-        self._interleaved = config.interleaved
-        self._is_fused = not config.interleaved and fused_ops.rope_works(
-            torch.device(device), dtype, config.dim
+        self._interleaved = config.interleaved and head_dim is None
+        self._is_fused = not self._interleaved and fused_ops.rope_works(
+            torch.device(device), dtype, 2 * self._half
         )
 
     def angles(self, positions: Tensor) -> Angles:
@@ -104,7 +132,7 @@ class Rope:
         """
         turned = positions[:, None].to(torch.float32) * self._inverse
         cos, sin = turned.cos(), turned.sin()
-        if self._scaling != 1.0:
+        if self._scaling is not None:
             cos, sin = cos * self._scaling, sin * self._scaling
         if self._is_fused:
             joined = torch.cat((cos, sin), dim=-1)

@@ -47,7 +47,7 @@ class Size:
         return Size(self.value + other.value, f"({self.terms} + {other.terms})")
 
 
-Shape = tuple[Size, Size]  # rows, columns
+Shape = tuple[Size, ...]  # rows, columns; before them experts where they are in one tensor
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,51 @@ def implied_weights(config: ModelConfig) -> list[Weights]:
     """Every matrix of the model."""
     size = _sizes(config)
     hidden, vocab = size["hidden_size"], (size["vocab_size"], size["hidden_size"])
-    num_dense = config.moe.first_dense_layers if config.moe else config.num_layers
+    num_dense = config.num_dense_layers
     found = [Weights("model.embed_tokens.weight", vocab)]
     if not config.tie_embeddings:
         found.append(Weights("lm_head.weight", vocab))
     shapes = {f"self_attn.{name}": shape for name, shape in _of_attention(config, size).items()}
     found += _of_layers(0, _layers(config.num_layers), shapes)
+    layers = range(config.num_layers)
     if num_dense:
-        dense = _gated("mlp", size["intermediate_size"], hidden)
-        found += _of_layers(0, _layers(num_dense), dense)
-    if config.moe:
-        layers, width = _layers(config.num_layers - num_dense), size["moe_intermediate_size"]
-        shared = _gated("mlp.shared_experts", width * size["n_shared_experts"], hidden)
-        found += _of_layers(
-            num_dense, layers, {"mlp.gate": (size["n_routed_experts"], hidden), **shared}
-        )
-        each = _gated("mlp.experts.0", width, hidden)
-        found += _of_layers(num_dense, layers * size["n_routed_experts"], each)
+        first = next(layer for layer in layers if not config.is_mixed(layer))
+        fused = "gate_up_proj" in config.declared.fused
+        dense = _gated("mlp", size["intermediate_size"], hidden, fused=fused)
+        found += _of_layers(first, _layers(num_dense), dense)
+    if num_dense < config.num_layers:
+        first = next(layer for layer in layers if config.is_mixed(layer))
+        found += _of_experts(config, size, first, _layers(config.num_layers - num_dense))
     return found
+
+
+def _of_experts(
+    config: ModelConfig, size: dict[str, Size], first: int, layers: Size
+) -> list[Weights]:
+    names, hidden = config.declared.mixture, size["hidden_size"]
+    assert names is not None and config.moe is not None
+    count, width = size[names.count], size[names.width]
+    once: dict[str, Shape] = {names.router: (count, hidden)}
+    if names.shared_gate:
+        once[names.shared_gate] = (Size(1, "1"), hidden)
+    if config.moe.num_shared_experts:
+        shared = (
+            size[names.shared_width] if names.shared_width else width * size["n_shared_experts"]
+        )
+        once |= _gated(names.shared, shared, hidden)
+    each: dict[str, Shape] = {}
+    if names.stacked:
+        once[names.stacked[0]] = (count, Size(2, "2") * width, hidden)
+        once[names.stacked[1]] = (count, hidden, width)
+    else:
+        gate, up, down = (f"experts.0.{name}" for name in names.each)
+        each = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+
+    def of(count: Size, shapes: dict[str, Shape]) -> list[Weights]:
+        prefixed = {f"{names.prefix}.{name}": shape for name, shape in shapes.items()}
+        return _of_layers(first, count, prefixed)
+
+    return of(layers, once) + of(layers * count, each)
 
 
 def _sizes(config: ModelConfig) -> dict[str, Size]:
@@ -108,10 +135,12 @@ def _sizes(config: ModelConfig) -> dict[str, Size]:
         "head_dim": config.head_dim,
         **(dataclasses.asdict(config.mla) if config.mla else {}),
     }
-    if moe := config.moe:
-        values["n_routed_experts"] = moe.num_experts
+    if (moe := config.moe) and (names := config.declared.mixture):
+        values[names.count] = moe.num_experts
         values["n_shared_experts"] = moe.num_shared_experts
-        values["moe_intermediate_size"] = moe.expert_intermediate_size
+        values[names.width] = moe.expert_intermediate_size
+        if names.shared_width:
+            values[names.shared_width] = moe.shared_intermediate_size
     return {name: Size(value, f"{name} {value}") for name, value in values.items() if value}
 
 
@@ -129,6 +158,8 @@ def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape
     if config.mla is None:
         queries, keys = (heads * size["head_dim"], size["num_key_value_heads"] * size["head_dim"])
         each = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        if "qkv_proj" in config.declared.fused:
+            each = {"qkv_proj": (queries + (Size(2, "2") * keys), hidden)}
         return {**each, "o_proj": (hidden, queries)}
     nope, rope, value = (
         size[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -144,7 +175,11 @@ def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape
     return {**found, "q_a_proj": (low, hidden), "q_b_proj": (queries, low)}
 
 
-def _gated(prefix: str, width: Size, hidden: Size) -> dict[str, Shape]:
+def _gated(prefix: str, width: Size, hidden: Size, *, fused: bool = False) -> dict[str, Shape]:
+    shapes: dict[str, Shape]
+    if fused:
+        shapes = {"gate_up": (Size(2, "2") * width, hidden), "down": (hidden, width)}
+        return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
 
@@ -159,13 +194,16 @@ def largest(config: ModelConfig) -> Weights:
     return max(implied_weights(config), key=lambda weights: weights.elements)
 
 
-def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
-    """Raises InvalidParallelism unless `size` ranks can share the model, and the `size / dcp`
-    groups of ranks that hold the same KV heads its KV heads."""
-    problem = _problem(config, size)
+def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1) -> None:
+    """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
+    of ranks that hold the same KV heads its KV heads, and `ep` groups its experts."""
+    if (problem := _experts_problem(config, size, ep)) is not None:
+        raise InvalidParallelism(f"--ep {ep} {problem}")
+    problem = _problem(config, size, ep)
     if problem:
-        sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n)]
-        raise InvalidParallelism(f"--tp {size} {problem}; use {' or '.join(map(str, sizes))}")
+        sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
+        fix = f"use {' or '.join(map(str, sizes))}" if sizes else "use another --ep"
+        raise InvalidParallelism(f"--tp {size} {problem}; {fix}")
     groups, kv_heads = size // dcp, config.kv_heads_total
     if kv_heads % groups and groups % kv_heads:
         raise InvalidParallelism(
@@ -174,7 +212,19 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1) -> None:
         )
 
 
-def _problem(config: ModelConfig, size: int) -> str | None:
+def _experts_problem(config: ModelConfig, size: int, ep: int) -> str | None:
+    if ep == 1:
+        return None
+    if config.moe is None:
+        return "needs a mixture of experts, and this model has none: leave it out"
+    if ep < 1 or size % ep:
+        return f"does not divide --tp {size}: use a divisor of it"
+    if config.moe.num_experts % ep:
+        return f"does not divide the model's {config.moe.num_experts} experts: use a divisor"
+    return None
+
+
+def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
     if size < 1:
         return "is less than 1"
     if config.num_heads % size:
@@ -182,13 +232,25 @@ def _problem(config: ModelConfig, size: int) -> str | None:
     kv_heads = config.kv_heads_total
     if kv_heads % size and size % kv_heads:
         return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
-    widths = {"intermediate_size": config.intermediate_size}
-    if config.moe:
-        widths["moe_intermediate_size"] = config.moe.expert_intermediate_size
-    for name, width in widths.items():
-        if width % size:
+    if size % ep:
+        return f"is no multiple of --ep {ep}"
+    for name, width, ranks in _split_widths(config, size, ep):
+        if width % ranks:
             return f"does not divide the model's {name} {width}"
     return None
+
+
+def _split_widths(config: ModelConfig, size: int, ep: int) -> list[tuple[str, int, int]]:
+    """Widths by field of config.json, and the ranks that share each."""
+    moe, found = config.moe, []
+    if config.num_dense_layers:
+        found.append(("intermediate_size", config.intermediate_size, size))
+    if moe and (names := config.declared.mixture):
+        found.append((names.width, moe.expert_intermediate_size, size // ep))
+        if moe.num_shared_experts:
+            shared = moe.shared_intermediate_size * moe.num_shared_experts
+            found.append((names.shared_width or f"{names.width} x n_shared_experts", shared, size))
+    return found
 
 
 # -- safetensors files
@@ -288,13 +350,15 @@ def check_files(config: ModelConfig, folder: Path) -> None:
     told = f"in {folder}: correct config.json, or take the one that came with these weights"
     for weights in implied_weights(config):
         found = entries[weights.name].shape if weights.name in entries else ()
-        for size, actual, kind in zip(weights.shape, found, ("rows", "columns"), strict=False):
+        kinds = ("experts", "rows", "columns")[-len(weights.shape) :]
+        for size, actual, kind in zip(weights.shape, found, kinds, strict=False):
             if size.value != actual:
                 raise ModelLoadError(
                     f"config.json: {size}, but {weights.name} has {actual} {kind} {told}"
                 )
     indices = {name.split(".")[2] for name in entries if name.startswith("model.layers.")}
-    if indices and len(indices) != config.num_layers:
+    drafts = {str(config.num_layers + layer) for layer in range(config.draft_layers)}
+    if (indices := indices - drafts) and len(indices) != config.num_layers:
         raise ModelLoadError(
             f"config.json: num_hidden_layers is {config.num_layers}, but there are weights of "
             f"{len(indices)} layers {told}"

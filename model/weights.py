@@ -126,8 +126,10 @@ class WeightLoader:
         *,
         rows: range | None = None,
         cols: range | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The part of weight `name` (of full shape `shape`) in our dtype, on our device.
+        """The part of weight `name` (of full shape `shape`) in `dtype`, else in our dtype, on our
+        device.
 
         Raises:
             ModelLoadError: missing, or of another shape or an unsupported dtype.
@@ -135,15 +137,18 @@ class WeightLoader:
         self._used.add(name)
         rows = range(shape[0]) if rows is None else rows
         part = self._source.part(name, shape, rows, cols)
-        return part.to(self.device, self.dtype).contiguous()
+        return part.to(self.device, dtype or self.dtype).contiguous()
 
     def empty(self, *shape: int) -> Tensor:
         """In our dtype, on our device, for parts to be put together in."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def ignore(self, name: str) -> None:
-        """Declares a weight that the model knows and does not need."""
-        self._used.add(name)
+    def ignore(self, *names: str) -> None:
+        """Declares weights that the model knows and does not need; those whose names begin with
+        one that ends in a dot, too."""
+        self._used |= set(names)
+        if folders := tuple(name for name in names if name.endswith(".")):
+            self._used |= {name for name in self._source.names() if name.startswith(folders)}
 
     def finish(self) -> None:
         """Raises ModelLoadError if the files hold weights that nobody asked for."""

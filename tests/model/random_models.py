@@ -18,6 +18,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
+    "pad_token_id": 0,  # others lie outside of the vocabulary
+    "eos_token_id": None,
+    "bos_token_id": None,
 }
 MLA_SIZES: dict[str, Any] = {
     **SIZES,
@@ -42,15 +45,20 @@ MLA_SIZES: dict[str, Any] = {
 def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):
     """Saves a random model of `architecture` in `folder`; returns the transformers model."""
     sizes = MLA_SIZES if architecture.startswith("Deepseek") else SIZES
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    name = architecture.replace("ForCausalLM", "")
+    kind = "TextConfig" if name == "Gemma3" else "Config"
+    config_class = getattr(transformers, name + kind)
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config_class(**{**sizes, **options})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name:  # Gemma's are added to 1, and so are around 2
                 parameter.normal_(1.0, 0.1)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 

@@ -32,6 +32,13 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_group": 4,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+
 
 def test_reads_sizes_and_fills_in_what_transformers_would():
     config = parse_config(LLAMA)
@@ -40,7 +47,7 @@ def test_reads_sizes_and_fills_in_what_transformers_would():
     assert parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).attention_bias
     assert not parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).output_bias
     qwen3 = parse_config({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
-    assert (qwen3.head_dim, qwen3.qk_norm) == (128, True)
+    assert (qwen3.head_dim, qwen3.qk_norm) == (128, "head")
     no_kv_heads = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert parse_config(no_kv_heads).num_kv_heads == 8
 
@@ -71,13 +78,26 @@ def test_kv_geometry_of_grouped_and_latent_attention():
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel.*not declared; .*LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "needs attention sinks.*; the nearest that is served is Qwen3MoeForCausalLM",
+        ),
+        ({"architectures": ["Llama4ForCausalLM"]}, "chunks.*nearest that is served is LlamaFor"),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*default, linear, llama3"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk.*default, linear, dynamic, llama3"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full attention"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "attn_logit_softcapping 50.0"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32},
+            'sliding_window 32 .*supported: full attention.*max_position_embeddings": 32',
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "awq.*bfloat16"),
-        ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding_window 256"),
         (
             {
@@ -121,6 +141,17 @@ def test_a_window_wider_than_the_context_changes_nothing():
         ({"head_dim": 63}, "head_dim is 63, expected an even number"),
         ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even number"),
         ({"num_attention_heads": 128}, "num_attention_heads is 128, above hidden_size 64"),
+        ({**DEEPSEEK, **V3, "n_group": 3}, "n_group 3, topk_group 1 and .* do not fit .* 8"),
+        (
+            {**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2},
+            "n_group is 8, above half of n_routed_experts 8",
+        ),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
+        (
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "short_factor .* has 0 numb",
+        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "is 2, but 1 layers"),
         ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
     ],
 )

@@ -13,6 +13,7 @@ from model.parallel import Parallel
 from model.sizes import check_parallelism
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import make
+from tests.model.test_against_transformers import CASES
 from tests.model.test_config import DEEPSEEK, LLAMA
 
 PROMPT = list(range(3, 40))
@@ -24,7 +25,14 @@ MODELS = {
     "llama-wide": ("LlamaForCausalLM", {**WIDE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 2}),
     "deepseek": ("DeepseekV2ForCausalLM", {"q_lora_rank": 24}),
+    # 2 KV heads: 4 ranks hold each twice, and norm over all of them.
+    "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 2, "attention_bias": True}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
+    "granite-moe": CASES["granite-moe"],
+    "glm4-moe": CASES["glm4-moe"],
+    "qwen2-moe": CASES["qwen2-moe"],
 }
+EXPERTS = ["deepseek", "granite-moe", "glm4-moe", "qwen2-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +58,11 @@ def observe(case: dict, parallel: Parallel) -> dict:
     return {"ids": greedy(model, PROMPT, 16), "logits": logits, "kv_heads": kv_heads}
 
 
-def run_ranks(size: int, cases: list[dict], meeting: Path) -> list[list[dict]]:
+def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list[dict]]:
     """What each rank of a group, here threads, observed of each case."""
 
     def run(rank: int) -> list[dict]:
-        parallel = Parallel.connect(rank, size, meeting=str(meeting))
+        parallel = Parallel.connect(rank, size, meeting=str(meeting), ep=ep)
         found = [observe(case, parallel) for case in cases]
         parallel.close()
         return found
@@ -64,16 +72,19 @@ def run_ranks(size: int, cases: list[dict], meeting: Path) -> list[list[dict]]:
 
 
 @pytest.mark.parametrize(
-    "size, names, kv_heads",
+    "size, ep, names, kv_heads",
     [
-        (2, ["llama", "llama-wide", "qwen3", "deepseek", "dummy"], [2, 3, 1, 1, 2]),
-        (3, ["llama-wide"], [2]),
-        (4, ["llama", "qwen3", "deepseek", "dummy"], [1, 1, 1, 1]),  # qwen3: each KV head twice
+        (2, 1, ["llama", "llama-wide", "qwen3", "deepseek", "dummy"], [2, 3, 1, 1, 2]),
+        (2, 1, ["olmo2", "phi3", "granite-moe", "glm4-moe", "qwen2-moe"], [1, 2, 2, 2, 2]),
+        (2, 2, EXPERTS, [1, 2, 2, 2]),
+        (3, 1, ["llama-wide"], [2]),
+        (4, 1, ["llama", "qwen3", "deepseek", "dummy", "olmo2"], [1, 1, 1, 1, 1]),
+        (4, 2, EXPERTS, [1, 1, 1, 1]),
     ],
 )
-def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases, tmp_path):
+def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, cases, tmp_path):
     chosen = [cases[name] for name in names]
-    ranks = run_ranks(size, chosen, tmp_path / "group")
+    ranks = run_ranks(size, chosen, tmp_path / "group", ep)
     assert [case["kv_heads"] for case in ranks[0]] == kv_heads
     for index, case in enumerate(chosen):
         alone = observe(case, Parallel())
@@ -92,11 +103,16 @@ def test_every_rank_computes_what_one_rank_would(size, names, kv_heads, cases, t
         ({**LLAMA, **TWELVE, "num_key_value_heads": 6}, 4, "6 KV heads"),
         ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),
         ({**DEEPSEEK, "moe_intermediate_size": 22}, 4, "moe_intermediate_size 22"),
+        (LLAMA, (2, 2), "--ep 2 needs a mixture of experts"),
+        (DEEPSEEK, (4, 3), "--ep 3 does not divide --tp 4"),
+        ({**DEEPSEEK, "n_routed_experts": 9}, (2, 2), "--ep 2 does not divide .* 9 experts"),
+        ({**DEEPSEEK, "moe_intermediate_size": 21}, (4, 2), "--tp 4 .* moe_intermediate_size 21"),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(config, size, named):
+    size, ep = size if isinstance(size, tuple) else (size, 1)
     with pytest.raises(InvalidParallelism, match=named):
-        check_parallelism(parse_config(config), size)
+        check_parallelism(parse_config(config), size, ep=ep)
     for fitting in (1, 2, 4, 8):
         check_parallelism(parse_config(DEEPSEEK if "kv_lora_rank" in config else LLAMA), fitting)
 

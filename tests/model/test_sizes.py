@@ -12,14 +12,25 @@ from model.errors import ModelLoadError
 from model.sizes import check_files, implied_weights, largest, num_elements
 from model.weights import DummySource
 from tests.model.random_models import make
-from tests.model.test_config import DEEPSEEK, LLAMA
+from tests.model.test_config import DEEPSEEK, LLAMA, V3
 
+BLOCK = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MODELS = [
     LLAMA,
     {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     {**DEEPSEEK, "num_hidden_layers": 3},
     {**DEEPSEEK, "q_lora_rank": 20, "first_k_dense_replace": 0},
     {**DEEPSEEK, "n_routed_experts": None},
+    {**DEEPSEEK, **V3, "n_shared_experts": None},
+    {**LLAMA, "architectures": ["Phi3ForCausalLM"]},
+    {**LLAMA, "architectures": ["GraniteMoeForCausalLM"], **BLOCK},
+    {**LLAMA, "architectures": ["MixtralForCausalLM"], **BLOCK},
+    {
+        **{**LLAMA, "architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 5},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+        "mlp_only_layers": [1, 2, 9],
+    },
 ]
 
 

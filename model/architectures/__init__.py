@@ -1,0 +1,1 @@
+"""What each architecture declares, and how a config.json is read: no torch here."""

@@ -1,0 +1,154 @@
+"""Rotary embeddings as config.json describes them: one for all layers, or several, or none."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from model.architectures.values import each_layer, number, size, unsupported, wrong
+from protocol.short_repr import short_repr
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+NOT_ROTATED: Final = -1  # instead of the index of a layer's rope
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. Fields that a rope type does not use keep their defaults."""
+
+    dim: int  # rotated elements of a head, even
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn, longrope: tokens
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None derives it from factor and the mscales
+    mscale: float = 0.0  # yarn: 0 means absent
+    mscale_all_dim: float = 0.0  # yarn: 0 means absent
+    truncate: bool = True  # yarn
+    divisors: tuple[float, ...] = ()  # longrope: of the frequency of each pair
+    interleaved: bool = False  # DeepSeek and GLM-4 rotate neighbours, the others rotate halves
+
+
+def parse_ropes(
+    raw: dict[str, Any], head_dim: int, *, interleaved: bool
+) -> tuple[list[RopeConfig], tuple[int, ...]]:
+    """The distinct ropes of a model, and the index of each layer's; () where all use the first."""
+    # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
+    stored = raw.get("rope_parameters") or {}
+    kinds = _kinds(raw)
+    if "full_attention" in stored:  # by kind of layer
+        of_kinds = {kind: {"rope_theta": None, **found} for kind, found in stored.items()}
+    else:
+        of_kinds = {"full_attention": {**(raw.get("rope_scaling") or {}), **stored}}
+        if "rope_local_base_freq" in raw:
+            of_kinds["sliding_attention"] = {"rope_theta": raw["rope_local_base_freq"]}
+    unknown = {kind for kind in kinds if kind not in of_kinds}
+    if len(of_kinds) > 1 and unknown:
+        raise wrong(f"rope_parameters has none for layer_types {short_repr(sorted(unknown))}")
+    ropes, of_layer = [], {}
+    for kind in sorted({"full_attention", *(set(kinds) & set(of_kinds))}):
+        rope = _rope(raw, of_kinds[kind], head_dim, interleaved=interleaved)
+        if rope not in ropes:
+            ropes.append(rope)
+        of_layer[kind] = ropes.index(rope)
+    layers = [of_layer.get(kind, 0) for kind in kinds]
+    if told := _rotated(raw):
+        layers = layers or [0] * len(told)
+        if len(told) != len(layers):
+            raise wrong(f"no_rope_layers has {len(told)} entries for {len(layers)} layers")
+        rotated = zip(layers, told, strict=True)
+        layers = [layer if is_rotated else NOT_ROTATED for layer, is_rotated in rotated]
+    if layers and len(layers) != (wanted := size(raw, "num_hidden_layers")):
+        raise wrong(
+            f"num_hidden_layers is {wanted}, but {len(layers)} layers have a kind or a rope"
+        )
+    return ropes, tuple(layers) if any(layers) else ()
+
+
+def _kinds(raw: dict[str, Any]) -> list[str]:
+    """Of each layer, where not all are alike: Gemma 3 has a global one after each few local."""
+    kinds, every = raw.get("layer_types"), raw.get("sliding_window_pattern")
+    if kinds is not None or not every:
+        return kinds or []
+    local, whole = "sliding_attention", "full_attention"
+    return [local if (n + 1) % every else whole for n in range(each_layer(raw))]
+
+
+def _rotated(raw: dict[str, Any]) -> list[bool]:
+    """Of each layer whether it rotates: SmolLM3 leaves out some. Empty: all do."""
+    told, interval = raw.get("no_rope_layers"), raw.get("no_rope_layer_interval")
+    if told is None and interval:
+        told = [(layer + 1) % interval != 0 for layer in range(each_layer(raw))]
+    return [bool(each) for each in told or ()]
+
+
+def _rope(
+    raw: dict[str, Any], found: dict[str, Any], head_dim: int, *, interleaved: bool
+) -> RopeConfig:
+    rope_type = str(found.get("rope_type") or found.get("type") or "default")
+    if rope_type == "su":  # its name in Phi-3's first checkpoints
+        rope_type = "longrope"
+    if rope_type not in ROPE_TYPES:
+        raise unsupported(f"rope type {short_repr(rope_type)}", ", ".join(ROPE_TYPES))
+    share = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor")
+    partial = number({"partial_rotary_factor": share}, "partial_rotary_factor", 1.0)
+    dim = int(head_dim * partial)
+    if partial > 1 or dim % 2 or not dim:
+        told = f"partial_rotary_factor {partial:g} of head_dim {head_dim} rotates {dim} elements"
+        raise wrong(f"{told}, expected an even number of at most {head_dim}")
+    base = found.get("rope_theta") or raw.get("rope_theta")
+    theta = number({"rope_theta": base}, "rope_theta", 10000.0)
+    plain = RopeConfig(dim=dim, theta=theta, interleaved=interleaved)
+    # Within max_position_embeddings, beyond which nothing is served, `dynamic` stretches nothing.
+    if rope_type in ("default", "dynamic"):
+        return plain
+    return dataclasses.replace(plain, rope_type=rope_type, **_scaling(raw, found, rope_type, dim))
+
+
+def _scaling(
+    raw: dict[str, Any], found: dict[str, Any], rope_type: str, dim: int
+) -> dict[str, Any]:
+    max_position = size(raw, "max_position_embeddings")
+    original = found.get("original_max_position_embeddings")
+    original = original or raw.get("original_max_position_embeddings") or max_position
+    if rope_type == "longrope":
+        return _longrope(found, max_position, int(original), dim)
+    factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
+    if factor is None:
+        raise wrong(f"rope type {short_repr(rope_type)} lacks its factor")
+    required = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
+    if missing := [name for name in required if found.get(name) is None]:
+        raise wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
+    used: dict[str, Any] = {name: float(found[name]) for name in required}
+    if rope_type == "yarn":
+        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        used = {name: float(found[name]) for name in names if found.get(name)}
+        if found.get("attention_factor") is not None:
+            used["attention_factor"] = float(found["attention_factor"])
+        used["truncate"] = bool(found.get("truncate", True))
+    if rope_type != "linear":
+        used["original_max_position"] = int(original)
+    return {"factor": float(factor), **used}
+
+
+def _longrope(found: dict[str, Any], max_position: int, original: int, dim: int) -> dict[str, Any]:
+    """The long divisors where the context is longer than the original one, for sequences of any
+    length: keys in the cache cannot be rotated anew when a sequence grows."""
+    name = "long_factor" if max_position > original else "short_factor"
+    divisors = tuple(float(each) for each in found.get(name) or ())
+    if len(divisors) != dim // 2:
+        raise wrong(f"{name} of rope type longrope has {len(divisors)} numbers, not {dim // 2}")
+    factor = float(found.get("factor") or max_position / original)
+    scaling = found.get("attention_factor")
+    if scaling is None:
+        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "factor": factor,
+        "original_max_position": original,
+        "attention_factor": float(scaling),
+        "divisors": divisors,
+    }

@@ -1,0 +1,228 @@
+"""The architectures that are served, each by its differences from Llama.
+
+A row holds what a model's class says and its config.json does not: what a missing key means, where
+norms stand, how weights are named. What config.json itself says is read by `model/config.py`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+
+class Norms(NamedTuple):
+    """Names of a layer's norms. Those of outputs are applied before the residual is added."""
+
+    attention: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
+_PRE: Final = Norms()
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: fields of config.json, names of weights, and how it routes.
+
+    Attributes:
+        count, width, shared_width: fields of config.json: how many experts there are, and the
+            intermediate sizes of one of them and of a shared one.
+        prefix: of its weights, within the layer.
+        each: gate, up and down projection of one expert.
+        stacked: instead of `each`, gates and ups of all experts in one tensor, and the downs.
+        shared: prefix of the shared experts, which are one feed-forward; where there are any.
+        shared_gate: weight of a sigmoid gate on the shared experts' output.
+        correction: weight of a bias that takes part in the choice of experts, not in their weights.
+        may_normalize: norm_topk_prob true means what it says.
+        group_best: a group of experts scores the sum of so many best ones of it.
+    """
+
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    shared_width: str | None = None
+    prefix: str = "mlp"
+    router: str = "gate"
+    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] | None = None
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
+    correction: str | None = None
+    may_normalize: bool = True
+    group_best: int = 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """See the file's head.
+
+    Attributes:
+        proof: the case of `tests/model/test_against_transformers.py` that covers it.
+        defaults: what a config.json means that leaves a key out.
+        bias: field of config.json that gives q, k and v a bias.
+        output_bias: whether that field also gives the output projection one.
+        qk_norm: "head" for norms of each query and key head, "row" for norms over all of them.
+        qk_norm_field: field of config.json that turns these on; None: always on.
+        norm_offset: added to the weights of norms.
+        fused: of "qkv_proj" and "gate_up_proj", those that are one weight in the files.
+        interleaved: rope rotates neighbours, not halves.
+        scales_embedding: embeddings are multiplied by the root of the hidden size.
+    """
+
+    proof: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norms: Norms = _PRE
+    bias: str = "attention_bias"
+    output_bias: bool = True
+    qk_norm: str = ""
+    qk_norm_field: str | None = None
+    norm_offset: float = 0.0
+    fused: tuple[str, ...] = ()
+    interleaved: bool = False
+    scales_embedding: bool = False
+    mla: bool = False
+    mixture: Mixture | None = None
+
+
+_SANDWICH: Final = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_SIGMOID: Final = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+_GROUPED: Final = Mixture(
+    "n_routed_experts", correction="gate.e_score_correction_bias", group_best=2
+)
+_MIXTRAL: Final = Mixture(
+    "num_local_experts", "intermediate_size", prefix="block_sparse_moe", each=("w1", "w3", "w2")
+)
+
+# fmt: off
+_GLM: Final = {
+    "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
+}
+_GEMMA: Final = {
+    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}
+_GEMMA_2: Final = {
+    **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "LlamaForCausalLM": Architecture("llama"),
+    "MistralForCausalLM": Architecture(
+        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Qwen2ForCausalLM": Architecture("qwen2", {"attention_bias": True}, output_bias=False),
+    "Qwen3ForCausalLM": Architecture("qwen3", {"head_dim": 128}, qk_norm="head"),
+    "Phi3ForCausalLM": Architecture(
+        "phi3", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        fused=("qkv_proj", "gate_up_proj"),
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2", {"rms_norm_eps": 1e-5}, qk_norm="row",
+        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3", {"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    ),
+    "GraniteForCausalLM": Architecture("granite", {"attention_multiplier": 1.0}),
+    "GlmForCausalLM": Architecture(
+        "glm", _GLM, output_bias=False, fused=("gate_up_proj",), interleaved=True,
+    ),
+    "Glm4ForCausalLM": Architecture(
+        "glm4", _GLM, output_bias=False, fused=("gate_up_proj",), interleaved=True,
+        norms=Norms(
+            "input_layernorm", "post_self_attn_layernorm",
+            "post_attention_layernorm", "post_mlp_layernorm",
+        ),
+    ),
+    "GemmaForCausalLM": Architecture("gemma", _GEMMA, norm_offset=1.0, scales_embedding=True),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2",
+        {**_GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _SANDWICH, norm_offset=1.0, scales_embedding=True,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3",
+        {
+            **_GEMMA_2, "sliding_window_pattern": 6, "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+        },
+        _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        {
+            "norm_topk_prob": True, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        mixture=_MIXTRAL,
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "qwen2-moe", {"qkv_bias": True}, bias="qkv_bias", output_bias=False,
+        mixture=Mixture(
+            shared_width="shared_expert_intermediate_size", shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3-moe", {"num_key_value_heads": 4}, qk_norm="head", mixture=Mixture(),
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe", {"rms_norm_eps": 1e-5}, qk_norm="row", mixture=Mixture(width="intermediate_size"),
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        "granite-moe", {"norm_topk_prob": True, "attention_multiplier": 1.0},
+        mixture=replace(
+            _MIXTRAL, router="router.layer", stacked=("input_linear", "output_linear")
+        ),
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        "glm4-moe",
+        {**_SIGMOID, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
+        output_bias=False, qk_norm="head", qk_norm_field="use_qk_norm", mixture=_GROUPED,
+    ),
+    "DeepseekV2ForCausalLM": Architecture(
+        "deepseek-moe", {"q_lora_rank": 1536}, interleaved=True, mla=True,
+        mixture=Mixture("n_routed_experts", may_normalize=False),
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "deepseek-v3",
+        {
+            **_SIGMOID, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
+            "routed_scaling_factor": 2.5,
+        },
+        interleaved=True, mla=True, mixture=_GROUPED,
+    ),
+}
+# fmt: on
+
+# Of architectures that are asked for and not served: the nearest that is, and what it lacks.
+REFUSED: Final = {
+    "GptOssForCausalLM": ("Qwen3MoeForCausalLM", "attention sinks, windows and MXFP4 experts"),
+    "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
+    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "images"),
+    "Olmo3ForCausalLM": ("Olmo2ForCausalLM", "sliding windows"),
+    "Phi3SmallForCausalLM": ("Phi3ForCausalLM", "block-sparse attention"),
+    "PhiMoEForCausalLM": ("MixtralForCausalLM", "sparse mixers and layer norms with a bias"),
+    "GraniteMoeSharedForCausalLM": ("GraniteMoeForCausalLM", "shared experts of one weight"),
+    "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", "state-space layers"),
+    "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),
+    "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "layers of linear attention"),
+    "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms, parallel blocks and windows"),
+}
+
+
+def nearest(name: str) -> str:
+    """ "lacks ..., the nearest that is served is ..." of an architecture that is not."""
+    if name in REFUSED:
+        near, lacks = REFUSED[name]
+        return f"it needs {lacks}; the nearest that is served is {near}"
+    found = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0)
+    return f"its decoder is not declared; the nearest name is {found[0]}"

@@ -14,6 +14,7 @@ USAGE = """usage: baton <command> [options]
   decode   a decode server
   proxy    one endpoint in front of prefill and decode servers
   plan     what would move between two KV geometries, how, and why
+  models   the architectures that are served, or whether one model is
   doctor   how KV would move between servers of this machine, how fast, and what is missing
 
 baton <command> --help explains every option; each may also be given as BATON_* variable or in
@@ -28,6 +29,7 @@ COMMANDS = {
     "decode": "decode_server.__main__:main",
     "proxy": "proxy.__main__:main",
     "plan": "deploy.plan:main",
+    "models": "deploy.models:main",
     "doctor": "deploy.doctor:main",
 }
 

@@ -66,7 +66,7 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
         InvalidParallelism: `tp` ranks cannot share the model, or not in groups of `dcp`.
         LayoutError: `kv_layout` or `block_size` describe no KV cache.
     """
-    check_parallelism(model, config.tp, config.dcp)
+    check_parallelism(model, config.tp, config.dcp, config.ep)
     return KVLayout(
         order=config.kv_layout,
         num_blocks=2,

@@ -123,7 +123,7 @@ def _load_head_norms(
         if config.qk_norm:
             of_all = config.qk_norm == "row"
             width, rows = (part.shape[0], part.rows) if of_all else (config.head_dim, None)
-            norm = load_norm(loader, f"{prefix}.{name}", width, config, rows)
+            norm = load_norm(loader, f"{prefix}.{name}", width, config, rows=rows)
             found.append(RMSNorm(reordered(norm.weight, part.order), norm.eps))
     return found
 
@@ -172,9 +172,13 @@ class LatentAttention:
         if mla.q_lora_rank is not None:  # queries go by a low rank too
             inputs, name = mla.q_lora_rank, "q_b_proj"
             down += [Part(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))]
-            self._query_norm = _latent_norm(loader, f"{prefix}.q_a_layernorm", inputs)
+            self._query_norm = load_norm(
+                loader, f"{prefix}.q_a_layernorm", inputs, config, eps=_LATENT_NORM_EPS
+            )
         self._down = load_columns(loader, down, bias=config.attention_bias)
-        self._latent_norm = _latent_norm(loader, f"{prefix}.kv_a_layernorm", rank)
+        self._latent_norm = load_norm(
+            loader, f"{prefix}.kv_a_layernorm", rank, config, eps=_LATENT_NORM_EPS
+        )
         dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         shape = (config.num_heads * dim, inputs)
         self._query_up = load_columns(
@@ -210,7 +214,3 @@ class LatentAttention:
             attended, hidden = attended[step.rows], hidden[step.rows]
         values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)
-
-
-def _latent_norm(loader: WeightLoader, name: str, size: int) -> RMSNorm:
-    return RMSNorm(loader.load(f"{name}.weight", (size,)), _LATENT_NORM_EPS)

@@ -79,6 +79,11 @@ class ModelConfig:
         return ARCHITECTURES[self.architecture]
 
     @property
+    def summary(self) -> str:
+        experts = f", {self.moe.num_experts} experts" if self.moe else ""
+        return f"served: {self.architecture}, {self.num_layers} layers{experts}"
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope, *self.other_ropes)
 

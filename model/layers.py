@@ -151,11 +151,8 @@ class GatedMLP:
     ) -> None:
         """`width`: of the intermediate; the config's where not given."""
         fused = "gate_up_proj" in config.declared.fused
-        width, bias, self._activation = (
-            width or config.intermediate_size,
-            config.mlp_bias,
-            config.activation,
-        )
+        width, bias = width or config.intermediate_size, config.mlp_bias
+        self._activation = config.activation
         rows, shape = even_share(parallel, width), (width, config.hidden_size)
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
         parts = joined(f"{prefix}.gate_up_proj" if fused else None, names, [shape] * 2, [rows] * 2)
@@ -314,13 +311,18 @@ def load_rows(
 
 
 def load_norm(
-    loader: WeightLoader, name: str, size: int, config: ModelConfig, rows: range | None = None
+    loader: WeightLoader,
+    name: str,
+    size: int,
+    config: ModelConfig,
+    *,
+    rows: range | None = None,
+    eps: float | None = None,
 ) -> RMSNorm:
-    """`rows`: of its weight; all where not given."""
-    weight, eps = loader.load(f"{name}.weight", (size,), rows=rows), config.rms_eps
-    if offset := config.declared.norm_offset:  # in 16 bits the sum would lose what is added
-        return RMSNorm(weight.float() + offset, eps)
-    return RMSNorm(weight, eps)
+    """`rows`: of its weight, `eps`: its own; all, and the config's, where not given."""
+    weight, eps = loader.load(f"{name}.weight", (size,), rows=rows), eps or config.rms_eps
+    offset = config.declared.norm_offset  # in 16 bits the sum would lose what is added
+    return RMSNorm(weight.float() + offset if offset else weight, eps)
 
 
 class Vocabulary:
@@ -355,11 +357,11 @@ class Vocabulary:
         """int64 [T] -> [T, hidden], a tensor of the caller's own."""
         if self._parallel.size == 1:
             rows = F.embedding(token_ids, self._embedding)
-            return rows if self._scale == 1.0 else rows.mul_(self._scale)
-        local = token_ids - self._start
-        foreign = (local < 0) | (local >= self._share)
-        rows = F.embedding(local.masked_fill_(foreign, 0), self._embedding)
-        rows = self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+        else:
+            local = token_ids - self._start
+            foreign = (local < 0) | (local >= self._share)
+            rows = F.embedding(local.masked_fill_(foreign, 0), self._embedding)
+            rows = self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def logits(self, hidden: Tensor) -> Tensor:

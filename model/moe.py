@@ -34,18 +34,15 @@ class MoELayer:
         self._parallel, self._join = parallel, join or Join()
         self._group_best = declared.group_best
 
-        def small(name: str, *shape: int) -> Tensor:
-            return loader.load(f"{prefix}.{name}", shape, dtype=torch.float32)
-
-        self._router = small(f"{declared.router}.weight", moe.num_experts, hidden_size)
-        self._correction = (
-            small(declared.correction, moe.num_experts) if declared.correction else None
-        )
+        name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, hidden_size)
+        self._router = loader.load(name, shape, dtype=torch.float32)
+        self._correction = None
+        if declared.correction:
+            name = f"{prefix}.{declared.correction}"
+            self._correction = loader.load(name, shape[:1], dtype=torch.float32)
         own = own_experts(moe, parallel)
         gate_up, down = load_experts(loader, prefix, config, parallel, own)
-        total = None if own is None else moe.num_experts
-        first = 0 if own is None else own.start
-        self._experts = Experts(gate_up, down, config.activation, first=first, total=total)
+        self._experts = Experts(gate_up, down, config.activation, own.start, moe.num_experts)
         self._shared, self._shared_gate = None, None
         if moe.num_shared_experts:
             width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
@@ -74,8 +71,7 @@ class Experts:
     Args:
         gate_up: [experts, 2 width, hidden], each gate above its up projection.
         down: [experts, hidden, width].
-        first: id of the first of these, of the `total` that tokens are sent to.
-        total: None: these are all.
+        first: id of the first of these, of the `total` that tokens are sent to; None: of them all.
     """
 
     def __init__(
@@ -83,13 +79,13 @@ class Experts:
         gate_up: Tensor,
         down: Tensor,
         activation: str = "silu",
-        *,
         first: int = 0,
         total: int | None = None,
     ) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._activation, self._first, self._total = activation, first, total
+        self._activation, self._first = activation, first
+        self._total = None if total == len(down) else total
         self._ids = torch.arange(len(down), device=down.device)
         self._is_fused = activation == "silu" and fused_ops.works(down.device, down.dtype)
         self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
@@ -173,17 +169,15 @@ def route(
     return weights * config.routed_scaling_factor, experts
 
 
-def own_experts(config: MoEConfig, parallel: Parallel) -> range | None:
-    """Those that this rank has a part of; None: all."""
-    if parallel.ep == 1:
-        return None
+def own_experts(config: MoEConfig, parallel: Parallel) -> range:
+    """Those that this rank has a part of."""
     share = config.num_experts // parallel.ep
-    first = parallel.rank // (parallel.size // parallel.ep) * share
+    first = parallel.rank * parallel.ep // parallel.size * share
     return range(first, first + share)
 
 
 def load_experts(
-    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range | None
+    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
 ) -> tuple[Tensor, Tensor]:
     """What Experts takes: of each of this rank's experts, its part of the width."""
     moe, names, hidden_size = config.moe, config.declared.mixture, config.hidden_size
@@ -192,7 +186,6 @@ def load_experts(
     ranks = parallel.size // parallel.ep  # that share an expert
     start = parallel.rank % ranks * (width // ranks)
     share = range(start, start + width // ranks)
-    own = own or range(count)
     gate_up = loader.empty(len(own), 2, len(share), hidden_size)
     down = loader.empty(len(own), hidden_size, len(share))
     for expert in range(count):

@@ -176,11 +176,10 @@ def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape
 
 
 def _gated(prefix: str, width: Size, hidden: Size, *, fused: bool = False) -> dict[str, Shape]:
-    shapes: dict[str, Shape]
+    shapes: dict[str, Shape] = {"gate": (width, hidden), "up": (width, hidden)}
     if fused:
-        shapes = {"gate_up": (Size(2, "2") * width, hidden), "down": (hidden, width)}
-        return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        shapes = {"gate_up": (Size(2, "2") * width, hidden)}
+    shapes["down"] = (hidden, width)
     return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
 
 

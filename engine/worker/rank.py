@@ -101,7 +101,8 @@ def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     links.agree(0, int, max)  # all have started: the group waits for a minute, links for ten
     meeting = f"{links.path}-group"
-    return Parallel.connect(rank, config.tp, meeting=meeting, device=device, dcp=config.dcp)
+    groups = {"dcp": config.dcp, "ep": config.ep}
+    return Parallel.connect(rank, config.tp, meeting=meeting, device=device, **groups)
 
 
 def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:

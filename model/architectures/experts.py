@@ -8,10 +8,7 @@ from model.architectures.values import each_layer, number, size, unsupported, wr
 from model.errors import UnsupportedModel
 from protocol.short_repr import short_repr
 
-_METHODS: Final = {
-    "softmax": ("greedy", "group_limited_greedy"),
-    "sigmoid": ("noaux_tc",),
-}
+_METHODS: Final = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,8 @@ class MoEConfig:
 
 def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
     """None where every layer is dense."""
-    # transformers 5 saves the experts of some architectures under another name.
-    names = (mixture.count, "num_experts", "num_local_experts", "n_routed_experts")
-    count = next((name for name in names if raw.get(name)), mixture.count)
+    # transformers 5 saves Qwen's number of experts under another name.
+    count = mixture.count if raw.get(mixture.count) else "num_local_experts"
     first, step = int(raw.get("first_k_dense_replace") or 0), raw.get("decoder_sparse_step") or 1
     listed, layers = raw.get("mlp_only_layers") or (), range(each_layer(raw))
     dense = tuple(n for n in layers if n < first or n in listed or (n + 1) % step)

@@ -226,3 +226,11 @@ def nearest(name: str) -> str:
         return f"it needs {lacks}; the nearest that is served is {near}"
     found = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0)
     return f"its decoder is not declared; the nearest name is {found[0]}"
+
+
+def served() -> str:
+    """All that is served, each with the test that proves it, and what is not, as lines."""
+    test = "tests/model/test_against_transformers.py"
+    lines = [f"{name:24} {test} -k '[{row.proof}]'" for name, row in ARCHITECTURES.items()]
+    told = [f"{name:32} {nearest(name)}" for name in REFUSED]
+    return "\n".join([*lines, "", "not served:", *told])

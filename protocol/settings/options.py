@@ -172,6 +172,9 @@ class EngineOptions(GeometryOptions):
     """size of the KV cache of a rank (bytes; None: from free memory)"""
     devices: sources.Listed[int] = ()
     """CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"""
+    ep: int = Field(1, ge=1, le=64)
+    """expert parallelism: parts that the experts of a mixture are in, each on --tp / --ep ranks
+    (a divisor of --tp; 1: every rank has a slice of every expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """share of a GPU's memory for weights, steps and KV"""
     enforce_eager: bool = False
@@ -194,6 +197,13 @@ class EngineOptions(GeometryOptions):
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too")
         return scales
+
+    @field_validator("ep")
+    @classmethod
+    def _divides_the_ranks(cls, ep: int, info: ValidationInfo) -> int:
+        if (tp := info.data.get("tp", ep)) % ep:
+            raise ValueError(f"{ep} does not divide --tp {tp}: use a divisor of it")
+        return ep
 
     @field_validator("kv_cache_bytes")
     @classmethod

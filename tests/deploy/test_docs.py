@@ -12,8 +12,10 @@ import pytest
 
 from benchmarks.evaluate import make_parser
 from deploy.doctor import DoctorSettings
+from deploy.models import ModelsSettings
 from deploy.plan import PlanSettings
-from model.config import ARCHITECTURES, ROPE_TYPES
+from model.architectures.rotation import ROPE_TYPES
+from model.architectures.table import ARCHITECTURES
 from protocol import errors
 from protocol.kv_params import RELEASE_PATH, SENDER_RELEASES, KVTransferParams
 from protocol.openai import openapi
@@ -34,6 +36,7 @@ ALL_PROGRAMS = {
     "baton warm": PROGRAMS["baton up"],
     "baton plan": PlanSettings,
     "baton doctor": DoctorSettings,
+    "baton models": ModelsSettings,
 }
 ALL_FIELDS = [fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)]
 # The others name options of other programs.
@@ -82,7 +85,9 @@ def test_every_target_of_make_that_a_text_names_is_one(path: Path) -> None:
 def test_the_models_of_the_text_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
     served = text.partition("Served are")[2].partition(". Refused")[0]
-    assert set(re.findall(r"`(\w+)`", served)) == {*ARCHITECTURES, *ROPE_TYPES}
+    named = {name for name in re.findall(r"`(\w+)`", served) if name.endswith("LM")}
+    types = re.findall(r"`(\w+)`", served.partition("rope types")[2].partition(". ")[0])
+    assert named == set(ARCHITECTURES) and types == [*ROPE_TYPES]
 
 
 # -- examples ------------------------------------------------------------------------------------

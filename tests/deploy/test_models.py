@@ -1,0 +1,38 @@
+"""`baton models`: what is served, and whether one model is."""
+
+import json
+
+import pytest
+
+from deploy import models
+from model.architectures.table import ARCHITECTURES, REFUSED
+from tests.model.test_against_transformers import CASES
+from tests.model.test_config import LLAMA
+
+
+def test_each_architecture_names_the_test_that_proves_it(capsys) -> None:
+    assert models.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, declared in ARCHITECTURES.items():
+        assert CASES[declared.proof][0] == name
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert line.endswith(f"-k '[{declared.proof}]'")
+    assert {near for near, _ in REFUSED.values()} <= set(ARCHITECTURES) and not (
+        set(REFUSED) & set(ARCHITECTURES)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "status", "told"),
+    [
+        ({}, {}, 0, "served: LlamaForCausalLM, 2 layers"),
+        ({"architectures": ["GptOssForCausalLM"]}, {}, 1, "nearest that is served is Qwen3Moe"),
+        ({"hidden_act": "relu"}, {}, 1, 'hidden_act "relu" is not supported'),
+        ({"hidden_act": "relu"}, {"hidden_act": "silu"}, 0, "served: Llama"),
+    ],
+)
+def test_a_model_is_served_or_the_reason_told(tmp_path, capsys, change, overrides, status, told):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    asked = [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []
+    assert models.main([f"--model={tmp_path}", *asked]) == status
+    assert told in "".join(capsys.readouterr())

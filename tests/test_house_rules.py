@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2470,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 10171,
+    "engine": 10172,
     "kvcache": 6896,
     "kvcache/transfer": 5692,
-    "model": 2911,
+    "model": 3700,
     "prefill_server": 187,
-    "protocol": 6490,
+    "protocol": 6500,
     "proxy": 4301,
-    "tests": 36746,
+    "tests": 36963,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

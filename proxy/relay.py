@@ -66,6 +66,9 @@ class EventBuffer:
 
     def feed(self, data: bytes) -> bytes:
         """`data` up to the end of its last event, after what was held back before."""
+        if not self._held and data.endswith(_EVENT_ENDS):  # as nearly always
+            self._last = data
+            return data
         searched = max(0, len(self._held) - 3)  # an event may be long, and come in many pieces
         self._held += data
         found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)

@@ -134,12 +134,11 @@ class Response:
         """
         content = self._response.content
         try:
-            is_whole = content.exception() is None
-            # `read_nowait` keeps back what came before the connection broke.
-            if data := content.read_nowait() if is_whole else content._read_nowait(-1):
-                return data
-            if self._is_cut_off():
-                raise Lost(_CUT_OFF)
+            if content.exception() is not None or self._is_cut_off():
+                # `read_nowait` keeps back what came before the connection broke.
+                if data := content._read_nowait(-1):
+                    return data
+                raise content.exception() or Lost(_CUT_OFF)
             self._num_looks = 0
             if self._timer is None:
                 self._look_later()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from proxy.placement import (
+    DOUBLING,
     USUAL,
     Ask,
     Limits,
@@ -19,7 +20,6 @@ from proxy.placement import (
     cheapest_prefill,
     place,
     share_for_prompts,
-    step_s,
 )
 
 Routing = Literal["auto", "least_loaded", "round_robin"]
@@ -29,8 +29,9 @@ ServerT = TypeVar("ServerT")
 
 BLOCK_BYTES = 1024  # of a prompt's JSON text
 _TOKEN_BYTES = 4.0  # of text, about
-_PROMPT_TOKENS = 256  # a step; fewer say nothing about the speed of prompts
-_WEIGHT = 0.2  # of the newest sample
+_FASTEST_S = 1e-7  # of a token, and of a step
+_KEPT = 0.8  # of what all samples before said, with each new one
+_DOUBT = 0.02  # how much of it speaks for what was believed already
 
 
 def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
@@ -55,6 +56,33 @@ class Totals(NamedTuple):
     steps: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
+
+
+@dataclass
+class _Speed:
+    """What two kinds of work take that a server does together: `a * x + b * y` seconds, by least
+    squares over samples of (a, b, seconds), of which the newest count most."""
+
+    aa: float = 0.0
+    ab: float = 0.0
+    bb: float = 0.0
+    az: float = 0.0
+    bz: float = 0.0
+
+    def learn(self, a: float, b: float, z: float, x: float, y: float) -> tuple[float, float]:
+        """The new x and y; as they were where samples cannot tell."""
+        self.aa, self.ab = self.aa * _KEPT + a * a, self.ab * _KEPT + a * b
+        self.bb, self.az = self.bb * _KEPT + b * b, self.az * _KEPT + a * z
+        self.bz = self.bz * _KEPT + b * z
+        aa, bb = self.aa * (1 + _DOUBT), self.bb * (1 + _DOUBT)
+        az, bz = self.az + self.aa * _DOUBT * x, self.bz + self.bb * _DOUBT * y
+        if (both := aa * bb - self.ab**2) > 0:
+            x, y = (az * bb - bz * self.ab) / both, (bz * aa - az * self.ab) / both
+        elif bb > 0:
+            y = bz / bb
+        elif aa > 0:
+            x = az / aa
+        return max(x, _FASTEST_S), max(y, _FASTEST_S)
 
 
 @dataclass
@@ -109,6 +137,8 @@ class Knowledge:
         self._clock = clock
         self.loads = _Loads()
         self._totals: dict[object, Totals] = {}
+        self._speeds: dict[object, _Speed] = {}
+        self._streams: dict[object, int] = {}  # when it was asked; 1 for some since, after none
 
     def forget(self, server: object) -> None:
         """What it had cached is not there any more: it has restarted, or left."""
@@ -120,6 +150,8 @@ class Knowledge:
             self.forget(server)
             del self.loads[server]
         self._totals.pop(server, None)
+        self._speeds.pop(server, None)
+        self._streams.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
@@ -156,6 +188,8 @@ class Knowledge:
             load.prompts += 1
         load.running += generates
         load.held += ask.tokens * generates
+        if generates:
+            self._streams[server] = self._streams.get(server) or 1
         size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
         most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
@@ -192,15 +226,13 @@ class Knowledge:
         load, before = self.loads[server], self._totals.get(server, Totals())
         load.capacity, self._totals[server] = capacity, totals
         steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
-        if steps <= 0 or tokens <= 0:
+        streams = (self._streams.get(server, 0) + load.running) / 2
+        self._streams[server] = load.running
+        if steps <= 0 or tokens <= 0 or seconds <= 0:
             return
-        prompts = max(tokens - load.running * steps, 0.0)
-        if prompts >= _PROMPT_TOKENS * steps:
-            streams_s = step_s(load) * steps if load.running else 0.0
-            token_s = max(seconds - streams_s, 1e-6) / prompts
-            is_near = 0.25 < token_s / load.token_s < 4.0  # if not, it is another kind of machine
-            load.token_s += (_WEIGHT if is_near else 1.0) * (token_s - load.token_s)
-        elif load.running:
-            prompts_s = prompts * load.token_s
-            alone_s = max(seconds - prompts_s, 0.0) / steps / step_s(load) * load.step_s
-            load.step_s += _WEIGHT * (alone_s - load.step_s)
+        prompts = max(tokens - streams * steps, 0.0)
+        weighed = steps * (1.0 + streams / DOUBLING) if streams else 0.0
+        speed = self._speeds.setdefault(server, _Speed())
+        load.step_s, load.token_s = speed.learn(
+            weighed, prompts, seconds, load.step_s, load.token_s
+        )

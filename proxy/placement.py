@@ -17,7 +17,8 @@ _CROWD = 96  # streams, more than which are interrupted as if they were so many
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
 _PATIENCE_S = 0.25  # after which a wait feels twice as long
 _WORK = 1.0  # seconds of first token that one of computing is worth: others wait for it
-_DOUBLING = 96.0  # streams that make a step take twice as long, about
+_COPY = 1.0  # as that, of computing again what another server has: it takes room there, too
+DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 
@@ -222,19 +223,21 @@ def place(
     d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
     left = ask.uncached(depths.get(p.index, 0))
     seconds = max(p.free_at - ask.now, 0.0) + left * p.token_s + _HANDOFF_S + _room_s(ask, d)
-    return (
-        alone
-        if cost < _felt_s(seconds) + _WORK * left * p.token_s
-        else Placement(p.index, d.index, left)
-    )
+    copied = (_deepest(prefills, depths) - depths.get(p.index, 0)) * ask.block_tokens
+    lost = (_WORK * left + _COPY * copied) * p.token_s
+    return alone if cost < _felt_s(seconds) + lost else Placement(p.index, d.index, left)
 
 
 def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
-    """The place of the server that would have computed the prompt first."""
-    best, least = 0, float("inf")
+    """The place of the server that would have computed the prompt first, and with the least of
+    what another server has computed already."""
+    best, least, block = 0, float("inf"), ask.block_tokens
+    deepest = _deepest(servers, depths)
     for place, server in enumerate(servers):
-        left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
-        seconds = (left if left > 1 else 1) * server.token_s * (1 + _WORK)
+        depth = depths.get(server.index, 0)
+        left = ask.tokens - depth * block
+        seconds = (left if left > 1 else 1) * (1 + _WORK) + (deepest - depth) * block * _COPY
+        seconds *= server.token_s
         if server.free_at > ask.now:
             seconds += server.free_at - ask.now
         if seconds < least:
@@ -270,15 +273,17 @@ def _cheapest_alone(
     that: how late its first token feels, and what streams lose, those included that are `coming`
     from prefill servers. One loop without calls: it is taken for each request."""
     best, least, wanted = 0, float("inf"), ask.tokens + ask.answer
+    block, deepest = ask.block_tokens, max(depths.values(), default=0)
     for place, server in enumerate(servers):
-        left = ask.tokens - depths.get(server.index, 0) * ask.block_tokens
+        depth = depths.get(server.index, 0)
+        left = ask.tokens - depth * block
         seconds = (left if left > 1 else 1) * server.token_s
-        lost = _WORK * seconds
+        lost = _WORK * seconds + _COPY * (deepest - depth) * block * server.token_s
         if streams := server.running + coming:
             harm = limits.harm * seconds * streams
             interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
             lost += harm if harm > interrupted else interrupted
-            share = 1.0 - server.step_s * (1.0 + streams / _DOUBLING) / limits.step_s
+            share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / limits.step_s
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:
                 seconds += _room_s(ask, server)
@@ -288,6 +293,10 @@ def _cheapest_alone(
         if cost < least:
             best, least = place, cost
     return best, least
+
+
+def _deepest(servers: Sequence[Load], depths: dict[int, int]) -> int:
+    return max([depths.get(each.index, 0) for each in servers]) if depths else 0
 
 
 def _felt_s(seconds: float) -> float:
@@ -303,7 +312,7 @@ def share_for_prompts(server: Load, limits: Limits) -> float:
 
 def step_s(server: Load) -> float:
     """What its steps take now, without prompts."""
-    return server.step_s * (1.0 + server.running / _DOUBLING)
+    return server.step_s * (1.0 + server.running / DOUBLING)
 
 
 def _room_s(ask: Ask, server: Load) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,37 @@ def test_every_request_is_served_and_knowing_what_is_cached_pays(
     assert rows["auto"]["ttft_p50_s"] < 0.5 * rows["round_robin"]["ttft_p50_s"]
     assert rows["auto"]["good"] >= 0.95 * rows["known"]["good"]
     assert rows["never"]["alone"] == 1.0 and rows["always"]["alone"] == 0.0
+
+
+class Uneven(routing.Engine):
+    """One whose machine has other things to do: any step may take twice as long, or half."""
+
+    rng = random.Random(1)
+
+    def step(self, now: float) -> tuple[float, list[Request]]:
+        before = self.totals.seconds
+        end, computed = super().step(now)
+        took = (end - now) * self.rng.lognormvariate(0, 0.7)
+        self.totals = self.totals._replace(seconds=before + took)
+        return now + took, computed
+
+
+@pytest.mark.parametrize("num_prefills", [2, 0])
+def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills: int) -> None:
+    """Four beginnings of 512 tokens, each with 24 prompts of 48 more: eight come at once."""
+    shares = []
+    for seed in range(12):
+        rng, token_s = random.Random(seed), 2e-4  # eight times what is believed at first
+        times = routing.Times(token=token_s, step=50 * token_s, prompts=50 * token_s, handoff=0.02)
+        engines = [Uneven(i, i < num_prefills, times, 0.5) for i in range(4)]
+        fleet = routing.Fleet(engines, times, lambda request, now: None)
+        fleet.router = routing.Knowing(fleet, "auto", "auto", Limits(0.5))
+        before = [Request(0.1 * i, 560, 16, (100 + i,)) for i in range(48)]
+        at = [20 + n // 8 * 0.32 + rng.random() * 0.002 for n in range(96)]
+        fleet.run([*before, *(Request(at[n], 560, 16, (n % 4,)) for n in range(96))])
+        computed = sum(each.computed for each in fleet.requests) - 48 * 560
+        shares.append(computed / (4 * (512 + 24 * 48)))
+    assert statistics.mean(shares) <= 1.05 and max(shares) <= 1.25
 
 
 @given(st.integers(0, 2**32))

@@ -119,11 +119,14 @@ def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
     assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
         knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
-    token_s = knowledge.loads["d"].token_s
-    for poll in range(60):  # 100 tokens of prompts a step beside the streams
-        seconds = 50 * (0.012 + 100 * token_s)
-        knowledge.told("d", 1000, Totals(50 * poll, 50 * 108 * poll, seconds * poll))
+    prompts, totals = random.Random(1), Totals()
+    for _ in range(60):  # up to 100 tokens of prompts a step beside the streams
+        tokens = prompts.randrange(100)
+        steps = 50, 50 * (8 + tokens), 50 * (0.012 + tokens * 4e-4)
+        totals = Totals(*(before + more for before, more in zip(totals, steps, strict=True)))
+        knowledge.told("d", 1000, totals)
     assert step_s(knowledge.loads["d"]) == pytest.approx(0.012, rel=0.01)
+    assert knowledge.loads["d"].token_s == pytest.approx(4e-4, rel=0.01)
 
 
 @given(st.integers(0, 2**32))

@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 3700,
     "prefill_server": 187,
     "protocol": 6500,
-    "proxy": 4301,
-    "tests": 36963,
+    "proxy": 4344,
+    "tests": 36998,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

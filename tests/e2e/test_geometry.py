@@ -134,8 +134,9 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
 @pytest.mark.slow
 def test_a_mixture_of_experts_equals_one_server_and_transformers(engines: Farm) -> None:
     model = model_dir("moe")
-    prefiller, decoder = engines.pair(model, _PLAIN, _TWO)
-    check_cell(prefiller, decoder, _PLAIN, _TWO, prefiller.url, "experts")
+    halves = Geometry(tp=2, options=("--ep", "2"))
+    prefiller, decoder = engines.pair(model, _PLAIN, halves)
+    check_cell(prefiller, decoder, _PLAIN, halves, prefiller.url, "experts")
     transformers = Reference(model)
     for length in (3, 200):
         prompt = make_prompt(1000 + length, length)

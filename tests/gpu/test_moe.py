@@ -29,8 +29,12 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["grouped", "each"])
 @pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000])
+@pytest.mark.parametrize("own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str)
 @torch.inference_mode()
-def test_experts_in_a_graph_sum_what_the_cpu_sums(dtype: torch.dtype, num_tokens: int) -> None:
+def test_experts_in_a_graph_sum_what_the_cpu_sums(
+    own: range, dtype: torch.dtype, num_tokens: int
+) -> None:
+    """Those of one rank, of which the last two get nothing at all."""
     torch.manual_seed(num_tokens)
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)
     down = torch.randn(NUM_EXPERTS, HIDDEN, WIDTH).div(WIDTH**0.5).to(dtype)
@@ -38,9 +42,11 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(dtype: torch.dtype, num_tokens
     weights = torch.rand(num_tokens, CHOSEN)
     odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])  # two get nothing
     chosen = torch.multinomial(odds.expand(num_tokens, -1), CHOSEN)
-    expected = Experts(gate_up.float(), down.float())(x.float(), weights, chosen)
+    gate_up, down = gate_up[own.start : own.stop], down[own.start : own.stop]
+    part: dict[str, int] = {"first": own.start, "total": NUM_EXPERTS}
+    expected = Experts(gate_up.float(), down.float(), **part)(x.float(), weights, chosen)
     inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
-    experts = Experts(gate_up.cuda(), down.cuda())
+    experts = Experts(gate_up.cuda(), down.cuda(), **part)
     experts(*inputs)  # loads what there is to load
     with waiting_is_an_error():
         eager = experts(*inputs)

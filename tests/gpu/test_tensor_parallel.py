@@ -1,11 +1,10 @@
 """Two ranks on two GPUs, collectives inside the graphs, continue like one rank: each with half the
-heads, or (dcp) with half the tokens."""
+heads, or (dcp) with half the tokens, or (ep) with half the experts."""
 
 import multiprocessing
 import os
 import queue
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.gpu.test_runner import (
     decode,
     runner_for,
 )
+from tests.make_models import ensure_model
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -33,18 +33,26 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
-_DCP = (1, 2)
+_GROUPS = {"tp": (1, 1), "dcp": (2, 1), "ep": (1, 2)}  # their dcp and ep
+_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
 
 
-def _run_rank(rank: int, meetings: dict[int, str], folders: list[Path], results: Any) -> None:
-    groups = {
-        dcp: Parallel.connect(rank, 2, meeting=meeting, device=f"cuda:{rank}", dcp=dcp)
-        for dcp, meeting in meetings.items()
-    }
+def _folder(name: str) -> Path:
+    return ensure_model(name) if name == "moe" else MODELS[name]
+
+
+def _run_rank(rank: int, meetings: dict[str, str], results: Any) -> None:
+    groups = {}
+    for kind, meeting in meetings.items():
+        dcp, ep = _GROUPS[kind]
+        groups[kind] = Parallel.connect(
+            rank, 2, meeting=meeting, device=f"cuda:{rank}", dcp=dcp, ep=ep
+        )
     runners = []
-    for folder, (dcp, parallel) in product(folders, groups.items()):
-        config = config_for(folder, tp=2, dcp=dcp, devices=[0, 1])
-        runner = ModelRunner(config, load_config(folder), parallel)
+    for name, kind in _JOBS:
+        folder, (dcp, ep) = _folder(name), _GROUPS[kind]
+        config = config_for(folder, tp=2, dcp=dcp, ep=ep, devices=[0, 1])
+        runner = ModelRunner(config, load_config(folder), groups[kind])
         runner.allocate(128)
         runner.capture_graphs()
         assert runner.graphs is not None
@@ -52,7 +60,7 @@ def _run_rank(rank: int, meetings: dict[int, str], folders: list[Path], results:
         masked = continue_masked(runner, NUM_STEPS, RESTRICTED)
         runners.append(runner)  # leaving a group that graphs refer to blocks
         found = (tokens, logits.cpu().numpy()) if rank == 0 else ()
-        results.put((folder.name, dcp, rank, found, masked))
+        results.put((name, kind, rank, found, masked))
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
@@ -62,22 +70,20 @@ def _run_rank(rank: int, meetings: dict[int, str], folders: list[Path], results:
 @pytest.fixture(scope="module")
 def continued(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[tuple[str, int, int], Any]]:
-    """What two ranks, started once for all models, continue, by model, dcp and rank: rank 0's
-    tokens and logits, and the tokens of masked steps."""
+) -> Iterator[dict[tuple[str, str, int], Any]]:
+    """What two ranks, started once for all models, continue, by model, kind of group and rank:
+    rank 0's tokens and logits, and the tokens of masked steps."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    meetings = {dcp: str(tmp_path_factory.mktemp("group") / str(dcp)) for dcp in _DCP}
-    folders = [MODELS[name] for name in SERVED]
-    ranks = [
-        context.Process(target=_run_rank, args=(rank, meetings, folders, results))
-        for rank in range(2)
-    ]
+    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _GROUPS}
+    for name, _ in _JOBS:
+        _folder(name)  # trained here, where no rank waits for it
+    ranks = [context.Process(target=_run_rank, args=(rank, meetings, results)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in range(4 * len(SERVED))]
-        yield {(name, dcp, rank): rest for name, dcp, rank, *rest in found}
+        found = [results.get(timeout=TIMEOUT_S) for _ in range(2 * len(_JOBS))]
+        yield {(name, kind, rank): rest for name, kind, rank, *rest in found}
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
     finally:
@@ -86,22 +92,20 @@ def continued(
             process.kill()
 
 
-@pytest.mark.parametrize("dcp", _DCP)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("name", "kind"), _JOBS)
 def test_two_ranks_continue_like_one(
-    continued: dict[tuple[str, int, int], Any], name: str, dcp: int
+    continued: dict[tuple[str, str, int], Any], name: str, kind: str
 ) -> None:
-    (tokens, logits), _ = continued[name, dcp, 0]
-    with runner_for(MODELS[name], enforce_eager=True) as runner:
+    (tokens, logits), _ = continued[name, kind, 0]
+    with runner_for(_folder(name), enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
     assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
 
 
-@pytest.mark.parametrize("dcp", _DCP)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("name", "kind"), _JOBS)
 def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
-    continued: dict[tuple[str, int, int], Any], name: str, dcp: int
+    continued: dict[tuple[str, str, int], Any], name: str, kind: str
 ) -> None:
-    drawn, theirs = (continued[name, dcp, rank][1] for rank in range(2))
+    drawn, theirs = (continued[name, kind, rank][1] for rank in range(2))
     assert drawn == theirs
-    assert_allowed(drawn, load_config(MODELS[name]).vocab_size)
+    assert_allowed(drawn, load_config(_folder(name)).vocab_size)

@@ -373,7 +373,9 @@ class RealPair(Pair):
 
     limits: ClassVar[dict[str, int]] = {"max_model_len": 400, "max_num_batched_tokens": 150}
 
-    def __init__(self, model: Path, *, p_block_size: int, d_block_size: int) -> None:
+    def __init__(
+        self, model: Path, *, p_block_size: int, d_block_size: int, **options: Any
+    ) -> None:
         self._model = model
         config = self._config = load_config(model)
         self.compat = compat(
@@ -383,11 +385,11 @@ class RealPair(Pair):
             head_dim=config.kv_dim,
             rope=config.rope_canonical,
         )
-        super().__init__(p_block_size=p_block_size, d_block_size=d_block_size)
+        super().__init__(p_block_size=p_block_size, d_block_size=d_block_size, **options)
 
     def make_pool(self, block_size: int, order: str) -> KVPool:
         config = self._config
-        sizes = config.num_kv_heads, config.num_layers, config.kv_components
+        sizes = config.kv_heads_total, config.num_layers, config.kv_components
         return KVPool(KVLayout(order, 120, *sizes, block_size, config.kv_dim, "float32"))
 
     def make_executor(self, pools: list[KVPool], stripes: list[Stripe]) -> Any:

@@ -1,0 +1,42 @@
+"""Every architecture on a GPU in bfloat16: graphs compute what eager steps do, and these what
+transformers computes in float32. Weights are random, heads those that the kernels have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.architectures.table import ARCHITECTURES
+from tests.gpu.test_runner import PROMPTS, decode, runner_for
+from tests.model.random_models import make
+from tests.model.test_against_transformers import CASES
+
+pytestmark = pytest.mark.gpu
+
+NUM_STEPS = 8
+SIZES: dict[str, Any] = {"vocab_size": 160, "hidden_size": 512, "moe_intermediate_size": 64}
+HEADS = {"head_dim": 64, "num_key_value_heads": 2}
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+TOLERANCE = 0.15  # mean, of logits around 1
+ALIKE = 0.995  # cosine, the median: where two experts are as good, rounding may choose the other
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_graphs_equal_eager_steps_and_these_transformers(name: str, tmp_path: Path) -> None:
+    architecture, options = CASES[ARCHITECTURES[name].proof]
+    shape = LATENTS if ARCHITECTURES[name].mla else HEADS
+    reference = make(architecture, tmp_path, **{**options, **SIZES, **shape})
+    with runner_for(tmp_path) as runner:
+        assert runner.graphs is not None or runner.device.type == "cpu"
+        tokens, in_graphs = decode(runner, NUM_STEPS)
+    with runner_for(tmp_path, enforce_eager=True) as runner:
+        _, eager = decode(runner, NUM_STEPS, forced=tokens)
+    assert (in_graphs - eager).abs().mean() < TOLERANCE
+    alike = []
+    for row, prompt in enumerate(PROMPTS):
+        sequence = [*prompt, *(step[row] for step in tokens[:-1])]
+        wanted = reference(torch.tensor([sequence])).logits[0, len(prompt) - 1 :]
+        alike.append(torch.cosine_similarity(eager[:, row].float().cpu(), wanted, dim=-1))
+    assert torch.cat(alike).median() > ALIKE

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 187,
     "protocol": 6500,
     "proxy": 4344,
-    "tests": 36998,
+    "tests": 37089,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -4,6 +4,7 @@
                     ---abort------> ABORTED
                     ---deadline---> EXPIRED
 
+A lease of a prompt that is still computed grows until it is sealed, and cannot be completed before.
 An ended lease leaves a tombstone, which repeats `ok` to the attempt that completed it and says
 `gone` to everyone else. Tombstones are bounded by count and age; the unknown is `gone` as well.
 
@@ -47,6 +48,7 @@ class _Held:
     block_ids: tuple[int, ...]
     lease_s: float
     deadline: float
+    grows: bool
 
 
 class _Tombstone(NamedTuple):
@@ -73,7 +75,14 @@ class LeaseTable:
         return len(self._held)
 
     def grant(
-        self, lease_id: str, request_id: str, block_ids: Iterable[int], lease_s: float, now: float
+        self,
+        lease_id: str,
+        request_id: str,
+        block_ids: Iterable[int],
+        lease_s: float,
+        now: float,
+        *,
+        grows: bool = False,
     ) -> None:
         """Holds the blocks until `now + lease_s`, unless renewed or ended before.
 
@@ -84,8 +93,23 @@ class LeaseTable:
             raise ValueError(f"lease {lease_id} exists already")
         if not lease_s > 0:
             raise ValueError(f"lease_s is {lease_s}; use a number of seconds above 0")
-        self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s)
+        self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s, grows)
         heapq.heappush(self._deadlines, (now + lease_s, lease_id))
+
+    def grow(
+        self, lease_id: str, block_ids: Iterable[int], now: float, *, seals: bool = False
+    ) -> bool:
+        """Holds these blocks as well; `seals`: they are the last. False when the lease is gone:
+        then they are still the caller's."""
+        self.expire(now)
+        lease = self._held.get(lease_id)
+        if lease is None:
+            return False
+        if not lease.grows:
+            raise ValueError(f"lease {lease_id} is sealed")
+        lease.block_ids += tuple(block_ids)
+        lease.grows = not seals
+        return True
 
     def renew(self, lease_id: str, now: float) -> bool:
         """Moves the deadline to `now + lease_s`; False when the lease is gone."""
@@ -98,9 +122,12 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
-        """The fence: True when the lease was held until now, or this very attempt completed it."""
+        """The fence: True when the lease was held until now, or this very attempt completed it.
+        Half a prompt has no fence."""
         self.expire(now)
-        if lease_id in self._held:
+        if (lease := self._held.get(lease_id)) is not None:
+            if lease.grows:
+                return False
             self._end(lease_id, LeaseState.COMPLETED, attempt_id, now)
             return True
         grave = self._tombstones.get(lease_id)

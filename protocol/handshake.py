@@ -234,6 +234,29 @@ class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
 class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
+class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
+    """Tell of a prompt's KV while it is computed, from its block `num_blocks` on. Said again now and
+    then: it renews the lease, and asks for what a lost connection has swallowed."""
+
+    nonce: _Id
+    incarnation: _Id
+    transfer_id: _Id
+    prompt_digest: _Id
+    num_blocks: Annotated[int, Meta(ge=0)] = 0  # that the reader knows of
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
+    """More of what was subscribed to is there, under one lease that grows."""
+
+    nonce: str
+    lease_id: str
+    lease_s: float
+    block_size: int  # tokens
+    first: int  # which block of the prompt the first of these is
+    block_ids: list[int]  # all full, unless there is a reference
+    reference: bytes = b""  # with the last ones: kv_transfer_params of the whole, as JSON
+
+
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
     nonce: str
     engine: EngineMetadata
@@ -261,10 +284,10 @@ class FrameError(ValueError):
     """No authentic message; the text says what is wrong with it."""
 
 
-Request = GetMetadata | LeaseRequest
-Reply = Metadata | Ok | Gone | Refused
+Request = GetMetadata | LeaseRequest | Subscribe
+Reply = Metadata | Ok | Gone | Progress | Refused
 
-_requests = GetMetadata | Renew | Complete | AbortLease
+_requests = GetMetadata | Renew | Complete | AbortLease | Subscribe
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"

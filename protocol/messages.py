@@ -79,6 +79,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: list[FirstToken]  # one per choice, or none: the decode server draws them itself
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
     sender_releases: bool = False  # ends the lease itself where nothing was read; kv_params
+    # Of a prompt that is computed meanwhile: lease, blocks and first tokens come by subscription.
+    transfer_id: str | None = None
+    prompt_digest: str = ""  # of such a prompt
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):

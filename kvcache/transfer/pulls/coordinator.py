@@ -42,7 +42,15 @@ from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectP
 from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
 from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
-from protocol.handshake import CompatRecord, GetMetadata, LeaseRequest, Metadata, Refused, Reply
+from protocol.handshake import (
+    CompatRecord,
+    GetMetadata,
+    LeaseRequest,
+    Metadata,
+    Refused,
+    Reply,
+    Subscribe,
+)
 from protocol.ipc.wire import Waker, nap_if_short
 from protocol.messages import RemotePrefill
 from protocol.process.logging import get_logger
@@ -104,7 +112,9 @@ class PullCoordinator:
         self._commands: list[Command] = []  # for rank 0
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._due = 0.0  # when `_tick` has something to do
-        self._peers = PeerTable(compat, self._settings, convert, Stripe(0, dcp, block_size))
+        stripe = Stripe(0, dcp, block_size)
+        self._tokens_per_block = stripe.tokens_per_block
+        self._peers = PeerTable(compat, self._settings, convert, stripe)
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
         self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
@@ -120,7 +130,8 @@ class PullCoordinator:
         self._call(lambda: self._do_connect(remote))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        """Keeps the lease alive from now on, before there are blocks to read into."""
+        """Keeps the lease alive from now on, before there are blocks to read into; or subscribes,
+        where there is none yet."""
         self._call(lambda: self._do_hold(pull_id, remote))
 
     def pull(
@@ -299,7 +310,8 @@ class PullCoordinator:
         if pull_id in self._ended or pull_id in self._pulls:
             return self._pulls.get(pull_id)
         attempt_id, now = new_id(), self._clock()
-        state = PullState(pull_id, remote, self._num_ranks, self._settings, attempt_id, now)
+        ours = self._num_ranks, self._settings, attempt_id, now, self._tokens_per_block
+        state = PullState(pull_id, remote, *ours)
         self._pulls[pull_id] = self._attempts[attempt_id] = state
         return state
 
@@ -416,7 +428,7 @@ class PullCoordinator:
         elif isinstance(action, PullDone):  # which says nothing of others that hang
             if not any(other.hangs for other in self._reading_from(peer.key)):
                 peer.pulls_failed, peer.no_pulls_until = 0, 0.0
-        if isinstance(action, LeaseRequest):
+        if isinstance(action, LeaseRequest | Subscribe):
             self._leases.post(state.address, action)
         elif isinstance(action, Command):
             self._broadcast(action)

@@ -9,7 +9,9 @@ pull_state.py and peers.py decide, without I/O and without a clock; coordinator.
 the threads around them.
 
 Rules for the engine:
-- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up.
+- `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up. A remote with a
+  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed tell how far it is, and
+  `pull` may come at any time; what is there is read in cuts, one after the other, with one fence.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained. PullFailed may
   come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
 - PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
@@ -65,6 +67,19 @@ class PeerFailed(msgspec.Struct, frozen=True):
     error: BatonError
 
 
+class PullBegun(msgspec.Struct, frozen=True):
+    """Of a prompt that is computed meanwhile: some of its KV is there, under a lease."""
+
+    pull_id: str
+
+
+class PullSealed(msgspec.Struct, frozen=True):
+    """Of such a prompt: all of it is computed. What is not read yet, and the fence, follow."""
+
+    pull_id: str
+    reference: bytes  # kv_transfer_params as JSON
+
+
 class PullDone(msgspec.Struct, frozen=True):
     """Every rank has read, and the lease was held until then."""
 
@@ -92,7 +107,16 @@ class PullStuck(msgspec.Struct, frozen=True):
     pull_id: str
 
 
-Event = PeerReady | PeerFailed | PullDone | PullFailed | PullStuck | PullDrained
+Event = (
+    PeerReady
+    | PeerFailed
+    | PullBegun
+    | PullSealed
+    | PullDone
+    | PullFailed
+    | PullStuck
+    | PullDrained
+)
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):

@@ -187,6 +187,8 @@ def _backoff_s(settings: PullSettings, failures: int) -> float:
 
 def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatible | None:
     """Why a reference does not fit the engine it names, if it does not."""
+    if remote.transfer_id is not None:  # it comes in parts, from the engine itself
+        return None
     layout = metadata.ranks[0].layout
     for name, ours, theirs in (
         ("remote_block_size", remote.block_size, layout.block_size),

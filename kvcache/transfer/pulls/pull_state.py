@@ -6,18 +6,23 @@
                                               |
                                         DRAINING (READs still active) --the last one ended--> ENDED
 
-The fence is P's answer to COMPLETE.
+The fence is P's answer to COMPLETE. Of a prompt that is computed meanwhile READING may wait for more
+of it, between two cuts.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
+from msgspec.structs import replace
+
 from kvcache.transfer.pulls.messages import (
     Event,
     Pull,
+    PullBegun,
     PullDone,
     PullDrained,
     PullFailed,
+    PullSealed,
     PullSettings,
     PullStuck,
     RankEnded,
@@ -35,10 +40,20 @@ from protocol.errors import (
     PullWithheld,
     TransferFailed,
 )
-from protocol.handshake import AbortLease, Complete, Gone, LeaseRequest, Ok, Renew
+from protocol.handshake import (
+    AbortLease,
+    Complete,
+    Gone,
+    LeaseRequest,
+    Ok,
+    Progress,
+    Renew,
+    Subscribe,
+)
 from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S = 0.02
+_SUBSCRIBE_S = 1.0  # after which a subscription is said again, at most
 _NEVER = float("inf")
 
 
@@ -57,7 +72,7 @@ class SuspectPeer:
 
 
 # To P; to every rank; nowhere; to the engine.
-Action = LeaseRequest | Pull | StopPull | SuspectPeer | Event
+Action = LeaseRequest | Subscribe | Pull | StopPull | SuspectPeer | Event
 
 
 class PullState:
@@ -76,6 +91,7 @@ class PullState:
         settings: PullSettings,
         attempt_id: str,
         now: float,
+        tokens_per_block: int = 1,
     ) -> None:
         self.pull_id, self.remote, self.attempt_id = pull_id, remote, attempt_id
         self.key, self.address = key_of(remote), address_of(remote)
@@ -85,6 +101,10 @@ class PullState:
         self._lease = {"incarnation": remote.incarnation, "lease_id": remote.lease_id}
         self._num_ranks, self._settings = num_ranks, settings
         self._order: Pull | None = None
+        self._tokens_per_block = tokens_per_block
+        self._grows = remote.transfer_id is not None  # there is more to come than is known
+        self._blocks = list(remote.block_ids)
+        self._read_to = 0  # tokens that were ordered
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
         self._error: BatonError | None = None
@@ -93,6 +113,8 @@ class PullState:
         self._next_renewal = now  # at once, to find out whether the lease still is
         self._timeout = _NEVER  # of the phase
         self._next_retry = _NEVER  # of COMPLETE
+        # Until when P must say something, of a prompt that grows.
+        self._silent_until = now + settings.fence_timeout_s if self._grows else _NEVER
 
     @property
     def is_undecided(self) -> bool:
@@ -116,26 +138,82 @@ class PullState:
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
     def abort(self) -> AbortLease:
-        """Nobody waits for its answer."""
-        return AbortLease(nonce=f"abort-{self.attempt_id}", **self._lease)
+        """Nobody waits for its answer. Where there is no lease yet, it ends a subscription."""
+        lease = self._lease | ({} if self._has_lease else {"lease_id": self.attempt_id})
+        return AbortLease(nonce=f"abort-{self.attempt_id}", **lease)
+
+    @property
+    def _has_lease(self) -> bool:
+        return bool(self._lease["lease_id"])
 
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""
-        renewal = self._next_renewal if self._renews else _NEVER
+        renewal = min(self._next_renewal, self._silent_until) if self._renews else _NEVER
         return min(renewal, self._timeout, self._next_retry)
 
     def pull(self, order: Pull, now: float) -> None:
         """The engine has blocks to read into."""
         if self.phase is Phase.HELD:
             self.phase, self._order, self._began = Phase.WAITING, order, now
+            self._read_to = order.token_start
 
     def peer_ready(self, now: float) -> list[Action]:
         if self.phase is not Phase.WAITING or self._order is None:
             return []
         self.phase = Phase.READING
+        self._timeout = now + self._settings.pull_timeout_s
+        return self._read_on(now)
+
+    def _read_on(self, now: float) -> list[Action]:
+        """The next cut, if nothing is read now: all that is there, up to the end of a block here."""
+        if self.phase is not Phase.READING or self._reading or self._order is None:
+            return []
+        order, stop = self._order, self._order.token_stop
+        if self._grows:
+            there = len(self._blocks) * self.remote.block_size
+            stop = min(stop, there - there % self._tokens_per_block)
+        elif self._read_to == stop and self._reports:
+            self.phase = Phase.FENCING
+            self._timeout = now + self._settings.fence_timeout_s
+            return [self._complete(now)]
+        if self._grows and stop <= self._read_to:
+            return []
+        if self.remote.transfer_id is not None:
+            lease_id, start, blocks = self.remote.lease_id, self._read_to, list(self._blocks)
+            order = replace(
+                order,
+                lease_id=lease_id,
+                token_start=start,
+                token_stop=stop,
+                remote_block_ids=blocks,
+            )
+        self._read_to = stop
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
-        return [self._order]
+        return [order]
+
+    def _progressed(self, progress: Progress, now: float) -> list[Action]:
+        """P tells of more blocks. Those that do not follow what is known come again."""
+        if not self._grows or progress.first > len(self._blocks):
+            return []
+        told: list[Action] = []
+        if not self._has_lease:
+            lease = progress.lease_id, progress.lease_s, progress.block_size
+            self.remote = replace(
+                self.remote, lease_id=lease[0], lease_s=lease[1], block_size=lease[2]
+            )
+            self._lease["lease_id"] = progress.lease_id
+            told.append(PullBegun(self.pull_id))
+        elif progress.lease_id != self.remote.lease_id:
+            return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
+        self._blocks[progress.first :] = progress.block_ids
+        if self.phase is Phase.READING:
+            self._timeout = now + self._settings.pull_timeout_s
+        if progress.reference:
+            self._grows, self._silent_until = False, _NEVER
+            self._next_renewal = now + self._renew_s
+            told.append(PullSealed(self.pull_id, progress.reference))
+        return told + self._read_on(now)
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""
@@ -158,16 +236,17 @@ class PullState:
         if not report.complete:
             error = report.error.to_error() if report.error else TransferFailed("READ stopped")
             return self._failed(error, now)
-        if self._reading:
-            return []
-        self.phase = Phase.FENCING
-        self._timeout = now + self._settings.fence_timeout_s
-        return [self._complete(now)]
+        return self._read_on(now)
 
-    def answered(self, reply: Ok | Gone, now: float) -> list[Action]:
+    def answered(self, reply: Ok | Gone | Progress, now: float) -> list[Action]:
         """P's answer to a question of this pull."""
+        if self._grows and self._renews:
+            self._silent_until = now + self._settings.fence_timeout_s
+        if isinstance(reply, Progress):
+            return self._progressed(reply, now) if self._renews else []
         is_fence = reply.nonce == f"complete-{self.attempt_id}" and self.phase is Phase.FENCING
-        if not is_fence and not (reply.nonce == f"renew-{self.attempt_id}" and self._renews):
+        asked = "subscribe" if self._grows else "renew"
+        if not is_fence and not (reply.nonce == f"{asked}-{self.attempt_id}" and self._renews):
             return []
         if isinstance(reply, Gone):
             lease = f"lease {self.remote.lease_id} on {self.remote.engine_id}"
@@ -184,7 +263,11 @@ class PullState:
             return []
         self._cancelled = True
         if lend and self.is_untouched:
-            return self._ended(self._tell_drained())
+            self._lease["lease_id"] = (
+                ""  # the subscription ends, the lease may serve another engine
+            )
+            unsubscribe = [self.abort()] if self._grows else []
+            return self._ended(self._tell_drained(), *unsubscribe)
         if self.phase is Phase.DRAINING:
             return [PullStuck(self.pull_id)] if self._failure_told else []
         return self._stop(now)
@@ -193,9 +276,12 @@ class PullState:
         """Renewals, repetitions and timeouts that are due."""
         actions: list[Action] = []
         if self._renews and now >= self._next_renewal:
-            interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
-            self._next_renewal = now + max(interval_s, _MIN_RENEW_S)
-            actions.append(Renew(nonce=f"renew-{self.attempt_id}", **self._lease))
+            self._next_renewal = now + self._renew_s
+            actions.append(self._subscribe() if self._grows else self._renew())
+        if self._renews and now >= self._silent_until:
+            told = f"{self.remote.host}:{self.remote.port} said nothing of the prompt for "
+            told += f"{self._settings.fence_timeout_s} s"
+            return actions + self._failed(PeerUnreachable(told), now)
         if now >= self._timeout:
             return actions + self._timed_out(now)
         if now >= self._next_retry:
@@ -205,6 +291,24 @@ class PullState:
     @property
     def _renews(self) -> bool:
         return self.phase in (Phase.HELD, Phase.WAITING, Phase.READING)
+
+    @property
+    def _renew_s(self) -> float:
+        interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
+        return max(min(interval_s, _SUBSCRIBE_S) if self._grows else interval_s, _MIN_RENEW_S)
+
+    def _renew(self) -> Renew:
+        return Renew(nonce=f"renew-{self.attempt_id}", **self._lease)
+
+    def _subscribe(self) -> Subscribe:
+        assert self.remote.transfer_id is not None
+        return Subscribe(
+            nonce=f"subscribe-{self.attempt_id}",
+            incarnation=self.remote.incarnation,
+            transfer_id=self.remote.transfer_id,
+            prompt_digest=self.remote.prompt_digest,
+            num_blocks=len(self._blocks),
+        )
 
     def _complete(self, now: float) -> Complete:
         self._next_retry = now + self._settings.fence_retry_s
@@ -218,6 +322,9 @@ class PullState:
 
     def _timed_out(self, now: float) -> list[Action]:
         peer, settings = f"{self.remote.host}:{self.remote.port}", self._settings
+        if self.phase is Phase.READING and not self._reading:
+            told = f"{peer} computed no more of the prompt for {settings.pull_timeout_s} s"
+            return self.fail(PullTimeout(told), now)
         if self.phase is Phase.READING:
             told = f"reading the KV from {peer} took longer than {settings.pull_timeout_s} s"
             return self._failed(PullTimeout(told), now)

@@ -16,6 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
 from kvcache.transfer.session.lease_client import Address, new_id
+from kvcache.transfer.session.offers import Offers
 from protocol.handshake import (
     Complete,
     EngineMetadata,
@@ -28,10 +29,11 @@ from protocol.handshake import (
     Refused,
     Renew,
     Reply,
+    Subscribe,
     open_request,
     seal_reply,
 )
-from protocol.ipc.wire import Wire, WireClosed, await_room, exchange, listen, tune
+from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, listen, tune
 from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
 
@@ -74,6 +76,7 @@ class LeaseServer:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._table = LeaseTable()
+        self._offers: Offers[Wire] = Offers(self._table)
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
         own = bind_host or host
@@ -81,6 +84,8 @@ class LeaseServer:
         self._port = int(self._listener.getsockname()[1])
         self._selector = DefaultSelector()  # its data are calls
         self._selector.register(self._listener, EVENT_READ, self._accept)
+        self._waker = Waker()
+        self._selector.register(self._waker, EVENT_READ, self._waker.clear)
         self._wires: set[Wire] = set()
         self._strangers: dict[Wire, None] = {}  # of those, who never proved to know the secret
         self._warned_at = float("-inf")
@@ -103,6 +108,44 @@ class LeaseServer:
             self._counters["granted"] += 1
         return lease_id
 
+    # Of prompts that are told of while they are computed; as of Offers. Any thread.
+
+    def expect(
+        self, transfer_id: str, request_id: str, prompt_digest: str, lease_s: float, block_size: int
+    ) -> None:
+        told = transfer_id, request_id, prompt_digest, lease_s, block_size
+        with self._lock:
+            self._offers.expect(*told, self._clock())
+
+    def wanted(self, transfer_id: str) -> int | None:
+        with self._lock:
+            return self._offers.wanted(transfer_id)
+
+    def leased(self, transfer_id: str) -> tuple[str, list[int]] | None:
+        with self._lock:
+            return self._offers.leased(transfer_id)
+
+    def grow(self, transfer_id: str, block_ids: Iterable[int], *, seals: bool = False) -> bool:
+        with self._lock:
+            begins = self._offers.leased(transfer_id) is None
+            told = transfer_id, new_id(), block_ids, self._clock()
+            has_grown = self._offers.grow(*told, seals=seals)
+            self._counters["granted"] += begins and has_grown
+        self._waker.wake()
+        return has_grown
+
+    def tell_end(
+        self, transfer_id: str, lease_id: str, block_ids: Iterable[int], reference: bytes
+    ) -> None:
+        with self._lock:
+            self._offers.tell_end(transfer_id, lease_id, block_ids, reference)
+        self._waker.wake()
+
+    def withdraw(self, transfer_id: str) -> None:
+        with self._lock:
+            self._offers.withdraw(transfer_id, self._clock())
+        self._waker.wake()
+
     def abort(self, lease_id: str) -> bool:
         """Ends a lease nobody will come for; False when it was gone already. Any thread."""
         with self._lock:
@@ -111,7 +154,10 @@ class LeaseServer:
     def drain_ended(self) -> list[EndedLease]:
         """Leases that ended since the last call; their blocks are the engine's. Any thread."""
         with self._lock:
-            return self._table.drain_ended()
+            ended = self._table.drain_ended()
+            for lease in ended:
+                self._offers.lease_ended(lease.lease_id)
+            return ended
 
     def counters(self) -> dict[str, int]:
         """Events since the start, and `held`, the leases held now. Any thread."""
@@ -130,6 +176,7 @@ class LeaseServer:
             wire.close()
         self._listener.close()
         self._selector.close()
+        self._waker.close()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -138,6 +185,9 @@ class LeaseServer:
             with self._lock:
                 self._table.expire(self._clock())
                 ended = self._table.has_ended
+                news = self._offers.take(self._clock(), lambda wire: wire.has_unsent)
+            for wire, reply in news:
+                self._push(wire, reply)
             if ended and self._on_event is not None:
                 self._on_event()
 
@@ -174,7 +224,18 @@ class LeaseServer:
             self._counters["internal_errors"] += 1
             self._drop(wire)  # or the next round might meet the same again
 
+    def _push(self, wire: Wire, reply: Reply) -> None:
+        """Tells a reader, who may have been dropped meanwhile."""
+        if wire in self._wires:
+            try:
+                wire.send(seal_reply(reply, self._secret))
+                await_room(self._selector, wire)
+            except WireClosed:
+                self._drop(wire)
+
     def _drop(self, wire: Wire) -> None:
+        with self._lock:
+            self._offers.leave(wire)
         self._wires.discard(wire)
         self._strangers.pop(wire, None)
         self._selector.unregister(wire)
@@ -183,14 +244,14 @@ class LeaseServer:
     def _reply(self, wire: Wire, message: bytes) -> None:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
-        reply = self._answer(message)
+        reply = self._answer(message, wire)
         with suppress(WireClosed):  # who does not listen any more may have said more before
             wire.send(seal_reply(reply, self._secret))
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
         self._strangers.pop(wire, None)
 
-    def _answer(self, message: bytes) -> Reply:
+    def _answer(self, message: bytes, wire: Wire) -> Reply:
         try:
             request = open_request(message, self._secret)
         except FrameError as error:
@@ -205,6 +266,9 @@ class LeaseServer:
         if request.incarnation != self._metadata.incarnation:
             self._counters["gone"] += 1
             return Gone(nonce=request.nonce, reason="this prefill server was restarted")
+        if isinstance(request, Subscribe):
+            with self._lock:
+                return self._offers.subscribe(request, wire, self._clock())
         with self._lock:
             ok = self._decide(request, self._clock())
         if not ok:
@@ -218,4 +282,5 @@ class LeaseServer:
             return self._table.renew(request.lease_id, now)
         if isinstance(request, Complete):
             return self._table.complete(request.lease_id, request.attempt_id, now)
+        self._offers.unsubscribe(f"subscribe-{request.nonce.partition('-')[2]}")
         return self._table.abort(request.lease_id, now)

@@ -1,7 +1,8 @@
 """Whatever P, the network and D's ranks do in whatever order: a pull that is done has read the
 bytes of its lease.
 
-P's real lease table, D's real pulls, several of them of one lease; between them messages
+P's real lease table and offers, D's real pulls, several of them of one lease, which may grow while
+they read; between them messages
 that are late, lost, repeated and overtaken, and memory whose blocks get new content as soon as P
 has them back. P may end or be killed; who then comes at its address has other content everywhere,
 and what still goes to the dead may by chance reach the successor's memory.
@@ -17,7 +18,17 @@ from msgspec.structs import replace
 from kvcache.lease import LeaseTable
 from kvcache.transfer.pulls.messages import Pull, PullDone, PullSettings, RankEnded
 from kvcache.transfer.pulls.pull_state import Action, PullState
-from protocol.handshake import Complete, Gone, LeaseRequest, Ok, Renew
+from kvcache.transfer.session.offers import Offers
+from protocol.handshake import (
+    AbortLease,
+    Complete,
+    Gone,
+    LeaseRequest,
+    Ok,
+    Progress,
+    Renew,
+    Subscribe,
+)
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import REMOTE, pull_command
 
@@ -32,6 +43,8 @@ class Engine:
     def __init__(self, number: int) -> None:
         self.incarnation = str(number)
         self.table = LeaseTable()
+        self.offers: Offers[Pulling] = Offers(self.table)
+        self.growing: dict[str, list[int]] = {}  # blocks by transfer id, of half computed prompts
         self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
         self.free = list(range(BLOCKS))
         self.is_alive = True
@@ -39,6 +52,7 @@ class Engine:
     def collect(self) -> None:
         """The engine gets blocks back, and uses them at once."""
         for ended in self.table.drain_ended():
+            self.offers.lease_ended(ended.lease_id)
             for block in ended.block_ids:
                 self.content[block] = FOREIGN
                 self.free.append(block)
@@ -60,8 +74,8 @@ class Message:
     """A question on its way, or its answer."""
 
     pulling: Pulling
-    request: LeaseRequest
-    reply: Ok | Gone | None = None
+    request: LeaseRequest | Subscribe
+    reply: Ok | Gone | Progress | None = None
 
 
 class FenceMachine(RuleBasedStateMachine):
@@ -93,8 +107,55 @@ class FenceMachine(RuleBasedStateMachine):
             lease_id=lease_id,
             lease_s=10.0,
             block_ids=blocks,
+            num_tokens=16 * count,
         )
         self.leases.append((self.engine, remote))
+
+    @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))
+    def name(self, digest: str) -> None:
+        """A proxy names a prompt to P and to D, which subscribes, perhaps twice."""
+        name = f"prompt {len(self.leases)}"
+        members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
+        remote = replace(REMOTE, incarnation=self.engine.incarnation, transfer_id=name, **members)
+        self.leases.append((self.engine, remote))
+        self.engine.growing[name] = []
+        self.engine.offers.expect(name, name, digest, 10.0, 16, self.p_now)
+        for _ in range(2):
+            if len(self.pullings) < 5:
+                self.begin_pull(*self.leases[-1])
+                state = self.pullings[-1].state
+                self.perform(self.pullings[-1], state.tick(self.d_now))
+                self.arrive(self.asked.pop())
+
+    @precondition(lambda self: self.engine.growing and self.engine.free)
+    @rule(
+        data=st.data(),
+        fate=st.sampled_from(["goes on"] * 6 + ["is aborted"]),
+        is_heard=st.booleans(),
+    )
+    def compute(self, data: st.DataObject, fate: str, is_heard: bool) -> None:
+        """A chunk of a block is computed; with the second one the prompt is."""
+        engine = self.engine
+        name = data.draw(st.sampled_from(sorted(engine.growing)))
+        if fate == "is aborted":
+            engine.offers.withdraw(name, self.p_now)
+            del engine.growing[name]
+            return
+        if engine.offers.wanted(name) is None:
+            return
+        block, seals = engine.free.pop(0), bool(engine.growing[name])
+        engine.content[block] = name
+        lease_id = f"{len(engine.growing[name])} of {name}"
+        if not engine.offers.grow(name, lease_id, [block], self.p_now, seals=seals):
+            engine.content[block] = FOREIGN
+            engine.free.append(block)
+            return
+        engine.growing[name].append(block)
+        if seals:
+            engine.offers.tell_end(name, f"0 of {name}", engine.growing.pop(name), b"{}")
+        if is_heard:
+            for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
+                self.perform(pulling, pulling.state.answered(reply, self.d_now))
 
     @rule(sweeps=st.booleans())
     def collect(self, sweeps: bool) -> None:
@@ -126,7 +187,8 @@ class FenceMachine(RuleBasedStateMachine):
         )
         pulling = Pulling(state, source)
         self.pullings.append(pulling)
-        state.pull(pull_command(state.pull_id, remote, 0, 16, [1]), self.d_now)
+        order = pull_command(state.pull_id, remote, 0, remote.num_tokens, [1, 2])
+        state.pull(order, self.d_now)
         self.perform(pulling, state.peer_ready(self.d_now))
 
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
@@ -135,8 +197,11 @@ class FenceMachine(RuleBasedStateMachine):
         """A rank reads some blocks, or ends: with everything, unless it was stopped before."""
         pulling = data.draw(st.sampled_from([p for p in self.pullings if p.unread]))
         rank = data.draw(st.sampled_from(sorted(pulling.unread)))
-        blocks = pulling.unread[rank]
         is_wrong = goes_astray and not pulling.source.is_alive
+        self.read_some(pulling, rank, count, is_wrong=is_wrong)
+
+    def read_some(self, pulling: Pulling, rank: int, count: int, *, is_wrong: bool) -> None:
+        blocks = pulling.unread[rank]
         for block in blocks[:count]:
             pulling.found.append(FOREIGN if is_wrong else pulling.source.content[block])
         del blocks[:count]
@@ -159,15 +224,17 @@ class FenceMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Pull():
-                    blocks = pulling.state.remote.block_ids
+                    cut = slice(action.token_start // 16, -(-action.token_stop // 16))
+                    blocks = action.remote_block_ids[cut]
                     pulling.unread = {rank: list(blocks) for rank in range(RANKS)}
-                case LeaseRequest():
+                case LeaseRequest() | Subscribe():
                     self.asked.append(Message(pulling, action))
                 case PullDone():
                     assert not pulling.is_done and not pulling.unread
-                    lease_id = pulling.state.remote.lease_id
-                    assert pulling.found == [lease_id] * len(pulling.found)
-                    assert len(pulling.found) == RANKS * len(pulling.state.remote.block_ids)
+                    remote = pulling.state.remote
+                    whose = remote.transfer_id or remote.lease_id
+                    assert pulling.found == [whose] * len(pulling.found)
+                    assert len(pulling.found) == RANKS * remote.num_tokens // 16
                     pulling.is_done = True
 
     # -- between them
@@ -180,17 +247,48 @@ class FenceMachine(RuleBasedStateMachine):
             self.asked.remove(message)
         if is_lost:
             return
-        request, table = message.request, self.engine.table
-        ok = request.incarnation == self.engine.incarnation
+        self.arrive(message)
+
+    def arrive(self, message: Message) -> None:
+        request, engine = message.request, self.engine
+        ok = request.incarnation == engine.incarnation
+        reply: Ok | Gone
         match request:
+            case Subscribe() if ok:
+                reply = engine.offers.subscribe(request, message.pulling, self.p_now)
+                self.answers.append(Message(message.pulling, request, reply))
+                return
             case Renew():
-                ok = ok and table.renew(request.lease_id, self.p_now)
+                ok = ok and engine.table.renew(request.lease_id, self.p_now)
             case Complete():
-                ok = ok and table.complete(request.lease_id, request.attempt_id, self.p_now)
-            case _:
-                ok = ok and table.abort(request.lease_id, self.p_now)
+                ok = ok and engine.table.complete(request.lease_id, request.attempt_id, self.p_now)
+            case AbortLease():
+                ok = ok and engine.table.abort(request.lease_id, self.p_now)
         reply = Ok(nonce=request.nonce) if ok else Gone(nonce=request.nonce)
         self.answers.append(Message(message.pulling, request, reply))
+
+    @precondition(lambda self: self.pullings)
+    @rule(data=st.data())
+    def go_well(self, data: st.DataObject) -> None:
+        """A pull gets on for a while as if nothing ever went wrong."""
+        pulling = data.draw(st.sampled_from(self.pullings))
+        for _ in range(3):
+            for message in [m for m in self.asked if m.pulling is pulling]:
+                self.asked.remove(message)
+                self.arrive(message)
+            for message in [m for m in self.answers if m.pulling is pulling]:
+                self.answers.remove(message)
+                assert message.reply is not None
+                self.perform(pulling, pulling.state.answered(message.reply, self.d_now))
+            for rank in sorted(pulling.unread):
+                self.read_some(pulling, rank, 4, is_wrong=not pulling.source.is_alive)
+
+    @rule(is_lost=SELDOM)
+    def tell(self, is_lost: bool) -> None:
+        """P tells its readers."""
+        for pulling, reply in self.engine.offers.take(self.p_now, lambda reader: False):
+            if not is_lost:
+                self.answers.append(Message(pulling, pulling.state.abort(), reply))
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data(), comes_again=SELDOM)

@@ -321,8 +321,8 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
     decode = rig(Decode, settings={"fence_retry_s": 0.1})
     answer, asked = prefill.server._answer, []
 
-    def lose_the_first(message: bytes) -> Any:
-        reply, request = answer(message), open_request(message, SECRET)
+    def lose_the_first(message: bytes, wire: Any) -> Any:
+        reply, request = answer(message, wire), open_request(message, SECRET)
         if not isinstance(request, Complete):
             return reply
         asked.append(request.attempt_id)

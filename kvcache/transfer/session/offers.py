@@ -1,0 +1,218 @@
+"""Prompts whose KV is told of while they are computed: what of each is there, and to whom to say so.
+
+    subscribe ------------> waits for its prompt, for a while        (in either order)
+    expect ---------------> the engine has the prompt
+    grow, grow, ..., seal -> one lease that grows; readers hear of each part, at last of the reference
+    withdraw, or the lease's end -> readers hear that it is gone
+
+Pure: readers are whatever the caller knows them by, the clock is an argument.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvcache.lease import LeaseTable
+from protocol.handshake import Gone, Ok, Progress, Subscribe
+
+UNKNOWN_S = 30.0  # for which a subscription waits for its prompt: a body may be long
+_MAX_UNKNOWN = 4096  # prompts that are waited for
+_MAX_READERS = 8  # of one prompt: a proxy asks a few decode servers, one after the other
+
+R = TypeVar("R")
+
+
+@dataclass
+class _Reader(Generic[R]):
+    reader: R
+    prompt_digest: str
+    num_told: int  # blocks
+
+
+@dataclass
+class _Offer(Generic[R]):
+    request_id: str = ""  # of the engine; none: the prompt has not come, or is given up
+    prompt_digest: str = ""
+    lease_s: float = 0.0
+    block_size: int = 0  # tokens
+    lease_id: str = ""
+    block_ids: list[int] = field(default_factory=list)
+    reference: bytes = b""  # once it is sealed
+    has_ended: bool = False  # nothing of it may be read any more
+    readers: dict[str, _Reader[R]] = field(default_factory=dict)  # by nonce
+
+
+class Offers(Generic[R]):
+    """All such prompts of one engine, by transfer id."""
+
+    def __init__(self, table: LeaseTable) -> None:
+        self._table = table
+        self._offers: dict[str, _Offer[R]] = {}
+        self._unknown: dict[str, float] = {}  # and until when they are waited for; oldest first
+        self._by_lease: dict[str, str] = {}
+        self._news: set[str] = set()
+
+    # -- what the engine does
+
+    def expect(
+        self,
+        transfer_id: str,
+        request_id: str,
+        prompt_digest: str,
+        lease_s: float,
+        block_size: int,
+        now: float,
+    ) -> None:
+        """The prompt has come. Another one that had this name before is nobody's any more."""
+        self.withdraw(transfer_id, now)
+        is_awaited = self._unknown.pop(transfer_id, None) is not None
+        readers = self._offers[transfer_id].readers if is_awaited else {}
+        self._offers[transfer_id] = _Offer(
+            request_id, prompt_digest, lease_s, block_size, readers=readers
+        )
+        self._news.add(transfer_id)
+
+    def wanted(self, transfer_id: str) -> int | None:
+        """How many blocks of the prompt are leased; None: nobody listens."""
+        offer = self._offers.get(transfer_id)
+        return len(offer.block_ids) if offer and offer.readers and not offer.has_ended else None
+
+    def leased(self, transfer_id: str) -> tuple[str, list[int]] | None:
+        """The lease of a half computed prompt, perhaps an ended one, and its blocks."""
+        offer = self._offers.get(transfer_id)
+        return (offer.lease_id, list(offer.block_ids)) if offer and offer.lease_id else None
+
+    def grow(
+        self,
+        transfer_id: str,
+        lease_id: str,
+        block_ids: Iterable[int],
+        now: float,
+        *,
+        seals: bool = False,
+    ) -> bool:
+        """These blocks are complete on every rank. The first ones come under a lease of this new
+        id, later ones under the same. False: that has ended, and the blocks stay the caller's."""
+        offer = self._offers[transfer_id]
+        if offer.has_ended:
+            return False
+        if not offer.lease_id:
+            self._table.grant(lease_id, offer.request_id, (), offer.lease_s, now, grows=True)
+            self._name(transfer_id, offer, lease_id)
+        more = list(block_ids)
+        if not self._table.grow(offer.lease_id, more, now, seals=seals):
+            return False
+        offer.block_ids += more
+        if not seals:  # else it is told with the reference
+            self._news.add(transfer_id)
+        return True
+
+    def tell_end(
+        self, transfer_id: str, lease_id: str, block_ids: Iterable[int], reference: bytes
+    ) -> None:
+        """The prompt is computed, and all of its blocks are under this lease."""
+        offer = self._offers.get(transfer_id)
+        if offer is None or not offer.request_id:
+            return
+        self._name(transfer_id, offer, lease_id)
+        offer.block_ids, offer.reference = list(block_ids), reference
+        self._news.add(transfer_id)
+        self._forget_if_over(transfer_id, offer)
+
+    def withdraw(self, transfer_id: str, now: float) -> None:
+        """The prompt will never be complete; of one that is, nothing changes."""
+        offer = self._offers.get(transfer_id)
+        if offer is None or not offer.request_id or offer.reference:
+            return
+        offer.request_id, offer.has_ended = "", True
+        if offer.lease_id:
+            self._table.abort(offer.lease_id, now)
+        self._news.add(transfer_id)
+        self._forget_if_over(transfer_id, offer)
+
+    def lease_ended(self, lease_id: str) -> None:
+        transfer_id = self._by_lease.pop(lease_id, "")
+        if offer := self._offers.get(transfer_id):
+            offer.has_ended = True
+            self._news.add(transfer_id)
+            self._forget_if_over(transfer_id, offer)
+
+    def _name(self, transfer_id: str, offer: _Offer[R], lease_id: str) -> None:
+        offer.lease_id = lease_id
+        self._by_lease[lease_id] = transfer_id
+
+    # -- what readers do
+
+    def subscribe(self, asked: Subscribe, reader: R, now: float) -> Ok | Gone:
+        """A sign of life; what there is to tell, `take` returns."""
+        offer = self._offers.get(asked.transfer_id)
+        if offer is None:
+            if len(self._unknown) >= _MAX_UNKNOWN:
+                return Gone(nonce=asked.nonce, reason="too many prompts are waited for")
+            offer = self._offers[asked.transfer_id] = _Offer()
+            self._unknown[asked.transfer_id] = now + UNKNOWN_S
+        if asked.nonce not in offer.readers and len(offer.readers) >= _MAX_READERS:
+            return Gone(nonce=asked.nonce, reason="it has too many readers")
+        if offer.lease_id:
+            self._table.renew(offer.lease_id, now)
+        offer.readers[asked.nonce] = _Reader(reader, asked.prompt_digest, asked.num_blocks)
+        self._news.add(asked.transfer_id)
+        return Ok(nonce=asked.nonce)
+
+    def unsubscribe(self, nonce: str) -> None:
+        for offer in self._offers.values():
+            offer.readers.pop(nonce, None)
+
+    def leave(self, reader: R) -> None:
+        """All subscriptions of one."""
+        for offer in self._offers.values():
+            for nonce in [n for n, one in offer.readers.items() if one.reader == reader]:
+                del offer.readers[nonce]
+
+    def take(self, now: float, is_slow: Callable[[R], bool]) -> list[tuple[R, Progress | Gone]]:
+        """What is to be told. Who is slow hears later, all of it at once."""
+        while self._unknown and next(iter(self._unknown.values())) <= now:
+            transfer_id = next(iter(self._unknown))
+            del self._unknown[transfer_id]
+            self._offers[transfer_id].has_ended = True
+            self._news.add(transfer_id)
+        found: list[tuple[R, Progress | Gone]] = []
+        news, self._news = self._news, set()
+        for transfer_id in news:
+            offer = self._offers.get(transfer_id)
+            for nonce, reader in list(offer.readers.items()) if offer else ():
+                if is_slow(reader.reader):
+                    self._news.add(transfer_id)
+                elif reply := self._news_for(offer, nonce, reader):
+                    found.append((reader.reader, reply))
+            if offer is not None:
+                self._forget_if_over(transfer_id, offer)
+        return found
+
+    def _news_for(self, offer: _Offer[R], nonce: str, reader: _Reader[R]) -> Progress | Gone | None:
+        is_other = offer.request_id and reader.prompt_digest != offer.prompt_digest
+        if offer.has_ended or is_other:
+            del offer.readers[nonce]
+            reason = "it is of another prompt" if is_other else "unknown or ended"
+            return Gone(nonce=nonce, reason=reason)
+        first = reader.num_told
+        if not offer.reference and len(offer.block_ids) <= first:
+            return None
+        reader.num_told = len(offer.block_ids)
+        if offer.reference:
+            del offer.readers[nonce]
+        return Progress(
+            nonce=nonce,
+            lease_id=offer.lease_id,
+            lease_s=offer.lease_s,
+            block_size=offer.block_size,
+            first=first,
+            block_ids=offer.block_ids[first:],
+            reference=offer.reference,
+        )
+
+    def _forget_if_over(self, transfer_id: str, offer: _Offer[R]) -> None:
+        """Of a prompt that is still computed the end of its lease is remembered."""
+        is_computed = offer.request_id and not offer.reference
+        if offer.has_ended and not offer.readers and not is_computed:
+            self._offers.pop(transfer_id, None)

@@ -1,0 +1,228 @@
+"""Pulls of prompts that are computed meanwhile: real sockets, real workers, bytes that are garbage
+until their chunk is done."""
+
+import random
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
+from kvcache.transfer.session.offers import UNKNOWN_S
+from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout
+from protocol.messages import RemotePrefill
+from tests.rigs.memory_pair import (
+    PATIENT,
+    Decode,
+    Prefill,
+    assert_pulled,
+    expected,
+    fill,
+)
+
+NUM_TOKENS = 61
+
+
+class Prompt:
+    """One that P computes; block n of it is block 3n + 1 of the pool."""
+
+    def __init__(self, prefill: Prefill, name: str = "t", *, comes: bool = True) -> None:
+        self.prefill, self.name = prefill, name
+        size = prefill.layouts[0].block_size
+        self.blocks = [3 * n % 31 + 1 for n in range(-(-NUM_TOKENS // size))]
+        self.num_done = 0
+        host, port = prefill.server.address
+        self.remote = RemotePrefill(
+            host=host,
+            port=port,
+            engine_id=prefill.metadata.engine_id,
+            incarnation=prefill.metadata.incarnation,
+            request_id="r",
+            lease_id="",
+            lease_s=60.0,
+            block_ids=[],
+            block_size=0,
+            num_tokens=NUM_TOKENS,
+            cached_tokens=0,
+            tp_size=0,
+            first_tokens=[],
+            sender_releases=True,
+            transfer_id=name,
+            prompt_digest="d",
+        )
+        for pool in prefill.pools:
+            pool.canonical.fill_(-1.0)
+        if comes:
+            self.come()
+
+    def come(self) -> None:
+        size = self.prefill.layouts[0].block_size
+        self.prefill.server.expect(self.name, "r", "d", 60.0, size)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_done == len(self.blocks)
+
+    @property
+    def num_told_tokens(self) -> int:
+        return self.num_done * self.prefill.layouts[0].block_size
+
+    def compute(self, num_tokens: int) -> bool:
+        """A chunk; with the last one the prompt ends. Whether somebody heard of it."""
+        count = max(1, num_tokens // self.prefill.layouts[0].block_size)
+        stop, server = min(self.num_done + count, len(self.blocks)), self.prefill.server
+        for rank, pool in enumerate(self.prefill.pools):
+            before = pool.canonical.clone()
+            fill(pool, rank, self.prefill.tp, self.prefill.heads)
+            for block in set(range(32)).difference(self.blocks[:stop]):
+                pool.canonical[block] = before[block]
+        self.num_done, ends = stop, stop == len(self.blocks)
+        first = server.wanted(self.name)
+        if first is None and not ends:
+            return False
+        first = first or 0
+        has_grown = server.grow(self.name, self.blocks[first:stop], seals=ends)
+        if ends:
+            lease_id, blocks = server.leased(self.name) or ("", [])
+            server.tell_end(self.name, lease_id, blocks, b"reference")
+        return has_grown
+
+    @property
+    def whole(self) -> RemotePrefill:
+        size = self.prefill.layouts[0].block_size
+        return replace(self.remote, block_ids=self.blocks, block_size=size)
+
+
+def drop_connections(prefill: Prefill) -> None:
+    """As a network does that resets them."""
+    for wire in list(prefill.server._wires):
+        wire._socket.shutdown(socket.SHUT_RDWR)
+
+
+def local_blocks(decode: Decode) -> list[int]:
+    per_block = decode.layouts[0].block_size * decode.dcp
+    return [5 * n % 31 + 1 for n in range(-(-NUM_TOKENS // per_block))]
+
+
+GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"block_size": 4, "order": "LCBNHD"}, {"block_size": 16}),
+    ({"block_size": 16}, {"block_size": 4, "tp": 2}),
+    ({"tp": 2, "block_size": 4}, {"block_size": 8, "tp": 4, "dcp": 2, "heads": 2}),
+    ({"block_size": 8}, {"block_size": 8, "staging_bytes": 1 << 16, "order": "LCBHND"}),
+]
+
+
+@pytest.mark.parametrize(("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)])
+@pytest.mark.parametrize("at", range(len(GEOMETRIES)))
+def test_what_is_there_is_read_while_the_rest_is_computed(
+    rig: Any, at: int, subscribes_at: int, pulls_at: int
+) -> None:
+    ours, theirs = GEOMETRIES[at]
+    heads = {"heads": theirs["heads"]} if "heads" in theirs else {}
+    prefill, decode = rig(Prefill, **ours, **heads), rig(Decode, **theirs)
+    prompt, blocks = Prompt(prefill, comes=subscribes_at > 0), local_blocks(decode)
+    per_block = decode.layouts[0].block_size * decode.dcp
+    start = per_block * (at % 2)
+    for chunk in range(10):
+        if chunk == subscribes_at:
+            decode.coordinator.hold("a", prompt.remote)
+            if not chunk:
+                prompt.come()
+        if chunk == pulls_at:
+            decode.coordinator.pull("a", prompt.remote, start, NUM_TOKENS, blocks)
+        if subscribes_at <= chunk and not prompt.is_computed:
+            decode.until(lambda: prefill.server.wanted("t") is not None)
+        if not prompt.is_computed:
+            prompt.compute(random.Random(chunk).randint(1, 3) * 8)
+        there = prompt.num_told_tokens // per_block * per_block
+        if pulls_at <= chunk and start < there < NUM_TOKENS:
+            wanted = expected(prompt.whole, start, there, decode.heads)
+            decode.until(lambda: np.array_equal(decode.tokens(blocks, start, there), wanted))
+    assert decode.wait(PullSealed).reference == b"reference"
+    assert decode.done("a").nbytes > 0
+    assert_pulled(decode, prompt.whole, blocks, start, NUM_TOKENS)
+    assert prefill.outcomes() == ["completed"] and decode.wait(PullBegun)
+
+
+def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
+    """With one chunk of 16 tokens read."""
+    prefill, decode = rig(Prefill), rig(Decode, settings={**PATIENT, **settings})
+    prompt = Prompt(prefill)
+    decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
+    decode.until(lambda: prefill.server.wanted("t") is not None)
+    assert prompt.compute(16)
+    wanted = expected(prompt.whole, 0, 16)
+    decode.until(lambda: np.array_equal(decode.tokens(local_blocks(decode), 0, 16), wanted))
+    return prefill, decode, prompt
+
+
+def test_a_prompt_that_is_given_up_between_two_chunks_fails_its_pull(rig: Any) -> None:
+    prefill, decode, prompt = subscribed(rig)
+    prefill.server.withdraw(prompt.name)
+    assert isinstance(decode.failed("a"), LeaseGone)
+    assert prefill.outcomes() == ["aborted"]
+    assert not prompt.compute(8)  # nobody hears, and the blocks stay the engine's
+
+
+def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:
+    prefill, decode, _ = subscribed(rig, connection_timeout_s=0.1)
+    prefill.close()
+    assert isinstance(decode.failed("a"), PeerUnreachable)
+
+
+def test_a_prompt_that_gets_no_further_fails_its_pull_though_its_server_lives(rig: Any) -> None:
+    prefill, decode, _ = subscribed(rig, fence_timeout_s=1e6)
+    decode.skip(31.0)
+    assert isinstance(decode.failed("a"), PullTimeout)
+    assert prefill.outcomes() == ["aborted"]
+
+
+def test_a_borrower_that_leaves_ends_its_lease_and_hears_no_more(rig: Any) -> None:
+    prefill, decode, prompt = subscribed(rig)
+    decode.coordinator.cancel("a")
+    assert decode.wait(PullDrained)
+    assert prefill.outcomes() == ["aborted"]
+    assert prefill.server.wanted(prompt.name) is None and not prompt.compute(99)
+
+
+def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:
+    """As of any lease: to the other it is gone, whenever the first one fences or leaves."""
+    prefill, decode, prompt = subscribed(rig)
+    other = rig(Decode)
+    other.coordinator.pull("b", prompt.remote, 0, NUM_TOKENS, local_blocks(other))
+    other.wait(PullBegun)
+    prompt.compute(99)
+    ends = [decode.wait(PullDone, PullFailed), other.wait(PullDone, PullFailed)]
+    (done,) = [end for end in ends if isinstance(end, PullDone)]
+    assert_pulled(
+        decode if done.pull_id == "a" else other, prompt.whole, local_blocks(decode), 0, 61
+    )
+    assert prefill.outcomes() == ["completed"]
+
+
+def test_a_prompt_that_never_comes_is_waited_for_only_so_long(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.coordinator.hold("a", Prompt(prefill, comes=False).remote)
+    decode.until(lambda: prefill.server.wanted("t") is not None)
+    prefill.clock.skip(UNKNOWN_S)
+    assert isinstance(decode.failed("a"), LeaseGone)
+
+
+def test_kv_of_another_prompt_is_not_told_of(rig: Any) -> None:
+    prefill, decode = rig(Prefill), rig(Decode)
+    prompt = Prompt(prefill)
+    decode.coordinator.hold("a", replace(prompt.remote, prompt_digest="another"))
+    assert isinstance(decode.failed("a"), LeaseGone)
+    assert prefill.server.wanted(prompt.name) is None
+
+
+def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig: Any) -> None:
+    prefill, decode, prompt = subscribed(rig, renew_interval_s=0.05)
+    drop_connections(prefill)
+    decode.until(lambda: prefill.server.wanted("t") is not None)
+    prompt.compute(99)
+    decode.done("a")
+    assert_pulled(decode, prompt.whole, local_blocks(decode), 0, NUM_TOKENS)

@@ -17,7 +17,7 @@ from engine.serve import run_server
 from prefill_server.server import PrefillLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import FirstTokenBits, KVTransferParams
+from protocol.kv_params import KVTransferParams
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings, parse
@@ -51,12 +51,30 @@ class DecodeLeg(ServerHooks):
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
             return adds
+        if kv_params.is_offer(offered):
+            return self._with_offer(adds, offered)
         # What is malformed is an error under any policy.
         references = kv_params.parse_list(offered, len(adds))
         lent = kv_params.sender_releases(offered)
         return [
             self._with_reference(add, params, lent, request.seed, ready.vocab_size)
             for add, params in zip(adds, references, strict=True)
+        ]
+
+    def _with_offer(self, adds: list[AddRequest], offered: object) -> list[AddRequest]:
+        """Their prompts are computed elsewhere at the same time."""
+        try:
+            offer = kv_params.parse_offer(offered)
+            offer.verify(self.secret)
+            if adds[0].num_prompt_logprobs is not None:
+                _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
+        except KVParamsRejected as error:
+            if self.policy == "recompute":
+                return [replace(add, kv_rejected=error.message) for add in adds]
+            raise
+        return [
+            replace(add, remote=offer.to_remote(index, add.token_ids))
+            for index, add in enumerate(adds)
         ]
 
     def _with_reference(
@@ -79,7 +97,7 @@ class DecodeLeg(ServerHooks):
             if self.policy == "recompute":
                 return replace(add, kv_rejected=told, kv_unused=remote)
             raise KVParamsRejected(told, param=error.param) from None
-        if not _are_first_tokens_of(params, add, seed):
+        if not kv_params.are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))
 
@@ -114,26 +132,6 @@ def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -
     if largest >= vocab_size:
         problem = f"have the id {largest} and this model {vocab_size} ids"
         _reject("first_tokens", problem, "serve the same model on both servers")
-
-
-def _are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | None) -> bool:
-    """Whether this request would draw the same first tokens here, and they tell all that it asks.
-
-    Args:
-        seed: the client's own, if any.
-    """
-    sampling, wanted = add.sampling, add.sampling.num_logprobs
-    return (
-        add.max_tokens > 0
-        and len(params.first_tokens) == add.num_choices
-        and params.sampling_digest == kv_params.sampling_digest(sampling, add.stop_token_ids)
-        and (sampling.temperature <= 0 or seed in (None, int(params.seed)))
-        and (wanted is None or all(_tells(token, wanted) for token in params.first_tokens))
-    )
-
-
-def _tells(token: FirstTokenBits, num_logprobs: int) -> bool:
-    return token.logprobs is not None and len(token.logprobs.top_ids) >= num_logprobs
 
 
 def _reject(

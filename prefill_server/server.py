@@ -75,7 +75,12 @@ class PrefillLeg(ServerHooks):
                 f"stream false; it has max_tokens {limit}, stream {short_repr(request.stream)}",
                 param="kv_transfer_params.do_remote_decode",
             )
-        return [replace(add, retain_kv=True) for add in adds]
+        name = kv_params.transfer_id(request.kv_transfer_params)
+        names = [name and kv_params.prompt_name(name, index) for index in range(len(adds))]
+        return [
+            replace(add, retain_kv=True, transfer_id=name)
+            for add, name in zip(adds, names, strict=True)
+        ]
 
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None

@@ -21,7 +21,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import KVParamsRejected
-from protocol.messages import FirstToken, RemotePrefill, SamplingParams, TokenLogprobs
+from protocol.messages import (
+    AddRequest,
+    FirstToken,
+    RemotePrefill,
+    SamplingParams,
+    TokenLogprobs,
+)
 from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
@@ -45,6 +51,7 @@ CLIENT_MEMBERS = (*_LIMITS, "stream", "stream_options")
 _LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
+_OFFER_S = 3.0  # of a lease that is not known yet
 _MAX_LOGPROBS = 1000
 _DEPTH = 5  # of an object, at most
 
@@ -182,6 +189,72 @@ def build(
         **values,
     )
     return unsigned.sign(secret)
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """A prompt that a prefill server is asked for at this moment: where to subscribe to its KV. Only
+    a proxy makes one, as it names a host to connect to."""
+
+    transfer_id: _Text
+    engine_id: _Text
+    incarnation: _Text
+    host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    signature: Annotated[str, Meta(max_length=64)] = ""
+
+    def _mac(self, secret: bytes) -> str:
+        told = msgspec.json.encode(msgspec.structs.replace(self, signature=""))
+        return hmac.digest(secret, b"baton kv offer\n" + told, hashlib.sha256).hex()
+
+    def to_json(self, secret: bytes) -> dict[str, Any]:
+        """The object for the decode leg's body."""
+        signed = msgspec.structs.replace(self, signature=self._mac(secret))
+        told = {"subscribe": msgspec.to_builtins(signed)}
+        return {SENDER_RELEASES: True, "do_remote_prefill": True, **told}
+
+    def verify(self, secret: bytes) -> None:
+        """Raises KVParamsRejected unless a holder of the cluster secret signed it."""
+        if not hmac.compare_digest(self.signature.encode(), self._mac(secret).encode()):
+            reject("subscribe.signature", "does not match: no proxy of this cluster made it")
+
+    def to_remote(self, index: int, token_ids: Sequence[int]) -> RemotePrefill:
+        """What the engine needs of it for the prompt of this index."""
+        return RemotePrefill(
+            host=self.host,
+            port=self.port,
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            request_id=self.transfer_id,
+            lease_id="",
+            lease_s=_OFFER_S,
+            block_ids=[],
+            block_size=0,
+            num_tokens=len(token_ids),
+            cached_tokens=0,
+            tp_size=0,
+            first_tokens=[],
+            sender_releases=True,
+            transfer_id=prompt_name(self.transfer_id, index),
+            prompt_digest=prompt_digest(token_ids),
+        )
+
+
+def prompt_name(transfer_id: str, index: int) -> str:
+    """By which one of a transfer's prompts is subscribed to."""
+    return f"{transfer_id[:100]}-{index}"
+
+
+def is_offer(obj: object) -> bool:
+    return isinstance(obj, dict) and obj.get("subscribe") is not None
+
+
+def parse_offer(obj: object) -> Offer:
+    """Raises KVParamsRejected, naming the field, its value and what is allowed."""
+    return _convert(obj, _Offered).subscribe
+
+
+class _Offered(Struct):
+    subscribe: Offer
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
@@ -352,7 +425,28 @@ def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False
         "sender_releases": sender_releases,
     }
     told = {name.removeprefix("remote_"): value for name, value in values.items()} | told
-    return RemotePrefill(**{name: told[name] for name in RemotePrefill.__struct_fields__})
+    known = {name: told[name] for name in RemotePrefill.__struct_fields__ if name in told}
+    return RemotePrefill(**known)
+
+
+def are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | None) -> bool:
+    """Whether this request would draw the same first tokens here, and they tell all that it asks.
+
+    Args:
+        seed: the client's own, if any.
+    """
+    sampling, wanted = add.sampling, add.sampling.num_logprobs
+    return (
+        add.max_tokens > 0
+        and len(params.first_tokens) == add.num_choices
+        and params.sampling_digest == sampling_digest(sampling, add.stop_token_ids)
+        and (sampling.temperature <= 0 or seed in (None, int(params.seed)))
+        and (wanted is None or all(_tells(token, wanted) for token in params.first_tokens))
+    )
+
+
+def _tells(token: FirstTokenBits, num_logprobs: int) -> bool:
+    return token.logprobs is not None and len(token.logprobs.top_ids) >= num_logprobs
 
 
 def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:

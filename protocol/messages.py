@@ -106,6 +106,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     priority: int = 0  # the smaller is served first
     known: list[Known] = []  # of each choice, where the request goes on from another server
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
+    transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
     kv_rejected: str | None = None  # decode role: why the offered params were not used
     kv_unused: RemotePrefill | None = None  # what they stand for, where a server of ours made them

@@ -16,6 +16,9 @@ class CoreServices(Protocol):
     def enqueue(self, sequence: Sequence) -> None:
         """The sequence may be scheduled from now on."""
 
+    def found(self, sequence: Sequence) -> None:
+        """Its first tokens were drawn elsewhere, while it waited or its KV was pulled."""
+
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends a sequence that no pull writes to with its one terminal event."""
 
@@ -53,6 +56,13 @@ class KVConnector:
     def on_receive(self, sequence: Sequence) -> None:
         """The sequence has RECEIVING blocks; the connector starts the pull into them."""
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
+
+    def on_computed(self, sequence: Sequence, num_before: int) -> None:
+        """A step has computed more of a prompt with a transfer id, on this rank. What was there
+        before that step, `num_before` tokens, is there on every rank."""
+
+    def on_end(self, sequence: Sequence) -> None:
+        """Nothing more is computed for a request with a transfer id."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         """The sequence ended with a token, its blocks still in hand. The connector takes another

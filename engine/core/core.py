@@ -259,16 +259,24 @@ class EngineCore(CoreServices):
             self.connector.on_abort(sequence)
             self.fail(sequence, error)
             return
-        ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
-        ending = [(choice, reason) for choice, reason in ends if reason is not None]
-        if ending:  # with the token they came with: they need no block
-            self._output.found_elsewhere(sequence)
-            self._end_choices(ending)
+        self.found(sequence)
         if sequence.phase is not Phase.FINISHED:
             self.scheduler.add(sequence)
 
-    def fail(self, sequence: Sequence, error: BatonError) -> None:
+    def found(self, sequence: Sequence) -> None:
+        ends = [(choice, self._finish_reason(choice)) for choice in sequence.choices]
+        ending = [(choice, reason) for choice, reason in ends if reason is not None]
+        if ending or sequence.phase is Phase.RECEIVING:
+            self._output.found_elsewhere(sequence)
+        self._end_choices(ending)  # with the token they came with: they need no block
+
+    def _forget(self, sequence: Sequence) -> None:
         self.sequences.pop(sequence.request_id, None)
+        if sequence.request.transfer_id is not None:
+            self.connector.on_end(sequence)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        self._forget(sequence)
         for choice in sequence.choices:
             self.grammars.forget(choice)
             choice.has_ended = True
@@ -314,6 +322,8 @@ class EngineCore(CoreServices):
     ) -> None:
         sequence = item.sequence
         self.scheduler.computed(item)
+        if sequence.request.transfer_id is not None:
+            self.connector.on_computed(sequence, item.start)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += scored
             self._output.prompt_logprobs(sequence)
@@ -374,14 +384,14 @@ class EngineCore(CoreServices):
             choice.phase = Phase.FINISHED
             if parent.has_ended and not parent.children:
                 self._stop(parent)
-        elif end.reason == "abort":
+        elif end.reason == "abort" or choice.phase is Phase.RECEIVING:
             self._stop(choice)
         else:
             params = self.connector.on_finish(choice)
             self.scheduler.finish(choice)
         self._output.token(end, params)
         if all(other.has_ended for other in choice.choices):
-            self.sequences.pop(choice.request_id, None)
+            self._forget(choice)
 
     def _give_up(self, sequence: Sequence, error: Exception) -> None:
         """Ends a request that the engine failed on, whatever became of its choices."""

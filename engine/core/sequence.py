@@ -198,6 +198,18 @@ class Sequence:
         """Blocks still missing to hold `num_tokens` tokens."""
         return max(0, -(-num_tokens // block_size) - len(self.block_ids))
 
+    def find_first(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
+        """The prompt that was computed meanwhile is complete: `sealed` says what was found then.
+        Its tokens may be drawn otherwise than this request's; then these are drawn here."""
+        assert self.remote is not None
+        first = sealed.first_tokens if is_usable else []
+        self.remote = replace(self.remote, first_tokens=first)
+        for choice in self.choices:
+            choice.request = replace(choice.request, remote=sealed)
+        for choice, token in zip(self.choices, first, strict=False):
+            choice.first_token = token
+            choice.token_ids.append(token.id)
+
     def forget_remote(self) -> None:
         """Takes back what was found elsewhere and not yet sent, of all choices: it is found here
         instead."""
@@ -249,7 +261,7 @@ class Sequence:
         """Where the prompt's KV came from. Tokens computed on either server are not cached: what
         is computed here ends the prompt, and so does the prefill server's work, after its hit."""
         cached, remote = self.num_skipped, self.request.remote
-        if remote is not None:
+        if remote is not None and remote.transfer_id is None:
             cached = min(remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed)
         return KVUsage(
             transferred=self.num_transferred,

@@ -12,6 +12,9 @@ import logging
 import time
 from collections import defaultdict
 
+import msgspec
+from msgspec.structs import replace
+
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -20,12 +23,15 @@ from kvcache.transfer.pulls.messages import (
     PeerFailed,
     PeerKey,
     PeerReady,
+    PullBegun,
     PullDone,
     PullDrained,
     PullFailed,
+    PullSealed,
     PullStuck,
     key_of,
 )
+from protocol import kv_params
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -99,15 +105,21 @@ class Borrower(KVConnector):
             return
         # DecodeLeg sees to it that a reference says what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
-        if not remote.first_tokens and request.max_tokens:
+        is_offer = remote.transfer_id is not None  # then they come later
+        if not (remote.first_tokens or is_offer) and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         if self._coordinator.knows(remote):
-            self.core.enqueue(sequence)
+            self._enqueue_begun(sequence)
             return
         self._connecting.setdefault(key_of(remote), []).append(sequence)
         self._coordinator.connect(remote)
+
+    def _enqueue_begun(self, sequence: Sequence) -> None:
+        """Unless nothing is computed yet of its prompt: it shall hold no blocks for that."""
+        if sequence.remote is not None and sequence.remote.lease_id:
+            self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
@@ -116,13 +128,10 @@ class Borrower(KVConnector):
             self._release_remote(sequence)
             self.core.scheduler.received(sequence)
             return
-        self._coordinator.pull(
-            sequence.request_id,
-            sequence.remote,
-            sequence.num_computed,
-            sequence.num_to_receive,
-            list(sequence.block_ids),
-        )
+        is_offer = sequence.remote.transfer_id is not None
+        stop = sequence.num_prompt_tokens if is_offer else sequence.num_to_receive
+        span, blocks = (sequence.num_computed, stop), list(sequence.block_ids)
+        self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks)
 
     def on_finish(self, sequence: Sequence) -> None:
         if sequence.remote is not None:  # it ended with the first token, before any pull
@@ -163,7 +172,11 @@ class Borrower(KVConnector):
             match event:
                 case PeerReady():
                     for sequence in self._connected(event):
-                        self.core.enqueue(sequence)
+                        self._enqueue_begun(sequence)
+                case PullBegun():
+                    self._on_begun(event)
+                case PullSealed():
+                    self._on_sealed(event)
                 case PeerFailed():
                     for sequence in self._connected(event):
                         self._release_remote(sequence)
@@ -214,6 +227,27 @@ class Borrower(KVConnector):
 
     def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
         return self._connecting.pop((event.engine_id, event.incarnation), [])
+
+    def _on_begun(self, event: PullBegun) -> None:
+        sequence = self._remote.get(event.pull_id)
+        if sequence is None or sequence.remote is None:
+            return  # aborted meanwhile
+        sequence.remote = replace(sequence.remote, lease_id=event.lease_id)
+        if not any(sequence in waiting for waiting in self._connecting.values()):
+            self.core.enqueue(sequence)
+
+    def _on_sealed(self, event: PullSealed) -> None:
+        """P has the first tokens: a stream begins before the rest of its KV is here."""
+        sequence = self._remote.get(event.pull_id)
+        if sequence is None:
+            return
+        params, request = kv_params.parse(msgspec.json.decode(event.reference)), sequence.request
+        is_usable = kv_params.are_first_tokens_of(params, request, request.sampling.seed)
+        if not is_usable and request.max_tokens:
+            self._totals["baton_kv_first_tokens_redrawn"] += 1
+        sequence.find_first(kv_params.to_remote_prefill(params), is_usable=is_usable)
+        if sequence.phase in (Phase.WAITING, Phase.RECEIVING):
+            self.core.found(sequence)
 
     def _on_done(self, event: PullDone) -> None:
         sequence = self._remote.pop(event.pull_id, None)

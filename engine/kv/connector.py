@@ -22,10 +22,17 @@ class Connector(KVConnector):
     def on_add(self, sequence: Sequence) -> None:
         if sequence.remote is not None and self._lender.take_back(sequence.remote):
             sequence.remote = None  # this engine did the prompt, too: its prefix cache has it
+        self._lender.expect(sequence)
         self._borrower.on_add(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
         self._borrower.on_receive(sequence)
+
+    def on_computed(self, sequence: Sequence, num_before: int) -> None:
+        self._lender.on_computed(sequence, num_before)
+
+    def on_end(self, sequence: Sequence) -> None:
+        self._lender.on_end(sequence)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         self._borrower.on_finish(sequence)

@@ -7,6 +7,8 @@ half grants leases and, each round, gives the blocks of ended ones back to the a
 
 from typing import Any
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
@@ -26,19 +28,64 @@ class Lender(KVConnector):
         self._leases = leases
         self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
 
+    def on_add(self, sequence: Sequence) -> None:
+        self.expect(sequence)
+        self.core.enqueue(sequence)
+
+    def expect(self, sequence: Sequence) -> None:
+        """A prompt has come, which may be subscribed to."""
+        if name := sequence.request.transfer_id:
+            digest, config = kv_params.prompt_digest(sequence.request.token_ids), self._config
+            size = config.block_size
+            self._leases.expect(name, sequence.request_id, digest, config.lease_s, size)
+
+    def on_computed(self, sequence: Sequence, num_before: int) -> None:
+        """Leases what is full of the prompt to who listens. It stays so though the sequence be
+        preempted: it finds these blocks in the prefix index then, so that it needs no others."""
+        name, size = sequence.request.transfer_id or "", self._config.block_size
+        num_tokens = num_before if self._config.tp > 1 else sequence.num_computed
+        if self.core.scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
+            return  # as another one would, or on_finish does
+        first = self._leases.wanted(name)
+        if first is None or first >= num_tokens // size:
+            return
+        blocks = sequence.block_ids[first : num_tokens // size]
+        if self._grow(name, blocks) and not first and (leased := self._leases.leased(name)):
+            self._by_request[sequence.request_id] = leased[0]
+
+    def _grow(self, name: str, blocks: list[int], *, seals: bool = False) -> bool:
+        allocator = self.core.scheduler.allocator
+        allocator.lease(blocks)
+        if has_grown := self._leases.grow(name, blocks, seals=seals):
+            return has_grown
+        allocator.end_lease(blocks)
+        return False
+
+    def on_end(self, sequence: Sequence) -> None:
+        self._leases.withdraw(sequence.request.transfer_id or "")
+
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
             return None
         num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
-        block_ids = sequence.block_ids[:num_blocks]
-        self.core.scheduler.allocator.lease(block_ids)
-        lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
-        self._by_request[sequence.request_id] = lease_id
+        name = sequence.request.transfer_id or ""
+        lease_id, leased = self._leases.leased(name) or ("", [])
+        block_ids = [*leased, *sequence.block_ids[len(leased) : num_blocks]]
+        if lease_id:  # who gave it up wants no more
+            self._grow(name, block_ids[len(leased) :], seals=True)
+        else:
+            self.core.scheduler.allocator.lease(block_ids)
+            lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
+            self._by_request[sequence.request_id] = lease_id
         try:
-            return self._params(sequence, block_ids, lease_id)
+            params = self._params(sequence, block_ids, lease_id)
         except Exception:
             self._leases.abort(lease_id)  # nobody will hear of it
             raise
+        if name:
+            told = {key: params[key] for key in params if key != "prompt_token_ids"}
+            self._leases.tell_end(name, lease_id, block_ids, msgspec.json.encode(told))
+        return params
 
     def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]

@@ -220,7 +220,7 @@ class Pair:
     ) -> None:
         pool, agent = self.make_pool(block_size, order), MemoryAgent("p")
         agent.register(pool.base_address, pool.nbytes)
-        config = make_config(lease_s=lease_s, block_size=block_size)
+        config = self.config = make_config(lease_s=lease_s, block_size=block_size)
         told = metadata(
             describe(pool, 0, agent.metadata()),
             engine_id=config.engine_id,
@@ -324,6 +324,40 @@ class Pair:
         )
         self.d.core.round([request, AbortRequest(name)] if aborted else [request])
         return name
+
+    def both(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 6,
+        *,
+        order: str = "pd",
+        p_sampling: SamplingParams | None = None,
+        **members: Any,
+    ) -> tuple[str, str]:
+        """Asks P and D at once, or in this order with rounds between; returns their names of it."""
+        number, told = next(_names), {"stop_token_ids", "num_choices", "sampling"}
+        names, (host, port) = (f"p{number}", f"d{number}"), self.leases.address
+        asked = {name: value for name, value in members.items() if name in told}
+        asked |= {"sampling": p_sampling} if p_sampling else {}
+        offer = kv_params.Offer(
+            transfer_id=names[0],
+            engine_id=self.config.engine_id,
+            incarnation=self.config.incarnation,
+            host=host,
+            port=port,
+        )
+        remote = offer.to_remote(0, prompt)
+        ours = add(names[0], prompt, 1, retain_kv=True, transfer_id=remote.transfer_id, **asked)
+        theirs = add(names[1], prompt, max_tokens, remote=remote, **members)
+        for side in order:
+            if side == "p":
+                self.p.core.round([ours])
+            elif side == "d":
+                self.d.core.round([theirs])
+                take_a_round(self.coordinator)
+            else:
+                self.until(lambda: bool(self.p.out.terminals(names[0])))
+        return names
 
     def skip(self, seconds: float) -> None:
         """Pulls that take longer by the coordinator's clock take too long."""

@@ -10,8 +10,9 @@ the threads around them.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up. A remote with a
-  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed tell how far it is, and
-  `pull` may come at any time; what is there is read in cuts, one after the other, with one fence.
+  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed tell how far it is,
+  and `pull` may come at any time; what is there is read in cuts, one after the other, with one
+  fence.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained. PullFailed may
   come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
 - PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
@@ -71,6 +72,7 @@ class PullBegun(msgspec.Struct, frozen=True):
     """Of a prompt that is computed meanwhile: some of its KV is there, under a lease."""
 
     pull_id: str
+    lease_id: str
 
 
 class PullSealed(msgspec.Struct, frozen=True):

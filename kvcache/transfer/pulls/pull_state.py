@@ -6,8 +6,8 @@
                                               |
                                         DRAINING (READs still active) --the last one ended--> ENDED
 
-The fence is P's answer to COMPLETE. Of a prompt that is computed meanwhile READING may wait for more
-of it, between two cuts.
+The fence is P's answer to COMPLETE. Of a prompt that is computed meanwhile READING may wait for
+more of it, between two cuts.
 """
 
 from dataclasses import dataclass
@@ -165,7 +165,7 @@ class PullState:
         return self._read_on(now)
 
     def _read_on(self, now: float) -> list[Action]:
-        """The next cut, if nothing is read now: all that is there, up to the end of a block here."""
+        """The next cut, if nothing is read now: all there is, up to the end of a block here."""
         if self.phase is not Phase.READING or self._reading or self._order is None:
             return []
         order, stop = self._order, self._order.token_stop
@@ -203,7 +203,7 @@ class PullState:
                 self.remote, lease_id=lease[0], lease_s=lease[1], block_size=lease[2]
             )
             self._lease["lease_id"] = progress.lease_id
-            told.append(PullBegun(self.pull_id))
+            told.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
             return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
         self._blocks[progress.first :] = progress.block_ids

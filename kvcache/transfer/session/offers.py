@@ -1,8 +1,8 @@
-"""Prompts whose KV is told of while they are computed: what of each is there, and to whom to say so.
+"""Prompts whose KV is told of while they are computed: what is there, and to whom to say so.
 
     subscribe ------------> waits for its prompt, for a while        (in either order)
     expect ---------------> the engine has the prompt
-    grow, grow, ..., seal -> one lease that grows; readers hear of each part, at last of the reference
+    grow, ..., tell_end ----> one lease that grows; readers hear of each part, then the reference
     withdraw, or the lease's end -> readers hear that it is gone
 
 Pure: readers are whatever the caller knows them by, the clock is an argument.
@@ -15,8 +15,10 @@ from typing import Generic, TypeVar
 from kvcache.lease import LeaseTable
 from protocol.handshake import Gone, Ok, Progress, Subscribe
 
-UNKNOWN_S = 30.0  # for which a subscription waits for its prompt: a body may be long
-_MAX_UNKNOWN = 4096  # prompts that are waited for
+# For which a subscription waits for its prompt, as a body may be long; and for which it is known
+# that a prompt has ended, as a subscription may be late.
+KNOWN_S = 30.0
+_MAX_KNOWN = 16384  # of such prompts
 _MAX_READERS = 8  # of one prompt: a proxy asks a few decode servers, one after the other
 
 R = TypeVar("R")
@@ -48,7 +50,7 @@ class Offers(Generic[R]):
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._offers: dict[str, _Offer[R]] = {}
-        self._unknown: dict[str, float] = {}  # and until when they are waited for; oldest first
+        self._known_until: dict[str, float] = {}  # prompts waited for, or ended; oldest first
         self._by_lease: dict[str, str] = {}
         self._news: set[str] = set()
 
@@ -65,8 +67,9 @@ class Offers(Generic[R]):
     ) -> None:
         """The prompt has come. Another one that had this name before is nobody's any more."""
         self.withdraw(transfer_id, now)
-        is_awaited = self._unknown.pop(transfer_id, None) is not None
-        readers = self._offers[transfer_id].readers if is_awaited else {}
+        awaited = self._offers.get(transfer_id)
+        is_awaited = self._known_until.pop(transfer_id, None) and awaited and not awaited.has_ended
+        readers = awaited.readers if awaited and is_awaited else {}
         self._offers[transfer_id] = _Offer(
             request_id, prompt_digest, lease_s, block_size, readers=readers
         )
@@ -117,7 +120,6 @@ class Offers(Generic[R]):
         self._name(transfer_id, offer, lease_id)
         offer.block_ids, offer.reference = list(block_ids), reference
         self._news.add(transfer_id)
-        self._forget_if_over(transfer_id, offer)
 
     def withdraw(self, transfer_id: str, now: float) -> None:
         """The prompt will never be complete; of one that is, nothing changes."""
@@ -128,14 +130,13 @@ class Offers(Generic[R]):
         if offer.lease_id:
             self._table.abort(offer.lease_id, now)
         self._news.add(transfer_id)
-        self._forget_if_over(transfer_id, offer)
 
     def lease_ended(self, lease_id: str) -> None:
         transfer_id = self._by_lease.pop(lease_id, "")
-        if offer := self._offers.get(transfer_id):
+        offer = self._offers.get(transfer_id)
+        if offer is not None and offer.lease_id == lease_id:
             offer.has_ended = True
             self._news.add(transfer_id)
-            self._forget_if_over(transfer_id, offer)
 
     def _name(self, transfer_id: str, offer: _Offer[R], lease_id: str) -> None:
         offer.lease_id = lease_id
@@ -147,10 +148,10 @@ class Offers(Generic[R]):
         """A sign of life; what there is to tell, `take` returns."""
         offer = self._offers.get(asked.transfer_id)
         if offer is None:
-            if len(self._unknown) >= _MAX_UNKNOWN:
+            if len(self._known_until) >= _MAX_KNOWN:
                 return Gone(nonce=asked.nonce, reason="too many prompts are waited for")
             offer = self._offers[asked.transfer_id] = _Offer()
-            self._unknown[asked.transfer_id] = now + UNKNOWN_S
+            self._known_until[asked.transfer_id] = now + KNOWN_S
         if asked.nonce not in offer.readers and len(offer.readers) >= _MAX_READERS:
             return Gone(nonce=asked.nonce, reason="it has too many readers")
         if offer.lease_id:
@@ -171,22 +172,33 @@ class Offers(Generic[R]):
 
     def take(self, now: float, is_slow: Callable[[R], bool]) -> list[tuple[R, Progress | Gone]]:
         """What is to be told. Who is slow hears later, all of it at once."""
-        while self._unknown and next(iter(self._unknown.values())) <= now:
-            transfer_id = next(iter(self._unknown))
-            del self._unknown[transfer_id]
-            self._offers[transfer_id].has_ended = True
-            self._news.add(transfer_id)
         found: list[tuple[R, Progress | Gone]] = []
         news, self._news = self._news, set()
         for transfer_id in news:
             offer = self._offers.get(transfer_id)
-            for nonce, reader in list(offer.readers.items()) if offer else ():
+            if offer is None:
+                continue
+            for nonce, reader in list(offer.readers.items()):
                 if is_slow(reader.reader):
                     self._news.add(transfer_id)
                 elif reply := self._news_for(offer, nonce, reader):
                     found.append((reader.reader, reply))
-            if offer is not None:
-                self._forget_if_over(transfer_id, offer)
+            # Of a prompt that is still computed the end of its lease is remembered.
+            if offer.has_ended and (offer.reference or not offer.request_id):
+                self._offers[transfer_id] = _Offer(has_ended=True, readers=offer.readers)
+                self._known_until.setdefault(transfer_id, now + KNOWN_S)
+        return found + self._expired(now)
+
+    def _expired(self, now: float) -> list[tuple[R, Progress | Gone]]:
+        """Forgets the oldest, beside whom there may be no more than there is room for."""
+        found: list[tuple[R, Progress | Gone]] = []
+        while self._known_until:
+            transfer_id, until = next(iter(self._known_until.items()))
+            if until > now and len(self._known_until) <= _MAX_KNOWN:
+                break
+            del self._known_until[transfer_id]
+            for nonce, reader in self._offers.pop(transfer_id).readers.items():
+                found.append((reader.reader, Gone(nonce=nonce, reason="unknown")))
         return found
 
     def _news_for(self, offer: _Offer[R], nonce: str, reader: _Reader[R]) -> Progress | Gone | None:
@@ -210,9 +222,3 @@ class Offers(Generic[R]):
             block_ids=offer.block_ids[first:],
             reference=offer.reference,
         )
-
-    def _forget_if_over(self, transfer_id: str, offer: _Offer[R]) -> None:
-        """Of a prompt that is still computed the end of its lease is remembered."""
-        is_computed = offer.request_id and not offer.reference
-        if offer.has_ended and not offer.readers and not is_computed:
-            self._offers.pop(transfer_id, None)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from engine.core.sequence import Phase
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.pulls.messages import PullSettings
@@ -79,6 +80,7 @@ class Chaos:
         self.max_len = kind.limits.get("max_model_len", 64)
         self.asked: dict[str, tuple[list[int], int, dict[str, Any]]] = {}  # prompt, max_tokens, ...
         self.aborted: set[str] = set()
+        self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
 
     def run(self) -> None:
         for _ in range(self.random.randrange(20, 70)):
@@ -90,6 +92,10 @@ class Chaos:
         for name in self.asked:
             self._check(name)
         self.pair.d.agent.resume()
+        for name, ours in self.ours.items():
+            ends = self.pair.d.out.terminals(name)
+            if not any(end.usage and end.usage.transferred for end in ends):
+                self.pair.p.core.round([AbortRequest(ours)])  # as the proxy's: nobody comes for it
         self.pair.settle()  # nothing has to expire for that
 
     def close(self) -> None:
@@ -108,6 +114,8 @@ class Chaos:
             name = self.random.choice(list(self.asked))
             pair.d.core.round([AbortRequest(name, self.random.choice([None, None, 0, 1]))])
             self.aborted.add(name)
+        elif dice < 0.57 and self.ours:
+            pair.p.core.round([AbortRequest(self.random.choice(list(self.ours.values())))])
         elif dice < 0.6:
             pair.d.agent.stall()
         elif dice < 0.68:
@@ -145,6 +153,14 @@ class Chaos:
         else:
             if self.pair.p.core.scheduler.allocator.num_available < 20:
                 self.pair.now_s += 1e4  # leases of READs that hang end by P's clock alone
+            if members["num_prompt_logprobs"] is None and self.random.random() < 0.5:
+                order = pick(["pd", "dp", "pd", "dp", "p", "d"])
+                ours, name = self.pair.both(prompt, max_tokens, order=order, **members)
+                self.ours[name] = ours
+                self.asked[name] = prompt, max_tokens, members
+                if order == "p":  # and D is never asked
+                    del self.asked[name]
+                return
             params = self.pair.prefill(prompt, **members)
             if self.random.random() < 0.1:  # as of a request that was refused
                 reference = kv_params.to_remote_prefill(kv_params.parse(params))
@@ -154,11 +170,7 @@ class Chaos:
 
     def _check(self, name: str) -> None:
         out, choices = self.pair.d.out, self.asked[name][2]["num_choices"]
-        self.pair.until(
-            lambda: (
-                len(out.terminals(name)) >= choices or any(end.error for end in out.terminals(name))
-            )
-        )
+        self.pair.until(lambda: self._has_ended(name))
         ends = out.terminals(name)
         assert len(ends) <= choices
         assert all(end.error is None or end.error.code == "overloaded" for end in ends), ends
@@ -166,6 +178,13 @@ class Chaos:
         assert all(end.error is None for end in before)
         assert last.error is not None or len(ends) == choices
         self._check_told(name, whole=last.error is None and name not in self.aborted)
+
+    def _has_ended(self, name: str) -> bool:
+        sequence = self.pair.d.core.sequences.get(name)
+        if sequence is not None and sequence.phase is Phase.NEW:
+            self.pair.now_s += 0.5  # what never came to P is given up by P's clock
+        ends = self.pair.d.out.terminals(name)
+        return len(ends) >= self.asked[name][2]["num_choices"] or any(end.error for end in ends)
 
     def _check_told(self, name: str, *, whole: bool) -> None:
         """What the client has by now, whether or not that is all."""

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
-from kvcache.transfer.session.offers import UNKNOWN_S
+from kvcache.transfer.session.offers import KNOWN_S
 from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
@@ -79,10 +79,9 @@ class Prompt:
             for block in set(range(32)).difference(self.blocks[:stop]):
                 pool.canonical[block] = before[block]
         self.num_done, ends = stop, stop == len(self.blocks)
-        first = server.wanted(self.name)
-        if first is None and not ends:
+        if server.wanted(self.name) is None and not ends:
             return False
-        first = first or 0
+        first = len((server.leased(self.name) or ("", []))[1])
         has_grown = server.grow(self.name, self.blocks[first:stop], seals=ends)
         if ends:
             lease_id, blocks = server.leased(self.name) or ("", [])
@@ -93,6 +92,11 @@ class Prompt:
     def whole(self) -> RemotePrefill:
         size = self.prefill.layouts[0].block_size
         return replace(self.remote, block_ids=self.blocks, block_size=size)
+
+
+def until_read(decode: Decode, prompt: Prompt, start: int, stop: int) -> None:
+    blocks, wanted = local_blocks(decode), expected(prompt.whole, start, stop, decode.heads)
+    decode.until(lambda: np.array_equal(decode.tokens(blocks, start, stop), wanted))
 
 
 def drop_connections(prefill: Prefill) -> None:
@@ -139,8 +143,7 @@ def test_what_is_there_is_read_while_the_rest_is_computed(
             prompt.compute(random.Random(chunk).randint(1, 3) * 8)
         there = prompt.num_told_tokens // per_block * per_block
         if pulls_at <= chunk and start < there < NUM_TOKENS:
-            wanted = expected(prompt.whole, start, there, decode.heads)
-            decode.until(lambda: np.array_equal(decode.tokens(blocks, start, there), wanted))
+            until_read(decode, prompt, start, there)
     assert decode.wait(PullSealed).reference == b"reference"
     assert decode.done("a").nbytes > 0
     assert_pulled(decode, prompt.whole, blocks, start, NUM_TOKENS)
@@ -154,8 +157,7 @@ def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
     decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
     decode.until(lambda: prefill.server.wanted("t") is not None)
     assert prompt.compute(16)
-    wanted = expected(prompt.whole, 0, 16)
-    decode.until(lambda: np.array_equal(decode.tokens(local_blocks(decode), 0, 16), wanted))
+    until_read(decode, prompt, 0, 16)
     return prefill, decode, prompt
 
 
@@ -207,7 +209,7 @@ def test_a_prompt_that_never_comes_is_waited_for_only_so_long(rig: Any) -> None:
     prefill, decode = rig(Prefill), rig(Decode)
     decode.coordinator.hold("a", Prompt(prefill, comes=False).remote)
     decode.until(lambda: prefill.server.wanted("t") is not None)
-    prefill.clock.skip(UNKNOWN_S)
+    prefill.clock.skip(KNOWN_S)
     assert isinstance(decode.failed("a"), LeaseGone)
 
 

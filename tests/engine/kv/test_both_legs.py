@@ -1,0 +1,104 @@
+"""A prompt that P computes while D pulls it: both real connectors, both engines in one process."""
+
+from typing import Any, ClassVar
+
+import pytest
+
+from protocol.messages import AbortRequest, SamplingParams
+from tests.engine.kv.conftest import MakePair
+from tests.rigs.engine_pair import Pair
+from tests.rigs.shadow import VOCAB, add, expected_output
+
+PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
+
+
+@pytest.mark.parametrize("order", ["pd", "dp", "p.d"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"p_block_size": 2, "d_block_size": 8, "p_order": "LCBNHD"},
+        {"p_block_size": 8, "d_block_size": 3},
+        {"p_block_size": 2, "d_block_size": 4, "dcp": 2},
+        {"launch_bytes": 512},
+    ],
+    ids=str,
+)
+def test_text_is_that_of_one_server(make_pair: MakePair, options: Any, order: str) -> None:
+    pair = make_pair(**options)
+    for length, members in (
+        (45, {}),
+        (16, {"num_choices": 3}),
+        (1, {}),
+        (33, {"sampling": SamplingParams(temperature=0.0, presence_penalty=0.5)}),
+        (40, {"max_tokens": 1}),  # it ends with the token of P
+    ):
+        prompt, asked = [length, *PROMPT[1:length]], {"max_tokens": 6, **members}
+        _, name = pair.both(prompt, order=order, **asked)
+        answers = pair.answers(name, asked.get("num_choices", 1))
+        for choice, answer in enumerate(answers):
+            assert answer == expected_output(prompt, asked["max_tokens"], choice=choice)
+        if asked["max_tokens"] > 1:
+            transferred, recomputed, skipped = pair.usage(name)
+            assert (transferred + skipped, recomputed) == (length, 0)
+
+
+def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair: Pair) -> None:
+    name, theirs = pair.both(PROMPT, order="dp")
+    pair.until(lambda: pair.d.core.scheduler.receiving != {})
+    pair.d.agent.stall()
+    pair.until(lambda: len(pair.d.out.tokens(theirs)) == 1)
+    assert pair.p.out.terminals(name)
+    pair.d.agent.resume()
+    assert pair.answer(theirs) == expected_output(PROMPT, 6)
+
+
+def test_a_token_drawn_otherwise_is_drawn_again(pair: Pair) -> None:
+    """A router between the two has changed P's body: only the KV is used."""
+    _, name = pair.both(PROMPT, p_sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0))
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    assert pair.usage(name) == (44, 1, 0)
+    assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
+
+
+@pytest.mark.parametrize("who", ["p", "d"])
+@pytest.mark.parametrize("num_rounds", range(6))
+def test_an_abort_of_either_leg_ends_both(make_pair: MakePair, who: str, num_rounds: int) -> None:
+    """After as many rounds: D computes what P gives up, P keeps nothing of what D gives up."""
+    pair = make_pair()
+    ours, theirs = pair.both(PROMPT, order="dp")
+    for _ in range(num_rounds):
+        pair.p.core.round([])
+        pair.until(lambda: True)
+    side, name = (pair.p, ours) if who == "p" else (pair.d, theirs)
+    side.core.round([AbortRequest(name)])
+    pair.until(lambda: bool(pair.d.out.terminals(theirs)))
+    tokens = pair.d.out.tokens(theirs)
+    assert tokens == expected_output(PROMPT, 6)[: len(tokens)]
+    assert who == "d" or len(tokens) == 6
+    pair.until(lambda: bool(pair.p.out.terminals(ours)))
+    pair.p.core.round([AbortRequest(ours)])  # as the proxy's: nobody will come
+    pair.settle()
+
+
+class SlowPair(Pair):
+    """Two tokens of a prompt beside two streams."""
+
+    limits: ClassVar[dict[str, int]] = {"max_num_batched_tokens": 4}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preemption_of_half_a_prompt_keeps_what_is_leased(depth: int) -> None:
+    pair = SlowPair(depth=depth)
+    try:
+        for name in ("a", "b"):
+            pair.p.core.round([add(name, [1, 2, len(name)], 58)])
+        pair.until(lambda: len(pair.p.out.tokens("b")) > 30)
+        _, theirs = pair.both(PROMPT, order="dp")
+        pair.until(lambda: bool(pair.p.core.scheduler.num_preemptions))
+        assert not pair.d.out.tokens(theirs)
+        assert pair.answer(theirs) == expected_output(PROMPT, 6)
+        assert pair.usage(theirs) == (45, 0, 0)
+        pair.settle()
+    finally:
+        pair.close()

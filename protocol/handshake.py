@@ -235,8 +235,8 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
-    """Tell of a prompt's KV while it is computed, from its block `num_blocks` on. Said again now and
-    then: it renews the lease, and asks for what a lost connection has swallowed."""
+    """Tell of a prompt's KV while it is computed, from its block `num_blocks` on. Said again now
+    and then: it renews the lease, and asks for what a lost connection has swallowed."""
 
     nonce: _Id
     incarnation: _Id

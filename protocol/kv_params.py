@@ -192,8 +192,8 @@ def build(
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A prompt that a prefill server is asked for at this moment: where to subscribe to its KV. Only
-    a proxy makes one, as it names a host to connect to."""
+    """A prompt that a prefill server is asked for at this moment: where to subscribe to its KV.
+    Only a proxy makes one, as it names a host to connect to."""
 
     transfer_id: _Text
     engine_id: _Text

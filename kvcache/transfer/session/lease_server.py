@@ -15,8 +15,8 @@ from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
+from kvcache.offers import Offers
 from kvcache.transfer.session.lease_client import Address, new_id
-from kvcache.transfer.session.offers import Offers
 from protocol.handshake import (
     Complete,
     EngineMetadata,

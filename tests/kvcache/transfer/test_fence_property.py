@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from kvcache.lease import LeaseTable
+from kvcache.offers import Offers
 from kvcache.transfer.pulls.messages import Pull, PullDone, PullSettings, RankEnded
 from kvcache.transfer.pulls.pull_state import Action, PullState
-from kvcache.transfer.session.offers import Offers
 from protocol.handshake import (
     AbortLease,
     Complete,

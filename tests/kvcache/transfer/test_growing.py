@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvcache.offers import KNOWN_S
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
-from kvcache.transfer.session.offers import KNOWN_S
 from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (

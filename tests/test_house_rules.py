@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2470,
-    "decode_server": 200,
+    "decode_server": 198,
     "deploy": 900,
-    "engine": 10172,
-    "kvcache": 6896,
-    "kvcache/transfer": 5692,
+    "engine": 10292,
+    "kvcache": 7359,
+    "kvcache/transfer": 5900,
     "model": 3700,
-    "prefill_server": 187,
-    "protocol": 6500,
+    "prefill_server": 192,
+    "protocol": 6621,
     "proxy": 4344,
-    "tests": 37089,
+    "tests": 37574,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

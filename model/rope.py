@@ -100,7 +100,8 @@ class Rope:
     """One rotation on one device.
 
     Args:
-        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated.
+        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated,
+            by `rotate` alone.
 
     The angles of a step are computed from its positions, not looked up: a table for a context of
     131,072 tokens would take more memory than some models.
@@ -121,8 +122,8 @@ class Rope:
         self._scaling = None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved and head_dim is None
-        self._is_fused = not self._interleaved and fused_ops.rope_works(
-            torch.device(device), dtype, 2 * self._half
+        self._is_fused = head_dim is not None and fused_ops.rope_works(
+            torch.device(device), dtype, head_dim
         )
 
     def angles(self, positions: Tensor) -> Angles:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model import fused_ops
-from model.config import RopeConfig
+from model.architectures.rotation import RopeConfig
 from model.layers import Columns, Linear
 from model.rope import Rope
 
@@ -48,9 +48,9 @@ def test_rotation_in_place_is_that_of_the_cpu(dim: int, scaling: dict[str, objec
     positions = torch.tensor([0, 1, 77, 4095, 100_000])
     qkv = torch.randn(5, 6 * dim)
     heads = qkv.view(5, 6, dim)
-    plain = Rope(config, dtype=torch.float32, device="cpu")
+    plain = Rope(config, dtype=torch.float32, device="cpu", head_dim=dim)
     expected = plain.rotate_pair(heads[:, :4], heads[:, 4:5], plain.angles(positions))
-    fused = Rope(config, dtype=torch.bfloat16, device="cuda")
+    fused = Rope(config, dtype=torch.bfloat16, device="cuda", head_dim=dim)
     on_gpu = heads.to(**BF16)
     rotated = fused.rotate_pair(on_gpu[:, :4], on_gpu[:, 4:5], fused.angles(positions.cuda()))
     for ours, theirs in zip(rotated, expected, strict=True):
@@ -108,7 +108,7 @@ def test_rotating_and_storing_in_one_kernel(
     pool.tensor.fill_(-9.0)
     heads = torch.randn(5, (num_q + 2 * num_kv) * dim, **BF16).view(5, -1, dim)
     q, k, v = heads.split([num_q, num_kv, num_kv], dim=1)
-    rope = Rope(RopeConfig(dim=dim, theta=1e4), **BF16)
+    rope = Rope(RopeConfig(dim=dim, theta=1e4), **BF16, head_dim=dim)
     angles = rope.angles(torch.tensor([0, 3, 70, 900, 31_000], device="cuda"))
     expected_q, expected_k = rope.rotate_pair(q.clone(), k.clone(), angles)
     slots = torch.tensor([95, 17, 16, 40, 3], dtype=torch.int32, device="cuda")

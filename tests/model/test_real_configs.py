@@ -1,0 +1,141 @@
+"""What is published under well-known names: read as it is, with the weights that the name tells."""
+
+from typing import Any
+
+import pytest
+
+from model.architectures.rotation import NOT_ROTATED
+from model.config import ModelConfig, parse_config
+from model.errors import UnsupportedModel
+from model.sizes import num_elements
+
+
+def published(
+    architecture: str, layers: int, hidden: int, intermediate: int, heads: int, kv: int, vocab: int,
+    max_position: int, **rest: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        **rest,
+    }
+
+
+QWEN: dict[str, Any] = {
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "num_experts": 128, "head_dim": 128,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None,
+    "use_sliding_window": False, "max_window_layers": 48, "rope_theta": 1e6,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "moe_intermediate_size": 2048, "n_shared_experts": 1, "moe_layer_freq": 1,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+GLM_MOE: dict[str, Any] = {
+    "attention_bias": True, "head_dim": 128, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "rope_theta": 1000000,
+    "rope_scaling": None,
+}  # fmt: skip
+LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [8.0] * 48}
+# Billions of weights as published, without layers for drafts.
+MODELS: dict[str, tuple[float, dict[str, Any]]] = {
+    "Mixtral-8x7B": (46.7, published(
+        "MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000, 32768, num_local_experts=8,
+        num_experts_per_tok=2, sliding_window=None)),
+    "Qwen3-30B-A3B": (30.5, published(
+        "Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936, 40960, moe_intermediate_size=768,
+        **QWEN)),
+    "Qwen3-235B-A22B": (235.1, published(
+        "Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936, 40960, moe_intermediate_size=1536,
+        **QWEN)),
+    "Qwen2-57B-A14B": (57.4, published(
+        "Qwen2MoeForCausalLM", 28, 3584, 18944, 28, 4, 151936, 32768, moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False, use_sliding_window=False, sliding_window=65536)),
+    "DeepSeek-V3": (671.0, published(
+        "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280, 163840, n_routed_experts=256,
+        first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5,
+        rope_scaling=YARN, **DEEPSEEK)),
+    "Kimi-K2": (1026.0, published(
+        "DeepseekV3ForCausalLM", 61, 7168, 18432, 64, 64, 163840, 131072, n_routed_experts=384,
+        first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.827,
+        model_type="kimi_k2", rope_scaling={**YARN, "factor": 32.0}, rope_theta=50000.0,
+        **DEEPSEEK)),
+    "GLM-4.5": (353.0, published(
+        "Glm4MoeForCausalLM", 92, 5120, 12288, 96, 8, 151552, 131072, n_routed_experts=160,
+        moe_intermediate_size=1536, first_k_dense_replace=3, use_qk_norm=True, **GLM_MOE)),
+    "GLM-4.5-Air": (106.9, published(
+        "Glm4MoeForCausalLM", 46, 4096, 10944, 96, 8, 151552, 131072, n_routed_experts=128,
+        moe_intermediate_size=1408, first_k_dense_replace=1, use_qk_norm=False, **GLM_MOE)),
+    "GLM-4-9B-0414": (9.4, published(
+        "Glm4ForCausalLM", 40, 4096, 13696, 32, 2, 151552, 32768, head_dim=128,
+        attention_bias=True, partial_rotary_factor=0.5)),
+    "phi-4": (14.7, published(
+        "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, sliding_window=None,
+        rope_scaling=None, rope_theta=250000, original_max_position_embeddings=16384)),
+    "Phi-4-mini": (3.84, published(
+        "Phi3ForCausalLM", 32, 3072, 8192, 24, 8, 200064, 131072, sliding_window=262144,
+        partial_rotary_factor=0.75, rope_scaling=LONG, original_max_position_embeddings=4096,
+        tie_word_embeddings=True)),
+    "OLMo-2-7B": (7.3, published(
+        "Olmo2ForCausalLM", 32, 4096, 11008, 32, 32, 100352, 4096, rope_theta=500000)),
+    "SmolLM3-3B": (3.08, published(
+        "SmolLM3ForCausalLM", 36, 2048, 11008, 16, 4, 128256, 65536, use_sliding_window=False,
+        no_rope_layers=[1, 1, 1, 0] * 9, rope_theta=5000000.0, sliding_window=None,
+        layer_types=["full_attention"] * 36, tie_word_embeddings=True)),
+    "granite-3.3-8b": (8.17, published(
+        "GraniteForCausalLM", 40, 4096, 12800, 32, 8, 49159, 131072, attention_multiplier=0.0078125,
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0,
+        tie_word_embeddings=True)),
+    "OLMoE-1B-7B": (6.92, published(
+        "OlmoeForCausalLM", 16, 2048, 1024, 16, 16, 50304, 4096, num_experts=64,
+        num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None)),
+    "gemma-7b": (8.54, published(
+        "GemmaForCausalLM", 28, 3072, 24576, 16, 16, 256000, 8192, head_dim=256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_has_the_weights_that_it_is_known_for(name: str) -> None:
+    billions, raw = MODELS[name]
+    assert num_elements(parse_config(raw)) / 1e9 == pytest.approx(billions, rel=0.006)
+
+
+def test_what_publishers_write_is_understood() -> None:
+    def of(name: str) -> ModelConfig:
+        return parse_config(MODELS[name][1])
+
+    kimi, v3 = of("Kimi-K2").moe, of("DeepSeek-V3").moe
+    assert kimi and v3 and (kimi.num_groups, v3.num_groups, v3.topk_groups) == (1, 8, 4)
+    assert kimi.is_normalized and kimi.routed_scaling_factor == 2.827
+    assert of("DeepSeek-V3").draft_layers == 1 and v3.dense_layers == (0, 1, 2)
+    assert (of("GLM-4.5").qk_norm, of("GLM-4.5-Air").qk_norm) == ("head", "")
+    assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
+    mini = of("Phi-4-mini").rope
+    assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
+    assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
+    assert of("granite-3.3-8b").score_scale == 0.0078125
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"sliding_window": 2047}, "sliding_window 2047"),  # Phi-3-mini-4k
+        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config "fp8"'),
+    ],
+)
+def test_what_is_not_served_of_them_is_told(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedModel, match=told):
+        parse_config({**MODELS["phi-4"][1], **raw})

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6621,
     "proxy": 4344,
-    "tests": 37574,
+    "tests": 37715,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

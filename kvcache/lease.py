@@ -111,6 +111,12 @@ class LeaseTable:
         lease.grows = not seals
         return True
 
+    def blocks(self, lease_id: str, now: float) -> tuple[int, ...] | None:
+        """What is held; None when the lease is gone."""
+        self.expire(now)
+        lease = self._held.get(lease_id)
+        return None if lease is None else lease.block_ids
+
     def renew(self, lease_id: str, now: float) -> bool:
         """Moves the deadline to `now + lease_s`; False when the lease is gone."""
         self.expire(now)

@@ -28,6 +28,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # by
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
+DIGESTS: Final = 1  # rises when kvcache/verify computes others
 MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
 
 
@@ -97,6 +98,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dcp_size: int = 1
     ranks: list[RankMetadata]
+    digests: int = 0  # DIGESTS where it answers AskDigest just as we do
 
 
 def check_compatible(
@@ -208,6 +210,7 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
 
 
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 24)]
 
 
 class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True):
@@ -232,6 +235,14 @@ class Complete(LeaseRequest, frozen=True, tag="complete", kw_only=True):
 
 
 class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
+
+
+class AskDigest(LeaseRequest, frozen=True, tag="ask_digest", kw_only=True):
+    """What are the digests of these tokens' KV? Said again, it is computed once."""
+
+    token_start: _Count
+    token_stop: _Count
+    samples: bool  # some layers of it
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
@@ -273,6 +284,11 @@ class Gone(msgspec.Struct, frozen=True, tag="gone", kw_only=True):
     reason: str = ""
 
 
+class Digest(msgspec.Struct, frozen=True, tag="digest", kw_only=True):
+    nonce: str
+    sums: bytes  # as kvcache/verify/scope.py has them; empty: it cannot be computed
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     """The request was malformed or not authentic. Not itself authentic when secrets differ."""
 
@@ -285,9 +301,9 @@ class FrameError(ValueError):
 
 
 Request = GetMetadata | LeaseRequest | Subscribe
-Reply = Metadata | Ok | Gone | Progress | Refused
+Reply = Metadata | Ok | Gone | Progress | Digest | Refused
 
-_requests = GetMetadata | Renew | Complete | AbortLease | Subscribe
+_requests = GetMetadata | Renew | Complete | AbortLease | AskDigest | Subscribe
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"

@@ -99,6 +99,13 @@ TABLE = (
          "Time from the first READ of a pull to its fence.", buckets_s=_PULL),
     Spec("baton_kv_transfer_failures", "counter", "engine",
          "Failed pulls by the error's code.", ("code",)),
+    Spec("baton_kv_verified_tokens", "counter", "engine",
+         "Tokens pulled whose digests were compared with the lender's (--kv-verify)."),
+    Spec("baton_kv_unverified_tokens", "counter", "engine",
+         "Tokens pulled that could not be verified: KV that is converted on its way, or a peer "
+         "that computes no such digests.", ("reason",)),
+    Spec("baton_kv_verify_failures", "counter", "engine",
+         "Pulls that brought something else than their lender holds: should stay 0."),
     Spec("baton_kv_params_rejected", "counter", "engine",
          "Offered kv_transfer_params that were not used."),
     Spec("baton_kv_first_tokens_redrawn", "counter", "engine",

@@ -20,6 +20,7 @@ from engine.core.sequence import Phase, Sequence
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     PATHS,
+    UNVERIFIED,
     PeerFailed,
     PeerKey,
     PeerReady,
@@ -35,6 +36,7 @@ from protocol import kv_params
 from protocol.errors import (
     BatonError,
     InternalError,
+    KVCorrupt,
     Overloaded,
     PullWithheld,
     RemoteKVError,
@@ -56,6 +58,9 @@ def _zeros(policy: str) -> dict[str, float]:
         "baton_requests_locked_out",
         "baton_kv_transfer_bytes",
         "baton_kv_transfer_descriptors",
+        "baton_kv_verified_tokens",
+        *(stat_key("baton_kv_unverified_tokens", reason=reason) for reason in UNVERIFIED),
+        "baton_kv_verify_failures",
         stat_key("baton_kv_recoveries", policy=policy),
         stat_key("baton_kv_transfers", outcome="failed", path="none"),
         *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
@@ -256,6 +261,11 @@ class Borrower(KVConnector):
         self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
+        if event.verified in UNVERIFIED:
+            told = stat_key("baton_kv_unverified_tokens", reason=event.verified)
+            self._totals[told] += event.num_tokens
+        elif event.verified != "off":
+            self._totals["baton_kv_verified_tokens"] += event.num_tokens
         self._transfer_seconds.observe(event.seconds)
         times = sequence.times
         if times.admitted is not None:  # the pull began with that
@@ -264,6 +274,8 @@ class Borrower(KVConnector):
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
+        if isinstance(event.error, KVCorrupt):
+            self._totals["baton_kv_verify_failures"] += 1
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return

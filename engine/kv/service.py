@@ -74,6 +74,7 @@ class KVFactory(ConnectorFactory):
             config.cluster_secret,
             on_event=wake,
             bind_host=config.side_channel_host,
+            digest=self._coordinator.digest,
         )
         leases.start()
         policy, patience_s = config.kv_load_failure_policy, config.quarantine_timeout_s
@@ -95,6 +96,7 @@ def _coordinator(context: RankContext) -> PullCoordinator:
         convert=config.kv_convert,
         dcp=config.dcp,
         block_size=config.block_size,
+        verify=config.kv_verify,
     )
 
 

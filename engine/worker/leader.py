@@ -11,7 +11,7 @@ from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
 from engine.worker.service import ConnectorFactory
 from model.config import load_config
-from protocol.handshake import PROTOCOL_VERSION, EngineMetadata, kv_digest
+from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
@@ -65,6 +65,7 @@ def _build(
         tp_size=config.tp,
         dcp_size=config.dcp,
         ranks=rank.metadata,
+        digests=DIGESTS,
     )
     connector = factory.make_connector(rank.context, metadata, transport.wake)
     core = EngineCore(

@@ -244,6 +244,9 @@ class KVOptions(EngineOptions, LinkOptions):
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """how KV is moved; auto: mapped memory from servers of this host (GPU to GPU, or CPU to
     CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl on CPU)"""
+    kv_verify: Literal["off", "sample", "all"] = "off"
+    """compare digests of KV that was pulled with its lender's before it is used: in a sample of the
+    layers, or in all"""
     handshake_timeout_s: Seconds = 5.0
     """longest first contact with a server that KV is read from (s)"""
     connect_timeout_s: Seconds = 5.0

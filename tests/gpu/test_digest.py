@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
-from kvcache.transfer.verify.digest import Digester
-from kvcache.transfer.verify.scope import Scope
-from tests.kvcache.transfer.test_digest import part_of, scoped
+from kvcache.verify.digest import Digester
+from kvcache.verify.scope import Scope
+from tests.kvcache.test_digest import part_of, scoped
 from tests.rigs.geometry import Case
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -42,9 +42,10 @@ from kvcache.transfer.worker.worker import TransferWorker
 from model.config import load_config
 from model.parallel import Parallel
 from protocol import kv_params
-from protocol.handshake import CompatRecord
+from protocol.handshake import DIGESTS, CompatRecord
 from protocol.messages import AbortRequest, AddRequest, SamplingParams
 from tests.ports import kept_ports
+from tests.rigs.lending import Lending
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import Clock, compat, metadata, pulls_address, take_a_round
 from tests.rigs.memory_placer import MemoryPlacer
@@ -181,8 +182,10 @@ class Pair:
         told_dcp: int | None = None,
         launch_bytes: int | None = None,
         rng: random.Random | None = None,
+        verify: str = "off",
     ) -> None:
         self.depth, self._rng = depth, rng or random.Random(0)
+        self._verify = verify
         self._ports = ExitStack()
         (self._port,) = self._ports.enter_context(kept_ports(1))  # P's, also after its restart
         self.now_s = 1000.0  # P's clock, moved by hand
@@ -226,9 +229,12 @@ class Pair:
             engine_id=config.engine_id,
             incarnation=config.incarnation,
             compat=own,
+            digests=DIGESTS,
         )
+        self._lending = Lending(pulls_address(), [pool], own) if self._verify != "off" else None
+        digest = {"digest": self._lending.coordinator.digest} if self._lending else {}
         address = "127.0.0.1", self._port
-        self.leases = LeaseServer(*address, told, SECRET, clock=lambda: self.now_s)
+        self.leases = LeaseServer(*address, told, SECRET, lambda: self.now_s, **digest)
         self.leases.start()
         role, movers = Lender(config, self.leases), Movers([agent], [], self._rng)
         self.p = self._side([pool], [Stripe(0, 1, block_size)], role, movers)
@@ -246,6 +252,7 @@ class Pair:
             clock=self.clock,
             dcp=dcp,
             block_size=pools[0].layout.block_size,
+            verify=self._verify,
         )
         agents = [MemoryAgent(f"d{rank}") for rank in range(tp)]
         placers = [MemoryPlacer(pool) for pool in pools] if launch_bytes else []
@@ -284,6 +291,8 @@ class Pair:
 
     def _end_prefill(self) -> None:
         self.leases.close()
+        if self._lending:
+            self._lending.close()
         for agent in self.p.agent.agents:
             agent.close()
 

@@ -28,6 +28,7 @@ class _Network:
 
     stalled: set[str | None] = field(default_factory=set)  # peers; None: all of them
     failing: int = 0
+    spoiling: int = 0
     active: int = 0  # READs posted and not ended
     late: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)  # of failed READs
 
@@ -68,6 +69,10 @@ class MemoryAgent(TransferAgent):
         several runs, all but the last go on: they arrive when another READ is polled, unless the
         agent was closed before."""
         self._network.failing = count
+
+    def spoil(self, count: int = 1) -> None:
+        """The next `count` READs to be polled bring one wrong bit each, and say nothing of it."""
+        self._network.spoiling = count
 
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
@@ -129,6 +134,9 @@ class MemoryAgent(TransferAgent):
                 network.late.append((self, handle.key[:-1]))
         else:
             _copy(handle.key)
+            if network.spoiling:
+                network.spoiling -= 1
+                ctypes.c_uint8.from_address(handle.key[-1][0]).value ^= 4
             handle.state = ReadState.DONE
         self._count(-1)
         return handle.state

@@ -36,12 +36,14 @@ from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError
 from protocol.handshake import (
+    DIGESTS,
     PROTOCOL_VERSION,
     CompatRecord,
     EngineMetadata,
     RankMetadata,
 )
 from protocol.messages import FirstToken, RemotePrefill
+from tests.rigs.lending import Lending
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
@@ -220,6 +222,7 @@ class Prefill:
         secret: bytes = SECRET,
         device: str = "cpu",
         heads: int = HEADS,
+        digests: bool = False,
         **changes: Any,
     ) -> None:
         self.tp, self.heads, self.clock = tp, heads, Clock()
@@ -231,10 +234,21 @@ class Prefill:
             engine_id=engine_id,
             incarnation=incarnation or uuid.uuid4().hex,
             compat=compat_of(self.layouts[0], heads),
+            digests=DIGESTS if digests else 0,
         )
+        self.lending = None
+        if digests:
+            self.lending = Lending(pulls_address(), self.pools, self.metadata.compat)
+            self.digest = self.lending.coordinator.digest  # a test may come between
         self.ended = threading.Event()
         self.server = LeaseServer(
-            "127.0.0.1", port, edit(self.metadata), secret, self.clock, self.ended.set
+            "127.0.0.1",
+            port,
+            edit(self.metadata),
+            secret,
+            self.clock,
+            self.ended.set,
+            digest=lambda *asked: self.digest(*asked),
         )
         self.server.start()
 
@@ -279,6 +293,8 @@ class Prefill:
 
     def close(self) -> None:
         self.server.close()
+        if self.lending:
+            self.lending.close()
         for agent in self.agents:
             agent.close()
 
@@ -301,6 +317,7 @@ class Decode:
         device: str = "cpu",
         make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
         convert: bool = False,
+        verify: str = "off",
         costs: CostModel | None = None,
         connect_timeout_s: float = 5.0,
         **changes: Any,
@@ -322,6 +339,7 @@ class Decode:
             convert=convert,
             dcp=dcp,
             block_size=self.layouts[0].block_size,
+            verify=verify,
         )
         ranks = [
             LocalRank(

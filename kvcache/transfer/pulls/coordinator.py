@@ -15,8 +15,10 @@ from typing import Any
 
 from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import (
+    UNVERIFIED,
     AddPeer,
     Command,
+    DigestOrder,
     DropPeer,
     Event,
     PeerFailed,
@@ -28,6 +30,7 @@ from kvcache.transfer.pulls.messages import (
     PullFailed,
     PullSettings,
     PullStuck,
+    RankEnded,
     Report,
     key_of,
 )
@@ -41,9 +44,12 @@ from kvcache.transfer.pulls.peers import (
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
+from kvcache.verify.scope import DigestPart, Scope, Sums
 from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
 from protocol.handshake import (
+    DIGESTS,
     CompatRecord,
+    EngineMetadata,
     GetMetadata,
     LeaseRequest,
     Metadata,
@@ -75,6 +81,7 @@ class PullCoordinator:
         convert: accept peers with another KV dtype.
         dcp, block_size: of this engine's ranks: where they share tokens, peers must have blocks
             to cut their stripes from.
+        verify: which digests are compared before the fence: "off", "sample", "all".
 
     Attributes:
         on_event: called by the worker's thread when `drain` has something; must not block.
@@ -95,6 +102,7 @@ class PullCoordinator:
         convert: bool = False,
         dcp: int = 1,
         block_size: int = 1,
+        verify: str = "off",
     ) -> None:
         self._num_ranks = num_ranks
         self._settings = settings or PullSettings()
@@ -115,6 +123,8 @@ class PullCoordinator:
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
         self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._compat, self._verify = compat, verify
+        self._digests: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
         self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
@@ -155,6 +165,17 @@ class PullCoordinator:
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
         """Gives up a pull in any state; one PullDrained follows. `lend`: see PullState.cancel."""
         self._call(lambda: self._do_cancel(pull_id, lend))
+
+    def digest(self, scope: Scope, blocks: tuple[int, ...], reply: Sums) -> None:
+        """Computes a digest of what is in blocks of this engine, on every rank. `reply` is called
+        by the worker's thread; must not block."""
+        order = DigestOrder(new_id(), scope, blocks)
+
+        def begin() -> None:
+            self._digests[order.pull_id] = scope, reply, []
+            self._broadcast(order)
+
+        self._call(begin)
 
     def drain(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -382,7 +403,19 @@ class PullCoordinator:
         if metadata is not None and not peer.is_announced:
             peer.is_announced = True
             self._broadcast(AddPeer(metadata))
-        self._perform(state, state.peer_ready(now))
+            if (verified := self._verified(metadata)) in UNVERIFIED:
+                logger.warning("KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified])
+        verified = self._verified(metadata) if metadata else "off"
+        self._perform(state, state.peer_ready(now, verified))
+
+    def _verified(self, metadata: EngineMetadata) -> str:
+        """As of PullDone, of pulls from there."""
+        ours, theirs = self._compat, metadata.compat
+        if self._verify == "off":
+            return "off"
+        if (ours.kv_dtype, ours.kv_scales) != (theirs.kv_dtype, theirs.kv_scales):
+            return "converted"
+        return self._verify if metadata.digests == DIGESTS else "peer"
 
     def _reading_from(self, key: PeerKey) -> list[PullState]:
         return [state for state in self._pulls.values() if state.reads and state.key == key]
@@ -440,6 +473,12 @@ class PullCoordinator:
     def _take_report(self, report: Report) -> None:
         if state := self._pulls.get(report.pull_id):
             self._perform(state, state.reported(report, self._clock()))
+        elif report.pull_id in self._digests and isinstance(report, RankEnded):
+            scope, reply, parts = self._digests[report.pull_id]
+            parts.append(report.part)
+            if len(parts) == self._num_ranks:
+                del self._digests[report.pull_id]
+                reply(scope.merged(parts, self._compat.total_kv_heads))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Metadata):

@@ -25,12 +25,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
 from protocol.messages import ErrorInfo, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
+UNVERIFIED = {
+    "converted": "its bytes are others by design: it has another KV dtype or other KV scales",
+    "peer": "it computes no digests, or others; use the same version of Baton",
+}
 PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
 
 
@@ -91,6 +96,8 @@ class PullDone(msgspec.Struct, frozen=True):
     seconds: float  # from `pull` until the fence was passed
     path: str  # of PATHS
     fence_s: float = 0.0  # of these, from the last byte on
+    num_tokens: int = 0
+    verified: str = "off"  # "sample" or "all"; or why it is not, of UNVERIFIED
 
 
 class PullFailed(msgspec.Struct, frozen=True):
@@ -144,6 +151,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
+    scope: Scope | None = None  # of the digest that is told with the end
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
@@ -152,7 +160,16 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
     pull_id: str
 
 
-Command = AddPeer | DropPeer | Pull | StopPull
+class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
+    """Coordinator to rank: digest what is in these blocks of this engine, from token 0 on. It ends
+    as a Pull does."""
+
+    pull_id: str
+    scope: Scope
+    block_ids: tuple[int, ...]
+
+
+Command = AddPeer | DropPeer | Pull | StopPull | DigestOrder
 
 
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
@@ -174,6 +191,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     nbytes: int = 0
     descriptors: int = 0
     path: str = "none"
+    part: DigestPart | None = None  # where there is a scope
 
 
 Report = RankFailing | RankEnded

@@ -31,9 +31,11 @@ from kvcache.transfer.pulls.messages import (
     address_of,
     key_of,
 )
+from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import (
     BatonError,
     InternalError,
+    KVCorrupt,
     LeaseGone,
     PeerUnreachable,
     PullTimeout,
@@ -42,7 +44,9 @@ from protocol.errors import (
 )
 from protocol.handshake import (
     AbortLease,
+    AskDigest,
     Complete,
+    Digest,
     Gone,
     LeaseRequest,
     Ok,
@@ -107,6 +111,10 @@ class PullState:
         self._read_to = 0  # tokens that were ordered
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
+        self._verified = "off"  # as of PullDone
+        self._scope: Scope | None = None  # of what is read and not verified yet
+        self._parts: list[DigestPart] = []  # our ranks' of that
+        self._sums: bytes | None = None  # P's answer
         self._error: BatonError | None = None
         self._failure_told = self._cancelled = False
         self._began = now
@@ -157,16 +165,17 @@ class PullState:
             self.phase, self._order, self._began = Phase.WAITING, order, now
             self._read_to = order.token_start
 
-    def peer_ready(self, now: float) -> list[Action]:
+    def peer_ready(self, now: float, verified: str = "off") -> list[Action]:
+        """`verified`: as of PullDone."""
         if self.phase is not Phase.WAITING or self._order is None:
             return []
-        self.phase = Phase.READING
+        self.phase, self._verified = Phase.READING, verified
         self._timeout = now + self._settings.pull_timeout_s
         return self._read_on(now)
 
     def _read_on(self, now: float) -> list[Action]:
         """The next cut, if nothing is read now: all there is, up to the end of a block here."""
-        if self.phase is not Phase.READING or self._reading or self._order is None:
+        if self.phase is not Phase.READING or self._reading or self._scope or self._order is None:
             return []
         order, stop = self._order, self._order.token_stop
         if self._grows:
@@ -190,7 +199,7 @@ class PullState:
         self._read_to = stop
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
-        return [order]
+        return self._ordered(order, now)
 
     def _progressed(self, progress: Progress, now: float) -> list[Action]:
         """P tells of more blocks. Those that do not follow what is known come again."""
@@ -215,6 +224,44 @@ class PullState:
             told.append(PullSealed(self.pull_id, progress.reference))
         return told + self._read_on(now)
 
+    def _ordered(self, order: Pull, now: float) -> list[Action]:
+        """Reads some tokens, while P computes their digest, if that is to be had."""
+        self._parts, self._sums = [], None
+        span = order.token_start, order.token_stop
+        if self._verified not in ("sample", "all") or span[0] == span[1]:
+            return [order]
+        self._scope = Scope(order.lease_id, *span, samples=self._verified == "sample")
+        return [replace(order, scope=self._scope), self._ask(self._scope, now)]
+
+    def _ask(self, scope: Scope, now: float) -> AskDigest:
+        self._next_retry = now + self._settings.fence_retry_s
+        return AskDigest(
+            nonce=self._digest_nonce,
+            token_start=scope.start,
+            token_stop=scope.stop,
+            samples=scope.samples,
+            **self._lease,
+        )
+
+    @property
+    def _digest_nonce(self) -> str:
+        return f"digest{self._read_to}-{self.attempt_id}"
+
+    def _checked(self, now: float) -> list[Action]:
+        """What ranks have read is there only if P holds the same."""
+        scope = self._scope
+        if self._reading or (scope is not None and self._sums is None):
+            return []
+        if scope is not None and self._sums is not None:
+            if not self._sums:
+                told = f"{self.remote.engine_id} could not compute the digest of its KV"
+                return self._failed(TransferFailed(told), now)
+            if where := scope.faults(self._parts, self._sums):
+                told = f"the KV from {self.remote.engine_id} is not what it holds: {where}"
+                return self._failed(KVCorrupt(told), now)
+            self._scope = None
+        return self._read_on(now)
+
     def fail(self, error: BatonError, now: float) -> list[Action]:
         """Something outside found that this pull cannot succeed."""
         if not self.is_undecided:
@@ -236,17 +283,24 @@ class PullState:
         if not report.complete:
             error = report.error.to_error() if report.error else TransferFailed("READ stopped")
             return self._failed(error, now)
-        return self._read_on(now)
+        self._parts += [report.part] if report.part else []
+        return self._checked(now)
 
-    def answered(self, reply: Ok | Gone | Progress, now: float) -> list[Action]:
+    def answered(self, reply: Ok | Gone | Progress | Digest, now: float) -> list[Action]:
         """P's answer to a question of this pull."""
         if self._grows and self._renews:
             self._silent_until = now + self._settings.fence_timeout_s
         if isinstance(reply, Progress):
             return self._progressed(reply, now) if self._renews else []
-        is_fence = reply.nonce == f"complete-{self.attempt_id}" and self.phase is Phase.FENCING
+        if isinstance(reply, Digest):
+            if reply.nonce != self._digest_nonce or self.phase is not Phase.READING:
+                return []
+            self._sums, self._next_retry = reply.sums, _NEVER
+            return self._checked(now)
         asked = "subscribe" if self._grows else "renew"
-        if not is_fence and not (reply.nonce == f"{asked}-{self.attempt_id}" and self._renews):
+        asks = f"{asked}-{self.attempt_id}", self._digest_nonce
+        is_fence = reply.nonce == f"complete-{self.attempt_id}" and self.phase is Phase.FENCING
+        if not is_fence and not (reply.nonce in asks and self._renews):
             return []
         if isinstance(reply, Gone):
             lease = f"lease {self.remote.lease_id} on {self.remote.engine_id}"
@@ -285,7 +339,8 @@ class PullState:
         if now >= self._timeout:
             return actions + self._timed_out(now)
         if now >= self._next_retry:
-            actions.append(self._complete(now))
+            asks = self._ask(self._scope, now) if self._scope else self._complete(now)
+            actions.append(asks)
         return actions
 
     @property
@@ -322,6 +377,9 @@ class PullState:
 
     def _timed_out(self, now: float) -> list[Action]:
         peer, settings = f"{self.remote.host}:{self.remote.port}", self._settings
+        if self.phase is Phase.READING and not self._reading and self._scope:
+            told = f"{peer} told no digest of its KV for {settings.pull_timeout_s} s"
+            return self._failed(PullTimeout(told), now)
         if self.phase is Phase.READING and not self._reading:
             told = f"{peer} computed no more of the prompt for {settings.pull_timeout_s} s"
             return self.fail(PullTimeout(told), now)
@@ -371,4 +429,6 @@ class PullState:
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
         fence_s = now - (self._timeout - self._settings.fence_timeout_s)
-        return PullDone(self.pull_id, nbytes, descriptors, now - self._began, path, fence_s)
+        took = now - self._began, path, fence_s
+        num_tokens = self._order.token_stop - self._order.token_start if self._order else 0
+        return PullDone(self.pull_id, nbytes, descriptors, *took, num_tokens, self._verified)

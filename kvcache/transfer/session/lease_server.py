@@ -8,7 +8,7 @@ nonce. A message on the wire is its MAC and its payload.
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -17,8 +17,11 @@ from selectors import EVENT_READ, DefaultSelector
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
 from kvcache.offers import Offers
 from kvcache.transfer.session.lease_client import Address, new_id
+from kvcache.verify.scope import Scope, Sums
 from protocol.handshake import (
+    AskDigest,
     Complete,
+    Digest,
     EngineMetadata,
     FrameError,
     GetMetadata,
@@ -46,6 +49,7 @@ _MAX_REQUEST_BYTES = 4 << 10  # a request has at most 5 ids of 128 characters; r
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
 _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
 _MAX_ACCEPTED = 16  # connections at a time
+_MAX_DIGESTS = 64  # computed at a time; who asks for more is not answered, and asks again
 _WARN_S = 10.0  # at most once in so long: anybody can have something refused
 _NO_DESCRIPTOR_S = 0.01
 
@@ -57,6 +61,7 @@ class LeaseServer:
         host: what peers connect to; `bind_host` when this machine calls itself otherwise.
         port: 0 takes a free one, see `address`.
         on_event: called from the thread when `drain_ended` has something; must not block.
+        digest: begins to compute the digest of what is in blocks; any thread may be told of it.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class LeaseServer:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         bind_host: str | None = None,
+        digest: Callable[[Scope, tuple[int, ...], Sums], None] = lambda *asked: asked[2](b""),
     ) -> None:
         self._host = host
         self._metadata = metadata
@@ -86,6 +92,9 @@ class LeaseServer:
         self._selector.register(self._listener, EVENT_READ, self._accept)
         self._waker = Waker()
         self._selector.register(self._waker, EVENT_READ, self._waker.clear)
+        self._digest = digest
+        self._digesting: dict[str, Wire] = {}  # by nonce: who waits for it
+        self._digested: deque[tuple[AskDigest, bytes]] = deque()
         self._wires: set[Wire] = set()
         self._strangers: dict[Wire, None] = {}  # of those, who never proved to know the secret
         self._warned_at = float("-inf")
@@ -182,6 +191,7 @@ class LeaseServer:
         while not self._stopping.is_set():
             for key, _ in self._selector.select(_SWEEP_S):
                 key.data()
+            self._tell_digests()
             with self._lock:
                 self._table.expire(self._clock())
                 ended = self._table.has_ended
@@ -233,6 +243,35 @@ class LeaseServer:
             except WireClosed:
                 self._drop(wire)
 
+    def _begin_digest(self, asked: AskDigest, wire: Wire) -> Gone | None:
+        """None: it is told when it is computed."""
+        with self._lock:
+            blocks = self._table.blocks(asked.lease_id, self._clock())
+        if blocks is None:
+            return Gone(nonce=asked.nonce, reason="unknown or ended")
+        is_begun = asked.nonce in self._digesting
+        if is_begun or len(self._digesting) < _MAX_DIGESTS:
+            self._digesting[asked.nonce] = wire
+        if not is_begun and asked.nonce in self._digesting:
+            scope = Scope(asked.lease_id, asked.token_start, asked.token_stop, asked.samples)
+            self._digest(scope, blocks, partial(self._take_digest, asked))
+        return None
+
+    def _take_digest(self, asked: AskDigest, sums: bytes) -> None:
+        """Any thread."""
+        self._digested.append((asked, sums))
+        self._waker.wake()
+
+    def _tell_digests(self) -> None:
+        """Those of leases that have been held since they were asked for."""
+        while self._digested:
+            asked, sums = self._digested.popleft()
+            with self._lock:
+                is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
+            gone = Gone(nonce=asked.nonce, reason="ended meanwhile")
+            reply = Digest(nonce=asked.nonce, sums=sums) if is_held else gone
+            self._push(self._digesting.pop(asked.nonce), reply)
+
     def _drop(self, wire: Wire) -> None:
         with self._lock:
             self._offers.leave(wire)
@@ -246,12 +285,13 @@ class LeaseServer:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(message, wire)
         with suppress(WireClosed):  # who does not listen any more may have said more before
-            wire.send(seal_reply(reply, self._secret))
+            if reply is not None:
+                wire.send(seal_reply(reply, self._secret))
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
         self._strangers.pop(wire, None)
 
-    def _answer(self, message: bytes, wire: Wire) -> Reply:
+    def _answer(self, message: bytes, wire: Wire) -> Reply | None:
         try:
             request = open_request(message, self._secret)
         except FrameError as error:
@@ -269,6 +309,8 @@ class LeaseServer:
         if isinstance(request, Subscribe):
             with self._lock:
                 return self._offers.subscribe(request, wire, self._clock())
+        if isinstance(request, AskDigest):
+            return self._begin_digest(request, wire)
         with self._lock:
             ok = self._decide(request, self._clock())
         if not ok:

@@ -8,7 +8,8 @@ import faulthandler
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     AddPeer,
     Command,
+    DigestOrder,
     DropPeer,
     PeerKey,
     Pull,
@@ -27,7 +29,9 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.rank_links import WorkerLink
 from kvcache.transfer.worker.job import MappedJob, ReadJob, TransferJob
 from kvcache.transfer.worker.peer import LocalRank, Peer
-from protocol.errors import BatonError, PullWithheld, TransferFailed
+from kvcache.verify.digest import Digester
+from kvcache.verify.scope import DigestPart, Scope
+from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import ErrorInfo
 from protocol.process.lifecycle import VitalThread
@@ -62,6 +66,7 @@ class TransferWorker:
         self._rank, self._number = rank, rank.number
         self._link = WorkerLink(link) if isinstance(link, str) else link
         rank.end.wake = self._link.wake
+        self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
         self._commands: list[Command] = []  # not yet obeyed
         self._peers: dict[PeerKey, Peer] = {}
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
@@ -129,7 +134,7 @@ class TransferWorker:
         """Obeys, posts at most one piece, polls, ends what has ended; whether anything happened."""
         while self._commands:
             self._obey(self._commands.pop(0))
-        happened = self._post_one()
+        happened = self._post_one() | self.digester.drive()
         for job in list(self._jobs.values()):
             happened |= self._drive(job, job.poll)
             if job.error is not None and job.active and not job.is_failure_told:
@@ -177,13 +182,14 @@ class TransferWorker:
     def _patience_s(self) -> float:
         """How long there is nothing to do but to wait for commands."""
         jobs = self._jobs.values()
-        if all(job.waits for job in jobs):
+        is_idle = not self.digester.is_busy
+        if is_idle and all(job.waits for job in jobs):
             links = [peer.link for peer in self._peers.values()]
             soon = [
                 link.deadline for link in links if link and not (link.is_ready or link.is_closing)
             ]
             return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
-        if all(job.is_stopping or job.waits for job in jobs):
+        if is_idle and all(job.is_stopping or job.waits for job in jobs):
             return _STUCK_NAP_S
         busy = self._rank.busy
         if busy is None:
@@ -202,7 +208,10 @@ class TransferWorker:
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
                 else:  # no READ of it is active, as it has ended here
+                    self.digester.stop(pull_id)
                     self._tell_end(pull_id)
+            case DigestOrder(pull_id, scope, blocks):
+                self._tell_digest(scope, blocks, pull_id)
             case AddPeer(metadata):
                 key = (metadata.engine_id, metadata.incarnation)
                 if key in self._peers:
@@ -224,8 +233,10 @@ class TransferWorker:
         del self._jobs[job.pull_id]
         is_complete, error = not job.is_stopping, job.error
         if is_complete:  # first of all: the fence waits for it
-            path = job.path if job.nbytes else "none"
-            self._tell_end(job.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path)
+            path, tell = job.path if job.nbytes else "none", self._tell_end
+            if job.pull.scope is not None:
+                tell = partial(self._tell_digest, job.pull.scope, job.pull.local_block_ids)
+            tell(job.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path)
         try:
             self._drive(job, job.leave)
             self._clean(job.peer)
@@ -278,6 +289,15 @@ class TransferWorker:
             passes_by = not isinstance(job, ReadJob) or job.pass_staging_by()
             if not passes_by and holder.is_stopping:  # nobody waits for the holder
                 job.stop(PullWithheld("READs that hang have the staging memory"))
+
+    def _tell_digest(self, scope: Scope, blocks: Sequence[int], name: str, **told: Any) -> None:
+        """The end, once the digest of what was read, or is lent, is computed."""
+
+        def tell(part: DigestPart | None) -> None:
+            error = None if part else InternalError("a digest of KV could not be computed")
+            self._tell_end(name, error, **({"part": part, **told} if part else {}))
+
+        self.digester.begin(name, scope, blocks, tell)
 
     def _tell_end(self, pull_id: str, error: BatonError | None = None, **done: Any) -> None:
         """

@@ -42,6 +42,7 @@ def test_every_series_is_there_before_its_first_event(pair: Pair) -> None:
             for code in (
                 *peer,
                 "transfer_failed",
+                "kv_corrupt",
                 "pull_withheld",
                 "pull_timeout",
                 "internal_error",
@@ -54,6 +55,24 @@ def test_every_series_is_there_before_its_first_event(pair: Pair) -> None:
     for spec in TABLE:  # of the prefill role are the leases
         if spec.origin == "engine" and not spec.name.startswith("baton_lease"):
             assert any(key.startswith(spec.name) for key in stats), spec.name
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair: MakePair, policy: str) -> None:
+    pair = make_pair(verify="all", policy=policy)
+    pair.d.agent.agents[0].spoil()
+    spoilt = pair.ask(PROMPT, pair.prefill(PROMPT))
+    pair.until(lambda: bool(pair.d.out.terminals(spoilt)))
+    (end,) = pair.d.out.terminals(spoilt)
+    if policy == "fail":
+        assert end.error is not None and end.error.code == "kv_corrupt"
+    else:
+        assert pair.d.out.tokens(spoilt) == expected_output(PROMPT, 6)
+    right = pair.ask(PROMPT[::-1], pair.prefill(PROMPT[::-1]))
+    assert pair.answer(right) == expected_output(PROMPT[::-1], 6)
+    stats = pair.d.core.stats()
+    assert stats["baton_kv_verify_failures"] == 1
+    assert stats["baton_kv_verified_tokens"] == len(PROMPT)
 
 
 def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair: Pair) -> None:

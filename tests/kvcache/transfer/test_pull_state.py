@@ -92,7 +92,7 @@ def test_the_fence_waits_for_every_rank() -> None:
     assert pull.reported(ended(1), now=2.0) == []
     assert pull.reported(ended(1), now=2.0) == []  # a report counts once
     assert pull.reported(ended(0), now=3.0) == [COMPLETE]
-    assert pull.answered(FENCED, now=3.5) == [PullDone("a", 20, 4, 2.5, "direct", 0.5)]
+    assert pull.answered(FENCED, now=3.5) == [PullDone("a", 20, 4, 2.5, "direct", 0.5, 16)]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
 
 

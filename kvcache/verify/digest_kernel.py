@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.transfer.verify.scope import FACTORS
+from kvcache.verify.scope import FACTORS
 
 _NUM_PROGRAMS = 48
 _FIRST, _SECOND = map(tl.constexpr, FACTORS)

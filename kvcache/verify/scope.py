@@ -1,8 +1,7 @@
 """What a digest of KV is of, and what becomes of the parts that ranks compute (digest.py)."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Sums = Callable[[bytes], None]  # is told an engine's sums; empty: they cannot be computed
 U64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
@@ -31,8 +31,7 @@ class DigestPart(msgspec.Struct, frozen=True):
     sums: bytes
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True, dict=True):
     """A digest is of tokens [start, stop) of a leased sequence, in all or a sample of layers."""
 
     lease_id: str
@@ -58,14 +57,16 @@ class Scope:
         """Random numbers by kind and number."""
         return scrambled(self._seeds[kind] + numbers * _STEP)
 
-    def merged(self, parts: Iterable[DigestPart], num_heads: int) -> bytes:
-        """What an engine of these ranks answers: u64[heads, chunks], each head counted once."""
+    def merged(self, parts: Sequence[DigestPart | None], num_heads: int) -> bytes:
+        """An engine's answer: u64[heads, chunks], each head once; empty if a rank failed."""
+        if None in parts:
+            return b""
         whole = np.zeros((num_heads, len(self.chunks)), np.uint64)
         for heads, sums in self._copies(parts):
             whole[heads] = sums
         return whole.tobytes()
 
-    def faults(self, parts: Iterable[DigestPart], theirs: bytes) -> str:
+    def faults(self, parts: Sequence[DigestPart | None], theirs: bytes) -> str:
         """Where these ranks hold something else than their peer told; empty: nowhere."""
         whole = np.frombuffer(theirs, np.uint64).reshape(-1, len(self.chunks))
         wrong = np.zeros(whole.shape, bool)
@@ -79,15 +80,15 @@ class Scope:
         told = ", ".join(map(str, np.flatnonzero(wrong.any(1))))
         return f"tokens {start} to {stop - 1} in KV heads {told}"
 
-    def _copies(self, parts: Iterable[DigestPart]) -> Iterator[tuple[slice, U64s]]:
+    def _copies(self, parts: Sequence[DigestPart | None]) -> Iterable[tuple[slice, U64s]]:
         """Each copy's heads and sums."""
         copies: dict[int, tuple[slice, U64s]] = {}
-        for part in parts:
+        for part in filter(None, parts):
             sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))
             if part.copy in copies:
                 sums = sums + copies[part.copy][1]
             copies[part.copy] = slice(part.first_head, part.first_head + len(sums)), sums
-        yield from copies.values()
+        return copies.values()
 
     @cached_property
     def _seeds(self) -> U64s:

@@ -66,12 +66,12 @@ def test_a_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Path, at
     _assert_unharmed(short_cluster)
 
 
-def test_more_prompts_than_the_pool_can_hold_at_once_are_served(short_cluster: Cluster) -> None:
+def test_more_prompts_than_the_pool_can_hold_at_once_are_served(tiny_cluster: Cluster) -> None:
     """Each keeps its blocks until all are answered, so they would wait for one another."""
     body = {"model": MODEL, "prompt": [[5, 9]] * 150, "max_tokens": 3, "ignore_eos": True}
-    answer = http.post(f"{short_cluster.url}/v1/completions", json=body, timeout=25)
+    answer = http.post(f"{tiny_cluster.url}/v1/completions", json=body, timeout=25)
     assert answer.status_code == 200
     assert len(answer.json()["choices"]) == 150
-    metrics = short_cluster.proxy.metrics()
+    metrics = tiny_cluster.proxy.metrics()
     assert metrics['baton_proxy_requests_total{path="decode_only",reason="busy"}'] >= 1
-    _assert_unharmed(short_cluster)
+    _assert_unharmed(tiny_cluster)

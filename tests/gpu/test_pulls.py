@@ -25,7 +25,7 @@ from kvcache.transfer.worker.peer import MappedPath
 from tests.rigs.geometry import Case, Side, cases
 from tests.rigs.memory_pair import Decode, Prefill, expected
 from tests.rigs.memory_placer import place_units
-from tests.rigs.process_pair import Child, on_device
+from tests.rigs.process_pair import Child, nixl
 
 NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -152,12 +152,6 @@ def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
 
 
 # -- pulls out of another process
-
-
-def nixl(name: str, device: str) -> Any:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
-
-    return on_device(NixlAgent, name, device)
 
 
 def decode_on(
@@ -301,7 +295,7 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     assert isinstance(first, PullDone), first
     prefill.signal(signal.SIGKILL)
     order(8, 18)  # some run while it dies
-    prefill.process.wait()
+    prefill.process.join()
     order(18, 20)
     endings = {ending.pull_id: ending for ending in (decode.wait(*ENDINGS) for _ in leases[1:])}
     failed = [ending for ending in endings.values() if isinstance(ending, PullFailed)]

@@ -1,19 +1,21 @@
-"""The prefill side, or one rank of the decode side, in a process of its own over NIXL.
+"""Processes of their own over NIXL: the prefill side, one rank of the decode side, a piece of
+memory, or a program.
 
-Run as a program this is that process: see `Child`. Questions and answers are lines of JSON.
+They are forked from a process that has torch, whose import takes longer than most tests do, but no
+agent: a program makes its processes first. UCX reads its environment once, when it is loaded.
 """
 
 import hashlib
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache.pool import KVPool
@@ -24,83 +26,137 @@ from protocol.messages import RemotePrefill
 from tests import stopping
 from tests.rigs.memory_pair import HEADS, Prefill, layout
 
+multiprocessing.set_forkserver_preload([__name__])
+_PROGRAM_S = 200.0
 
-class Child:
-    """This module as a program."""
 
-    def __init__(self, role: str, **options: Any) -> None:
-        argv = [sys.executable, "-m", __name__, role, json.dumps(options)]
-        pipe, root = subprocess.PIPE, Path(__file__).parents[2]
-        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=root)
-        self.greeting = self.answer()
+class Forked:
+    """A process that runs `work(connection to here, *args)`, whose first word is its greeting.
 
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+    Args:
+        env: added to its environment.
+    """
 
-    def ask(self, **question: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def lease(self, block_ids: list[int], num_tokens: int, **options: Any) -> RemotePrefill:
-        answer = self.ask(block_ids=block_ids, num_tokens=num_tokens, **options)
-        return msgspec.convert(answer, RemotePrefill)
+    def __init__(self, work: Callable[..., None], *args: Any, **env: str) -> None:
+        is_program = multiprocessing.parent_process() is not None
+        context: Any = multiprocessing.get_context("fork" if is_program else "forkserver")
+        self._connection, theirs = context.Pipe()
+        run = (work, theirs, args, env)
+        self.process = context.Process(target=_run, args=run, daemon=work is not _execute)
+        self.process.start()
+        theirs.close()
+        self.greeting = self._connection.recv()
 
     def signal(self, number: int) -> None:
+        assert self.process.pid is not None
         stopping.send(self.process.pid, number)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
+        self._connection.close()
+
+    def ask(self, **question: Any) -> Any:
+        self._connection.send(question)
+        return self._connection.recv()
+
+
+def _run(
+    work: Callable[..., None], connection: Connection, args: tuple[Any, ...], env: dict[str, str]
+) -> None:
+    os.environ.update(env)
+    try:
+        work(connection, *args)
+    except EOFError:  # nobody asks any more
+        os._exit(0)
+
+
+class Child(Forked):
+    """A prefill side, or a rank ("worker") of a decode side, of these options."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        super().__init__({"prefill": serve_prefill, "worker": serve_worker}[role], options)
+
+    def lease(self, block_ids: list[int], num_tokens: int, **options: Any) -> RemotePrefill:
+        remote: RemotePrefill = self.ask(block_ids=block_ids, num_tokens=num_tokens, **options)
+        return remote
+
+
+class MemoryPeer(Forked):
+    """Readable memory of which byte i is pattern(nbytes)[i]."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(_serve_memory, nbytes)
+        self.metadata, self.address = self.greeting
+        self.memory = pattern(nbytes)
+
+    kill = Forked.close
 
 
 def run_program(program: str, **env: str) -> str:
-    """In a process of its own, as UCX reads its environment once; what it printed. It has to end
-    well."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    """In a process of its own; what it printed. It has to end well."""
+    with tempfile.NamedTemporaryFile() as file:
+        process = Forked(_execute, program, file.name, **env).process
+        process.join(_PROGRAM_S)
+        code = process.exitcode
+        process.kill()
+        told = file.read().decode()
+    assert code == 0, told
+    return told
 
 
-def on_device(agent_kind: Callable[..., TransferAgent], name: str, device: str) -> TransferAgent:
+def _execute(connection: Connection, program: str, output: str) -> None:
+    with open(output, "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    connection.send(None)
+    exec(compile(program, "program", "exec"), {})
+    sys.stdout.flush()
+
+
+def pattern(nbytes: int) -> npt.NDArray[np.uint8]:
+    return (np.arange(nbytes, dtype=np.uint32) * 2654435761 >> 13).astype(np.uint8)
+
+
+def nixl(name: str, device: str = "cpu") -> TransferAgent:
+    from kvcache.transfer.link.nixl_agent import NixlAgent
+
     index = torch.device(device).index
-    return agent_kind(name, device_id=index, set_device=torch.cuda.set_device)
+    return NixlAgent(name, device_id=index, set_device=torch.cuda.set_device)
 
 
-def serve_prefill(agent_kind: Callable[..., TransferAgent], options: dict[str, Any]) -> None:
+def _serve_memory(connection: Connection, nbytes: int) -> None:
+    memory, agent = pattern(nbytes), nixl("peer")
+    agent.register(memory.ctypes.data, memory.nbytes)
+    connection.send((agent.metadata(), memory.ctypes.data))
+    connection.recv()
+
+
+def serve_prefill(connection: Connection, options: dict[str, Any]) -> None:
     device = options.get("device", "cpu")
-    prefill = Prefill(lambda: on_device(agent_kind, "P", device), **options)
-    say({"port": prefill.server.address[1]})
-    for line in sys.stdin:
-        question = json.loads(line)
+    prefill = Prefill(lambda: nixl("P", device), **options)
+    connection.send({"port": prefill.server.address[1]})
+    while question := connection.recv():
         if "free" in question:  # its KV is not there any more
             prefill.pools.clear()
             torch.cuda.empty_cache()
-            say({})
+            connection.send({})
         elif "counters" in question:
-            say(prefill.server.counters())
+            connection.send(prefill.server.counters())
         else:
-            say(msgspec.to_builtins(prefill.lease(**question)))
+            connection.send(prefill.lease(**question))
 
 
-def serve_worker(agent_kind: Callable[[str], TransferAgent], options: dict[str, Any]) -> None:
+def serve_worker(connection: Connection, options: dict[str, Any]) -> None:
     """One rank of D; answers with a digest of what lies in its blocks."""
     rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
-    local = LocalRank(rank, tp, HEADS, agent_kind("D"), pool, dcp=dcp)
+    local = LocalRank(rank, tp, HEADS, nixl("D"), pool, dcp=dcp)
     worker = TransferWorker(local, options["address"])
     worker.start()
-    say({"rank": rank})
-    for line in sys.stdin:
-        say(digest_of(pool, json.loads(line)["block_ids"]))
+    connection.send({"rank": rank})
+    while question := connection.recv():
+        connection.send(digest_of(pool, question["block_ids"]))
 
 
 def digest_of(pool: KVPool, blocks: list[int]) -> str:
@@ -110,19 +166,3 @@ def digest_of(pool: KVPool, blocks: list[int]) -> str:
 
 def digest(tokens: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.float32).tobytes()).hexdigest()
-
-
-def say(answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def main() -> None:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
-
-    roles = {"prefill": serve_prefill, "worker": serve_worker}
-    roles[sys.argv[1]](NixlAgent, json.loads(sys.argv[2]))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

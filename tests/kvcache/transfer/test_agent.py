@@ -1,14 +1,8 @@
 """One contract for every TransferAgent: over NIXL between processes, within one, and in memory."""
 
-import base64
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,40 +10,11 @@ import pytest
 
 from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
-from tests import stopping
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.nixl_peer import pattern
-from tests.rigs.process_pair import run_program
+from tests.rigs.process_pair import MemoryPeer, pattern, run_program
 
-ROOT = Path(__file__).parents[3]
 NBYTES = 4 << 20
 DEADLINE_S = 30.0
-
-
-class ProcessPeer:
-    """A peer in a process of its own, which can be stopped, continued and killed."""
-
-    def __init__(self, nbytes: int = NBYTES, env: dict[str, str] | None = None) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-        argv = [sys.executable, "-m", "tests.rigs.nixl_peer", str(nbytes)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment)
-        assert self.process.stdout is not None
-        record = json.loads(self.process.stdout.readline())
-        self.metadata: bytes = base64.b64decode(record["metadata"])
-        self.address: int = record["address"]
-        self.memory = pattern(nbytes)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def signal(self, number: int) -> None:
-        stopping.send(self.process.pid, number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class LocalPeer:
@@ -102,16 +67,16 @@ def nixl_agent(**options: Any) -> TransferAgent:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[list[ProcessPeer]]:
+def processes() -> Iterator[list[MemoryPeer]]:
     """The process that serves this module's tests; a test that kills it gets the next a new one."""
-    started: list[ProcessPeer] = []
+    started: list[MemoryPeer] = []
     yield started
     for peer in started:
         peer.close()
 
 
 @pytest.fixture(params=["memory", "nixl", "nixl-processes"])
-def reader(request: pytest.FixtureRequest, processes: list[ProcessPeer]) -> Iterator[Reader]:
+def reader(request: pytest.FixtureRequest, processes: list[MemoryPeer]) -> Iterator[Reader]:
     agent: TransferAgent
     peer: Any
     if request.param == "memory":
@@ -119,8 +84,8 @@ def reader(request: pytest.FixtureRequest, processes: list[ProcessPeer]) -> Iter
     elif request.param == "nixl":
         agent, peer = nixl_agent(), LocalPeer(nixl_agent())
     else:
-        if not processes or processes[-1].process.poll() is not None:
-            processes.append(ProcessPeer())
+        if not processes or not processes[-1].process.is_alive():
+            processes.append(MemoryPeer(NBYTES))
         agent, peer = nixl_agent(), processes[-1]
     yield Reader(agent, peer)
     agent.close()
@@ -253,7 +218,8 @@ def stopped_in_mid_read():
     except RuntimeError:
         return handle
 
-reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
+peers = [t.MemoryPeer(t.NBYTES) for _ in range(2)]
+reader = t.Reader(t.nixl_agent(), peers[0])
 handle = stopped_in_mid_read()
 reader.peer.signal(signal.SIGCONT)
 assert reader.finish(handle) is ReadState.DONE
@@ -263,7 +229,7 @@ reader.peer.kill()
 assert reader.finish(handle) is ReadState.ERROR
 reader.agent.close()
 
-reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
+reader = t.Reader(t.nixl_agent(), peers[1])
 handle = stopped_in_mid_read()
 reader.agent.close()  # ends the READ
 reader.peer.close()

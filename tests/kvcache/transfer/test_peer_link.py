@@ -180,7 +180,7 @@ from protocol.errors import TransferFailed
 
 def late_bytes(closes):
     '''Of a READ from a peer that was stopped in its middle.'''
-    reader = t.Reader(t.nixl_agent(), t.ProcessPeer(t.NBYTES))
+    reader = t.Reader(t.nixl_agent(), peers.pop())
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
     handle = reader.post([(0, 0, t.NBYTES)])
     reader.peer.signal(signal.SIGSTOP)
@@ -204,10 +204,12 @@ def serves_another(peer):
         other = t.Reader(t.nixl_agent(), peer)
         other.finish(other.post([(0, 0, t.NBYTES)]))
     except TransferFailed:
-        assert peer.process.wait(t.DEADLINE_S)
+        peer.process.join(t.DEADLINE_S)
+        assert not peer.process.is_alive()
 
 
 t.NBYTES = 64 << 20
+peers = [t.MemoryPeer(t.NBYTES) for _ in range(2)]
 assert late_bytes(closes=False) > t.NBYTES // 10, "nothing is late: this shows nothing"
 assert late_bytes(closes=True) == 0
 os._exit(0)

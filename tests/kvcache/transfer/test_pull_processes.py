@@ -99,7 +99,7 @@ STOPPED = """
 import os, signal
 from tests.rigs.memory_pair import *
 from tests.kvcache.transfer.test_pull_processes import *
-prefill = Child("prefill", num_blocks=BLOCKS)
+prefill, other = (Child("prefill", num_blocks=BLOCKS, engine_id=name) for name in ("P", "other"))
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
 limits = ReadWindow(max_bytes=1 << 20)  # of which more hang than may be active at once
 decode = Decode(
@@ -118,7 +118,6 @@ def pull_that_hangs(pull_id, tokens):
 
 decode.pull("a", prefill.lease([3, 4], 16), 0, 16, [8, 7])
 
-other = Child("prefill", num_blocks=BLOCKS, engine_id="other")
 remote = whole(prefill)
 spare = prefill.lease([5], 8)
 prefill.signal(signal.SIGSTOP)

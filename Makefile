@@ -51,6 +51,9 @@ warm: $(SERVE_STAMP)  ## compile and keep what `make serve` will need (MODEL= AR
 
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 
+# Kept in compiled form, whoever says otherwise: rewriting all asserts takes each process 10 s.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 # Models that tests use are trained before the first test, whose limit is not spent on that.
 test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (ARGS= for pytest)
 	@$(PY) -m tests.make_models gqa mla moe > /dev/null

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,6 +18,7 @@ from protocol.settings.machine import available_cores
 
 _MOST = 4  # processes: each starts servers of its own
 _EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most
+_OF_CLUSTERS = "tests/e2e/"
 _COROUTINE_S = 240.0  # pytest's own limit comes later: what a test has started ends in order
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
@@ -34,6 +36,20 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_xdist_auto_num_workers() -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(available_cores(), _MOST, memory_bytes // _EACH_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time, but all that ask the session's clusters of one process, which starts them
+    once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return _OF_CLUSTERS if scope.startswith(_OF_CLUSTERS) else scope
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

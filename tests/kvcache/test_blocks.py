@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,6 +16,7 @@ from kvcache.blocks import (
     IntegrityError,
     OutOfBlocks,
 )
+from tests.rigs.examples import examples
 
 FREE, USED, CACHED = BlockState.FREE, BlockState.USED, BlockState.CACHED
 LEASED, RECEIVING, QUARANTINED = BlockState.LEASED, BlockState.RECEIVING, BlockState.QUARANTINED
@@ -196,4 +196,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+TestAllocatorMachine.settings = examples(150, stateful_step_count=50)

@@ -1,9 +1,9 @@
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache.lease import LeaseState, LeaseTable
+from tests.rigs.examples import examples
 
 
 def table_with() -> LeaseTable:
@@ -115,4 +115,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseProperties = LeaseMachine.TestCase
-TestLeaseProperties.settings = settings(deadline=None, max_examples=150)
+TestLeaseProperties.settings = examples(150)

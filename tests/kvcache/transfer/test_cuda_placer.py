@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
 from kvcache.transfer.move.place import launches, place
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from tests.rigs.examples import examples
 from tests.rigs.geometry import (
     DTYPES,
     GARBAGE,
@@ -24,7 +25,7 @@ from tests.rigs.geometry import (
 )
 from tests.rigs.memory_placer import place_units
 
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=500)
+PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
 
 
 def place_runs(copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors) -> None:

@@ -10,7 +10,6 @@ and what still goes to the dead may by chance reach the successor's memory.
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
@@ -30,6 +29,7 @@ from protocol.handshake import (
     Subscribe,
 )
 from protocol.messages import RemotePrefill
+from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
 BLOCKS, RANKS = 6, 2
@@ -301,6 +301,4 @@ class FenceMachine(RuleBasedStateMachine):
 
 
 TestFenceProperties = FenceMachine.TestCase
-TestFenceProperties.settings = hypothesis_settings(
-    deadline=None, max_examples=500, stateful_step_count=40
-)
+TestFenceProperties.settings = examples(500, stateful_step_count=40)

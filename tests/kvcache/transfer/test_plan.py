@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import PlanError
+from tests.rigs.examples import examples
 from tests.rigs.geometry import (
     COSTS,
     DTYPES,
@@ -27,8 +28,7 @@ from tests.rigs.geometry import (
 )
 from tests.rigs.memory_placer import place_units
 
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(PROPERTY, max_examples=10_000)
+MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10_000)
 
 
 def check_direct(case: Case, d_rank: int) -> None:
@@ -101,7 +101,7 @@ KEPT = given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY)(check_kept)
 
 @pytest.mark.parametrize(("law", "count"), [(DIRECT, 500), (KEPT, 150)])
 def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law: Any, count: int) -> None:
-    settings(PROPERTY, max_examples=count)(law)()
+    examples(count, suppress_health_check=list(HealthCheck))(law)()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -31,6 +30,7 @@ from protocol.errors import (
 )
 from protocol.handshake import AbortLease, Complete, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
+from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
 SETTINGS = PullSettings(
@@ -367,6 +367,4 @@ class PullMachine(RuleBasedStateMachine):
 
 
 TestPullProperties = PullMachine.TestCase
-TestPullProperties.settings = hypothesis_settings(
-    deadline=None, max_examples=400, stateful_step_count=25
-)
+TestPullProperties.settings = examples(400, stateful_step_count=25)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -48,7 +48,7 @@ from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
 
 
-def create_app(api: Api) -> Starlette:
+def create_app(api: Api) -> FastAPI:
     """The application of one server.
 
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
@@ -79,7 +79,15 @@ def create_app(api: Api) -> Starlette:
     if api.settings.cors_origin:
         cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
         middleware.insert(0, cors)
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS)
+    app = FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        routes=routes,
+        middleware=middleware,
+        exception_handlers=ERROR_HANDLERS,
+    )
     app.state.certificate = api.access.certificate
     return app
 

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2470,
     "decode_server": 198,
     "deploy": 900,
-    "engine": 10307,
+    "engine": 10316,
     "kvcache": 7540,
     "kvcache/transfer": 5741,
     "model": 3700,
     "prefill_server": 192,
     "protocol": 6648,
     "proxy": 4344,
-    "tests": 37900,
+    "tests": 37897,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -37,6 +37,7 @@ from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from model.config import ModelConfig, parse_config
 from model.parallel import Parallel
+from model.sizes import implied_weights
 from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -50,6 +51,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 768,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
     },
     "tiny": {
         "hidden_size": 64,
@@ -224,7 +240,7 @@ def _decode(
     if runner.graphs is not None:  # of the graph that the last step ran
         device_s = mean_s(partial(runner.graphs.replay, batch), 50)
     kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
-    floor_s = (num_read_weights(config) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
+    floor_s = (num_read_weights(config, batch) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
     return _told(
         "decode",
         batch=batch,
@@ -277,21 +293,36 @@ def _prefill(
     )
 
 
-def num_read_weights(config: ModelConfig) -> int:
-    """Elements of weights that a decode step reads: all but the input embedding's other rows."""
-    return config.num_layers * num_layer_weights(config) + config.vocab_size * config.hidden_size
+def num_read_weights(config: ModelConfig, batch: int = 1) -> float:
+    """Elements of weights that a decode step reads: all but the input embedding's other rows, and
+    of experts those that so many tokens hit on average, if all are equally likely."""
+    hit = 1.0
+    if moe := config.moe:
+        hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+    return _num_weights(config, hit) + config.vocab_size * config.hidden_size
 
 
-def num_layer_weights(config: ModelConfig) -> int:
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+def _num_weights(config: ModelConfig, share_of_experts: float) -> float:
+    """Elements of all layers' matrices."""
+    found = 0.0
+    for weights in implied_weights(config):
+        if weights.name.startswith("model.layers."):
+            is_expert = len(weights.shape) > 2 or ".experts." in weights.name
+            found += weights.elements * (share_of_experts if is_expert else 1.0)
+    return found
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Model FLOPs of one prompt: two per weight and token, causal attention, one row of logits."""
-    weights = 2.0 * num_tokens * config.num_layers * num_layer_weights(config)
-    pairs = num_tokens * (num_tokens + 1) / 2
-    attention = 4.0 * pairs * config.num_heads * config.head_dim * config.num_layers
+    share = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1.0
+    weights = 2.0 * num_tokens * _num_weights(config, share)
+    pairs, (dims, heads) = (
+        num_tokens * (num_tokens + 1) / 2,
+        (2 * config.head_dim, config.num_heads),
+    )
+    if config.mla:  # absorbed: over latents, whose rope part is in the keys alone
+        dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    attention = 2.0 * pairs * heads * dims * config.num_layers
     return weights + attention + 2.0 * config.vocab_size * config.hidden_size
 
 

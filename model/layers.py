@@ -189,7 +189,7 @@ class Columns:
             of_one = (kernels.one_row_works(matrix), kernels.one_row_works(matrix, gated=True))
             self._takes = (*of_one, kernels.gated_rows_work(matrix))
 
-    def gated(self, x: Tensor, norm: RMSNorm | None, activation: str) -> Tensor:
+    def gated(self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu") -> Tensor:
         """x [T, in], normed first -> `activation` of the first of two projections times the
         second."""
         if not self._is_fused or activation != "silu":

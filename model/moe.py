@@ -153,7 +153,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
     Mixture for `correction` [experts] and `group_best`."""
-    logits = F.linear(x.float(), router)
+    logits, num = F.linear(x.float(), router), config.experts_per_token
+    if config.scoring == "softmax" and config.is_normalized and config.num_groups == 1:
+        best, experts = logits.topk(num, dim=-1)  # the same, in fewer kernels
+        return best.softmax(dim=-1) * config.routed_scaling_factor, experts
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
     if config.num_groups > 1:
@@ -162,7 +165,7 @@ def route(
         best = of_group.topk(config.topk_groups, dim=-1).indices
         outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
         choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(scores)
-    experts = choice.topk(config.experts_per_token, dim=-1).indices
+    experts = choice.topk(num, dim=-1).indices
     weights = scores.gather(1, experts)
     if config.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + _NOT_ZERO)

@@ -209,8 +209,6 @@ REFUSED: Final = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "images"),
     "Olmo3ForCausalLM": ("Olmo2ForCausalLM", "sliding windows"),
-    "Phi3SmallForCausalLM": ("Phi3ForCausalLM", "block-sparse attention"),
-    "PhiMoEForCausalLM": ("MixtralForCausalLM", "sparse mixers and layer norms with a bias"),
     "GraniteMoeSharedForCausalLM": ("GraniteMoeForCausalLM", "shared experts of one weight"),
     "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", "state-space layers"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),

@@ -8,21 +8,35 @@ from model.layers import RMSNorm
 from model.moe import MoELayer
 from model.parallel import Parallel
 from model.weights import DummySource, WeightLoader
-from tests.model.test_config import DEEPSEEK
+from tests.model.test_config import DEEPSEEK, V3
 
 # Rows of 23 elements are none that a grouped product takes: every expert sees every token then.
 WIDTHS = {"grouped": 24, "each": 23}
+QWEN2 = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 48,
+}
+ROUTERS = {
+    "greedy": {},
+    "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "sigmoid": V3,
+    "normalised": QWEN2,
+}
 
 
 @pytest.mark.parametrize("way", WIDTHS)
-@pytest.mark.parametrize("topk_method", ["greedy", "group_limited_greedy"])
-@pytest.mark.parametrize("num_tokens", [1, 128, 129, 256])
-def test_a_layer_reads_no_value_back(way, topk_method, num_tokens):
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_layer_reads_no_value_back(way: str, router: str, ep: int) -> None:
     """On the device `meta` there are none."""
-    changes = {"moe_intermediate_size": WIDTHS[way], "topk_method": topk_method}
-    config = parse_config({**DEEPSEEK, **changes, "n_group": 4, "topk_group": 2})
+    raw = {**DEEPSEEK, **ROUTERS[router], "moe_intermediate_size": WIDTHS[way] * 2 // ep}
+    config = parse_config(raw)
     there = {"dtype": torch.bfloat16, "device": "meta"}
-    layer = MoELayer(WeightLoader(DummySource(0, "cpu"), **there), "mlp", config, Parallel())
-    hidden = torch.empty(num_tokens, config.hidden_size, **there)
+    loader, parallel = WeightLoader(DummySource(0, "cpu"), **there), Parallel(1, 2, ep=ep)
+    layer = MoELayer(loader, "mlp", config, parallel)
     norm = RMSNorm(torch.empty(config.hidden_size, **there), 1e-6)
-    assert layer(hidden, norm).shape == hidden.shape
+    for num_tokens in (1, 128, 129, 256):
+        hidden = torch.empty(num_tokens, config.hidden_size, **there)
+        assert layer(hidden, norm).shape == hidden.shape

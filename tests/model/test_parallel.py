@@ -79,7 +79,7 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
         (2, 2, EXPERTS, [1, 2, 2, 2]),
         (3, 1, ["llama-wide"], [2]),
         (4, 1, ["llama", "qwen3", "deepseek", "dummy", "olmo2"], [1, 1, 1, 1, 1]),
-        (4, 2, EXPERTS, [1, 1, 1, 1]),
+        (4, 2, ["qwen2-moe", "deepseek"], [1, 1]),
     ],
 )
 def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, cases, tmp_path):

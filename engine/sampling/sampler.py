@@ -29,7 +29,6 @@ from engine.core.batch import ScoredRows
 from engine.core.logits_processing import Shaping, to_device
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 from engine.sampling.sampling_batch import SamplingBatch
-from model import fused_ops
 from model.decoder import CausalLM
 from protocol.messages import SamplingParams, TokenLogprobs
 
@@ -76,7 +75,9 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
     if logits.device.type == "cuda":
-        return fused_ops.kernels().first_largest(logits)  # type: ignore[no-any-return]
+        from engine.sampling import token_kernels
+
+        return token_kernels.first_largest(logits)
     return _without_non_numbers(logits)[2]
 
 
@@ -231,7 +232,9 @@ class LastSampledTokens:
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] with every -1 - r replaced by what row r drew."""
         if token_ids.device.type == "cuda":
-            return fused_ops.kernels().fill_in(token_ids, self.token_ids)  # type: ignore[no-any-return]
+            from engine.sampling import token_kernels
+
+            return token_kernels.fill_in(token_ids, self.token_ids)
         drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
         return torch.where(token_ids < 0, drawn, token_ids)
 

@@ -12,6 +12,7 @@ from model.layers import Columns, Linear
 from model.rope import Rope
 
 store_kernels = pytest.importorskip("attention.store_kernels", reason="needs triton")
+token_kernels = pytest.importorskip("engine.sampling.token_kernels", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -66,13 +67,13 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> 
     logits[2] = float("-inf")
     logits[3] = float("nan")
     expected = [11, 300, 0, 0, int(logits[4].argmax())]
-    assert fused_ops.kernels().first_largest(logits).tolist() == expected
+    assert token_kernels.first_largest(logits).tolist() == expected
 
 
 def test_tokens_that_the_device_knows_are_filled_in() -> None:
     drawn = torch.arange(100, 700, device="cuda")
     token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
-    filled = fused_ops.kernels().fill_in(token_ids, drawn)
+    filled = token_kernels.fill_in(token_ids, drawn)
     assert filled.tolist() == [5, 100, 699, 0, *range(100, 599)]
 
 

@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2470,
+    "benchmarks": 2501,
     "decode_server": 198,
     "deploy": 900,
-    "engine": 10316,
+    "engine": 10391,
     "kvcache": 7540,
     "kvcache/transfer": 5741,
-    "model": 3700,
+    "model": 3679,
     "prefill_server": 192,
     "protocol": 6648,
     "proxy": 4344,
-    "tests": 37897,
+    "tests": 37919,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -320,7 +320,9 @@ class Fleet(Pool):
         start = self._next.get((kind, rotation), 0)
         at = bisect.bisect_left(ready, start, key=lambda server: server.index)
         in_turn = [*ready[at:], *ready[:at]]
-        usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
+        usable = in_turn
+        if any([s.health.open_until is not None for s in in_turn]):
+            usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
         if not usable:
             return None
         server = first(usable)

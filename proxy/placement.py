@@ -219,30 +219,44 @@ def place(
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
-    p = prefills[cheapest_prefill(ask, prefills, depths)]
+    at, seconds, lost = _cheapest_prefill(ask, prefills, depths)
+    p, seconds = prefills[at], seconds + _HANDOFF_S
+    if cost < _felt_s(seconds) + lost:
+        return alone
     d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
-    left = ask.uncached(depths.get(p.index, 0))
-    seconds = max(p.free_at - ask.now, 0.0) + left * p.token_s + _HANDOFF_S + _room_s(ask, d)
-    copied = (_deepest(prefills, depths) - depths.get(p.index, 0)) * ask.block_tokens
-    lost = (_WORK * left + _COPY * copied) * p.token_s
-    return alone if cost < _felt_s(seconds) + lost else Placement(p.index, d.index, left)
+    if cost < _felt_s(seconds + _room_s(ask, d)) + lost:
+        return alone
+    return Placement(p.index, d.index, ask.uncached(depths.get(p.index, 0)))
 
 
 def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already."""
-    best, least, block = 0, float("inf"), ask.block_tokens
-    deepest = _deepest(servers, depths)
+    return _cheapest_prefill(ask, servers, depths)[0]
+
+
+def _cheapest_prefill(
+    ask: Ask, servers: Sequence[Load], depths: dict[int, int]
+) -> tuple[int, float, float]:
+    """That, when it would have computed the prompt, and what is lost by that, in seconds."""
+    best, least, most, now, block = 0, float("inf"), 0, ask.now, ask.block_tokens
+    if depths:
+        most = max([depths.get(each.index, 0) for each in servers])
+    tokens = ask.tokens * (1 + _WORK) + most * block * _COPY  # of one that has none of it
     for place, server in enumerate(servers):
-        depth = depths.get(server.index, 0)
-        left = ask.tokens - depth * block
-        seconds = (left if left > 1 else 1) * (1 + _WORK) + (deepest - depth) * block * _COPY
-        seconds *= server.token_s
-        if server.free_at > ask.now:
-            seconds += server.free_at - ask.now
+        seconds = tokens * server.token_s
+        if most and server.index in depths:
+            depth = depths[server.index]
+            left = ask.tokens - depth * block
+            seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
+            seconds *= server.token_s
+        if server.free_at > now:
+            seconds += server.free_at - now
         if seconds < least:
             best, least = place, seconds
-    return best
+    depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
+    lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
+    return best, least - lost, lost
 
 
 def cheapest_decode(
@@ -254,6 +268,8 @@ def cheapest_decode(
         return _cheapest_alone(ask, servers, depths, limits)[0]
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
+        if server.held >= least:
+            continue
         fullness: float = server.held
         if server.capacity is not None and fullness + wanted > server.capacity:
             fullness = (fullness + wanted - server.capacity) * _WITHOUT_ROOM
@@ -272,31 +288,35 @@ def _cheapest_alone(
     """The place of the decode server that would compute the prompt itself at the least cost, and
     that: how late its first token feels, and what streams lose, those included that are `coming`
     from prefill servers. One loop without calls: it is taken for each request."""
-    best, least, wanted = 0, float("inf"), ask.tokens + ask.answer
-    block, deepest = ask.block_tokens, max(depths.values(), default=0)
+    best, least, wanted, now = 0, float("inf"), ask.tokens + ask.answer, ask.now
+    block, most = ask.block_tokens, max(depths.values(), default=0)
+    tokens, copied = ask.tokens, most * block * _COPY  # of one that has none of it
     for place, server in enumerate(servers):
-        depth = depths.get(server.index, 0)
-        left = ask.tokens - depth * block
-        seconds = (left if left > 1 else 1) * server.token_s
-        lost = _WORK * seconds + _COPY * (deepest - depth) * block * server.token_s
+        seconds = tokens * server.token_s
+        lost = _WORK * seconds + copied * server.token_s
+        if most and server.index in depths:
+            depth = depths[server.index]
+            left = tokens - depth * block
+            seconds = (left if left > 1 else 1) * server.token_s
+            lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
         if streams := server.running + coming:
             harm = limits.harm * seconds * streams
             interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
             lost += harm if harm > interrupted else interrupted
+            if lost >= least:
+                continue
             share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / limits.step_s
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:
                 seconds += _room_s(ask, server)
-        if server.free_at > ask.now:
-            seconds += server.free_at - ask.now
-        cost = lost + seconds + (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S
+        if server.free_at > now:
+            seconds += server.free_at - now
+        cost = lost + seconds
         if cost < least:
-            best, least = place, cost
+            cost += (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S
+            if cost < least:
+                best, least = place, cost
     return best, least
-
-
-def _deepest(servers: Sequence[Load], depths: dict[int, int]) -> int:
-    return max([depths.get(each.index, 0) for each in servers]) if depths else 0
 
 
 def _felt_s(seconds: float) -> float:

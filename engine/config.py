@@ -53,7 +53,7 @@ class EngineConfig(KVOptions, ModelOptions):
         return self.block_size * self.dcp
 
     @property
-    def geometry(self) -> dict[str, str | int]:
+    def geometry(self) -> dict[str, str | int | float]:
         """What a server tells of its engine at GET /ready."""
         return {
             "version": VERSION,
@@ -64,6 +64,7 @@ class EngineConfig(KVOptions, ModelOptions):
             "tp": self.tp,
             "dcp": self.dcp,
             "attention_backend": chosen(self.attention_backend, self.device),
+            "itl_target_s": self.itl_target_s,
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,

@@ -179,7 +179,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     max_model_len: int  # tokens
     vocab_size: int
     side_channel_port: int | None = None
-    geometry: dict[str, str | int] = {}  # see EngineConfig.geometry
+    geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

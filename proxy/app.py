@@ -132,11 +132,11 @@ class ProxyApp:
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         path = scope["path"]
-        if path in GENERATE_PATHS:
-            self._site.began(path, reply)
         try:
             with self.access.admit(scope) as visit:
                 reply.headers = visit.headers
+                if path in GENERATE_PATHS:
+                    self._site.began(path, reply)
                 if error := refusal(scope):
                     raise error
                 await self._route(scope, receive, reply)

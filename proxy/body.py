@@ -62,10 +62,16 @@ def model_of(body: Body) -> str | None:
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-def sanitize(body: Body) -> tuple[Body, bool]:
+def sanitize(body: Body, least: int | None = None) -> tuple[Body, bool]:
     """The body without `kv_transfer_params`, which name hosts to connect to, as only a server may;
-    and whether a client had sent any."""
+    and whether a client had sent any.
+
+    Args:
+        least: the most urgent priority that its client may ask for: one who asks for none has that.
+    """
     clean = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    if least is not None and least > 0 and member(body, "priority") == b"null":
+        clean["priority"] = msgspec.Raw(b"%d" % least)
     return clean, member(body, "kv_transfer_params") != b"null"
 
 

@@ -48,6 +48,7 @@ class Said:
     room: Room | None = None  # None: it did not say, as while it starts
     capacity: int | None = None  # tokens of KV
     totals: Totals | None = None
+    itl_target_s: float | None = None
     answered: bool = True  # False: no connection could be had
     models: tuple[str, ...] = ()  # names that it serves; none: it did not say
     kv_digest: str = ""  # what other servers' KV must agree in; see protocol.handshake

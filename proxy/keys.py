@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import RateLimited
-from protocol.http.access import OPEN_PATHS, RATE_HEADERS, Access, Key, digest, option_keys
+from protocol.http.access import OPEN_PATHS, Access, Key, digest, option_keys, rate_headers
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
@@ -38,19 +38,43 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+    tokens_per_minute: Annotated[int, Meta(ge=1, le=10**12)] | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     min_priority: int | None = None
     admin: bool = False
 
 
+class _Minute:
+    """What was used of so much a minute, all of which may be used at once. What takes more than all
+    is let through where nothing is used, and paid for by those after it."""
+
+    def __init__(self, unit: str, clock: Callable[[], float]) -> None:
+        self._unit, self._clock = unit, clock
+        self._full_at_s = 0.0  # when all may be used again
+
+    def charge(self, name: str, amount: int, per_minute: int) -> dict[str, str]:
+        now_s, step_s = self._clock(), MINUTE_S / per_minute
+        used_s, takes_s = max(0.0, self._full_at_s - now_s), amount * step_s
+        wait_s = used_s + min(takes_s, MINUTE_S) - MINUTE_S
+        if is_free := wait_s < 1e-6:
+            used_s += takes_s
+            self._full_at_s = now_s + used_s
+        left = math.floor(max(0.0, MINUTE_S - used_s) / step_s + 1e-6)
+        texts = (f"{per_minute}", f"{left}", f"{used_s:.3f}s")
+        headers = dict(zip(rate_headers(self._unit), texts, strict=True))
+        if is_free:
+            return headers
+        headers["retry-after"] = f"{math.ceil(wait_s)}"
+        told = f"{name} may send {per_minute} {self._unit} a minute: wait for {wait_s:.3f} s"
+        raise RateLimited(told, headers=headers)
+
+
 class LimitedKey(Key):
-    """A key of the file and what it has used, which outlives a change of its limits. A minute's
-    worth of requests may come at once."""
+    """A key of the file and what it has used, which outlives a change of its limits."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
-        self._clock = clock
         self._running = 0
-        self._full_at_s = 0.0  # when all of a minute's worth may come again
+        self._requests, self._tokens = _Minute("requests", clock), _Minute("tokens", clock)
         self.take(line)
 
     def take(self, line: Line) -> None:
@@ -62,28 +86,16 @@ class LimitedKey(Key):
         if most is not None and self._running >= most:
             told = f"{self.name} may have {most} requests at a time: wait for one"
             raise RateLimited(told, headers={"retry-after": "1"})
-        headers = {} if per_minute is None else self._charge(per_minute)
+        headers = {} if per_minute is None else self._requests.charge(self.name, 1, per_minute)
         self._running += 1
         return headers
 
+    def charge(self, tokens: int) -> Mapping[str, str]:
+        most = self.line.tokens_per_minute
+        return {} if most is None else self._tokens.charge(self.name, tokens, most)
+
     def end(self) -> None:
         self._running -= 1
-
-    def _charge(self, per_minute: int) -> dict[str, str]:
-        now_s, step_s = self._clock(), MINUTE_S / per_minute
-        used_s = max(0.0, self._full_at_s - now_s)
-        wait_s = used_s + step_s - MINUTE_S
-        if is_free := wait_s < 1e-6:
-            used_s += step_s
-            self._full_at_s = now_s + used_s
-        left = math.floor(max(0.0, MINUTE_S - used_s) / step_s + 1e-6)
-        texts = (f"{per_minute}", f"{left}", f"{used_s:.3f}s")
-        headers = dict(zip(RATE_HEADERS, texts, strict=True))
-        if is_free:
-            return headers
-        headers["retry-after"] = f"{math.ceil(wait_s)}"
-        told = f"{self.name} may send {per_minute} requests a minute: wait for {wait_s:.3f} s"
-        raise RateLimited(told, headers=headers)
 
 
 class FileAccess(Access):

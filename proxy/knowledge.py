@@ -221,10 +221,17 @@ class Knowledge:
         load.free_at += late_s
         load.late_s += late_s
 
-    def told(self, server: object, capacity: int | None, totals: Totals) -> None:
-        """A health check's answer: tokens of KV in all, and what its steps have taken."""
+    def told(
+        self,
+        server: object,
+        capacity: int | None,
+        totals: Totals,
+        itl_target_s: float | None = None,
+    ) -> None:
+        """A health check's answer: tokens of KV in all, what its steps have taken, and what it lets
+        one with streams take."""
         load, before = self.loads[server], self._totals.get(server, Totals())
-        load.capacity, self._totals[server] = capacity, totals
+        load.capacity, load.target_s, self._totals[server] = capacity, itl_target_s, totals
         steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
         streams = (self._streams.get(server, 0) + load.running) / 2
         self._streams[server] = load.running

@@ -321,7 +321,7 @@ class Fleet(Pool):
         at = bisect.bisect_left(ready, start, key=lambda server: server.index)
         in_turn = [*ready[at:], *ready[:at]]
         usable = in_turn
-        if any([s.health.open_until is not None for s in in_turn]):
+        if any(s.health.open_until is not None for s in in_turn):
             usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
         if not usable:
             return None

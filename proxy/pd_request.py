@@ -101,9 +101,10 @@ class PDRequest:
             await self._serve()
 
     async def _serve(self) -> None:
-        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data))
+        least = self._visit.min_priority
+        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
         self._body = bodies.seeded(self._plain)
-        asked, least = bodies.priority(self._plain), self._visit.min_priority
+        asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
             said = "no number of 32 bits" if asked is None else asked
             told = f"priority is {said}; {self._visit.name} may ask for {least} or more"
@@ -112,6 +113,8 @@ class PDRequest:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         self._pool = self._fleet.pool(bodies.model_of(self._plain))
         self._ask = bodies.ask(self._body)
+        self._visit.charge(self._ask.tokens + self._ask.answer * bodies.num_choices(self._body))
+        self.reply.headers = self._visit.headers
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:

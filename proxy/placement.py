@@ -37,6 +37,7 @@ class Load:
         capacity: tokens of KV; None while it has not said.
         token_s: what it takes for one token of a prompt, in seconds.
         step_s: what a step of one stream takes; more add to that, see `step_s`.
+        target_s: what a step with streams may take there; None: see Limits.
     """
 
     index: int
@@ -48,13 +49,15 @@ class Load:
     capacity: int | None = None
     token_s: float = _UNKNOWN_TOKEN_S
     step_s: float = 0.005
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """
     Attributes:
-        step_s: what a step may take while streams are generated: prompts are cut to fit.
+        step_s: what a step may take while streams are generated, where the server has not said:
+            prompts are cut to fit.
         harm: seconds of first token that one second less for one stream is worth.
     """
 
@@ -305,7 +308,9 @@ def _cheapest_alone(
             lost += harm if harm > interrupted else interrupted
             if lost >= least:
                 continue
-            share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / limits.step_s
+            share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / (
+                server.target_s or limits.step_s
+            )
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:
                 seconds += _room_s(ask, server)
@@ -326,7 +331,7 @@ def _felt_s(seconds: float) -> float:
 
 def share_for_prompts(server: Load, limits: Limits) -> float:
     """Of its time, while its streams keep within the limit."""
-    share = 1.0 - step_s(server) / limits.step_s if server.running else 1.0
+    share = 1.0 - step_s(server) / (server.target_s or limits.step_s) if server.running else 1.0
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 

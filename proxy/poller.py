@@ -103,7 +103,8 @@ class Poller:
         else:
             self.fleet.polled(server, said, started_at)
             if said.ready and said.totals is not None:
-                self.knowledge.told(server, said.capacity, said.totals)
+                known = said.capacity, said.totals, said.itl_target_s
+                self.knowledge.told(server, *known)
 
     async def _ask(self, server: Server) -> Said:
         if not (server.health.ready and server.health.is_foreign):
@@ -168,6 +169,7 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     kv_digest = digest if isinstance(digest, str) else ""
     totals = [n for name in ENGINE_TOTALS if isinstance(n := said.get(name), int | float)]
     known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
+    target_s = said.get("itl_target_s")
     is_bare = BARE.items() <= said.items()
     return Said(
         ready,
@@ -175,6 +177,7 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
         room,
         capacity,
         known,
+        target_s if isinstance(target_s, float) and target_s > 0 else None,
         models=models,
         kv_digest=kv_digest,
         is_bare=is_bare,

@@ -315,7 +315,8 @@ class Upstreams:
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
         make = call.foreign_body if server.health.is_foreign else None
         body = call.body if make is None else make()
-        left = [] if call.deadline is None else [call.deadline.header()]
+        is_told = call.deadline is not None and not server.health.is_foreign
+        left = [call.deadline.header()] if call.deadline is not None and is_told else []
         response = await self.upstream.send(
             server.url, call.method, call.path, headers=[*call.headers, *left], body=body
         )

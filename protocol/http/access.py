@@ -21,7 +21,13 @@ logger = get_logger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready"})
 ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/")  # whatever begins so
 BARE = {"details": "are for admin keys"}  # of an answer that says no more than yes or no
-RATE_HEADERS = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
+
+
+def rate_headers(unit: str) -> list[str]:
+    return [f"x-ratelimit-{name}-{unit}" for name in ("limit", "remaining", "reset")]
+
+
+RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
@@ -49,6 +55,10 @@ class Key:
         """A request begins; returns headers of its answer. Raises RateLimited."""
         return {}
 
+    def charge(self, tokens: int) -> Mapping[str, str]:
+        """It takes so many, as far as one can tell; returns and raises as `begin`."""
+        return {}
+
     def end(self) -> None: ...
 
 
@@ -61,6 +71,11 @@ class Visit:
         self.min_priority = None if key is None else key.min_priority
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
+
+    def charge(self, tokens: int) -> None:
+        """See Key."""
+        if self.begun is not None:
+            self.headers = {**self.headers, **self.begun.charge(tokens)}
 
     def __enter__(self) -> "Visit":
         return self

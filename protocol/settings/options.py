@@ -416,8 +416,8 @@ class RoutingOptions(QueueOptions):
     disaggregate: Literal["always", "auto", "never"] = "always"
     """auto: a decode server computes a prompt where that is sooner; never: it always does"""
     itl_target_s: Seconds = 0.025
-    """time between tokens that streams keep while a decode server computes prompts beside them; as
-    these servers have it (s)"""
+    """time between tokens that streams keep while a decode server computes prompts beside them,
+    where the server does not tell its own (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
     ui: bool = True

@@ -119,9 +119,9 @@ class State:
         self._running[reply] = self._by_id[told] = request
 
     def ended(self, reply: Reply, status: str) -> None:
-        if not self.is_on:
+        request, trace = self._running.pop(reply, None), reply.trace
+        if request is None:  # refused to a key, or the page is off
             return
-        request, trace = self._running.pop(reply), reply.trace
         request.reply, request.changed = None, self._next()
         request.status, request.end_s = status, trace.elapsed_s()
         is_failed = status == "broken" or status.startswith("5")

@@ -21,7 +21,7 @@ from protocol.http.access import check
 from protocol.metrics import Metrics
 from protocol.settings.options import ListenOptions
 from protocol.settings.settings import ProxySettings
-from proxy.keys import FileAccess
+from proxy.keys import FileAccess, LimitedKey, Line
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until
 from tests.rigs.http_server import serving
 
@@ -173,6 +173,40 @@ async def test_limits_are_told_and_kept(tokenizer: Tokenizer, tmp_path: Path) ->
         assert error["retryable"] and "one may send 2 requests a minute" in error["message"]
 
 
+async def test_tokens_are_counted_as_they_are_asked_for(tmp_path: Path) -> None:
+    one = {"name": "one", "key": ALICE, "tokens_per_minute": 1000}
+    async with Rig(api_keys_file=written(tmp_path / "keys", [one])) as rig:
+        left = []
+        for max_tokens, status in ((300, 200), (600, 200), (600, 429), (50, 200)):
+            answer = await rig.complete(
+                {"x-api-key": ALICE}, prompt="x" * 40, max_tokens=max_tokens
+            )
+            assert answer.status_code == status
+            left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
+            if status == 429:
+                told = answer.json()["error"]["message"]
+                assert "one may send 1000 tokens a minute" in told
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert 670 < left[0] < 700 and left[3] < left[2] < 120
+        assert len(rig.decode[0].calls) == 3
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 60)), max_size=60))
+def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked: list[tuple[int, float]]) -> None:
+    now = [5.0]
+    key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
+    taken = 0
+    for tokens, pause_s in asked:
+        now[0] += pause_s
+        try:
+            key.charge(tokens)
+        except RateLimited as error:
+            now[0] += float(error.headers["retry-after"])
+            key.charge(tokens)
+        taken += tokens
+        assert taken <= 100 * (1 + (now[0] - 5.0) / 60) + max(tokens, 100)
+
+
 async def test_requests_at_a_time_are_counted_until_they_end(tmp_path: Path) -> None:
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
     waits = Waits(then=decodes)
@@ -194,6 +228,16 @@ async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path: Path) -> None:
             answer = await rig.complete({"x-api-key": ALICE}, priority=priority)
             assert answer.status_code == status
         assert answer.json()["error"]["param"] == "priority"
+
+
+async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(
+    tmp_path: Path,
+) -> None:
+    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": 3}])
+    async with Rig(api_keys_file=file) as rig:
+        for given, status in (({}, 200), ({"priority": None}, 200), ({"priority": 0}, 403)):
+            assert (await rig.complete({"x-api-key": ALICE}, **given)).status_code == status
+        assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
 async def test_who_leaves_uses_nothing_more(tmp_path: Path) -> None:
@@ -293,7 +337,7 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(
         ('{"name": "a b", "key": "12345678"}', r"line 1: Expected `str` matching .*name`"),
         (
             '{"name": "a", "key": "12345678", "rpm": 1}',
-            "unknown field `rpm`; .*requests_per_minute, max",
+            "unknown field `rpm`; .*requests_per_minute, tokens",
         ),
         (
             '{"name": "a", "key": "12345678", "max_concurrent": 0}',

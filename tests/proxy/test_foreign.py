@@ -94,13 +94,15 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(
 ) -> None:
     sent = {**USER, **limits, "stream": True, "stream_options": {"include_usage": True}}
     async with pair() as rig:
-        answer = await rig.client.post("/v1/chat/completions", json=sent)
+        headers = {"x-request-timeout-s": "60"}  # which is the proxy's to keep
+        answer = await rig.client.post("/v1/chat/completions", json=sent, headers=headers)
         assert answer.content == b"".join(CHUNKS)
         (p,), (d,) = rig.prefill[0].calls, rig.decode[0].calls
         assert p.path == d.path == "/v1/chat/completions"
         assert p.body == {**USER, **of_prefill, "stream": False, "kv_transfer_params": ORDER}
         assert d.body == {**sent, "kv_transfer_params": KV}
         assert p.headers["x-request-id"] == d.headers["x-request-id"]
+        assert not {"x-request-timeout-s"} & {*p.headers, *d.headers}
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
         assert rig.prefill[0].releases == []
 

@@ -74,3 +74,9 @@ def test_a_server_has_the_room_that_it_tells_in_whole_numbers(
     told: bytes, room: Room | None
 ) -> None:
     assert _said(Kind.DECODE, 200, told).room == room
+
+
+def test_a_server_tells_what_its_steps_may_take() -> None:
+    found = [_said(Kind.DECODE, 200, b'{"itl_target_s": %b}' % said).itl_target_s
+             for said in (b"0.05", b"0", b"-1.5", b'"x"', b"null")]  # fmt: skip
+    assert found == [0.05, None, None, None, None]

@@ -200,6 +200,10 @@ async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data() -> N
             headers = {"authorization": f"Bearer {key}"} if key else {}
             told = await rig.client.get(site.STATE_PATH, headers=headers)
             assert told.status_code == status
+        assert (await rig.complete()).status_code == 401  # who has no key is not shown
+        (await rig.complete({"x-api-key": "client's"})).raise_for_status()
+        told = await rig.client.get(site.STATE_PATH, headers=headers)
+        assert [each["status"] for each in told.json()["requests"]] == ["200"]
 
 
 async def test_servers_with_keys_of_their_own_are_asked_with_the_proxys() -> None:

@@ -2,15 +2,13 @@
 
 Policy, in order:
 1. Sequences that decode go first, so that a long prompt delays them by one chunk at most.
-2. Prompts that are under way get what is left of the token budget, in order of admission. Beside
-   streams that is what keeps the step within `itl_target_s`, by the times of steps before.
-3. Waiting sequences are admitted by priority, the smaller first, among equals first come, first
-   served, when blocks for all their tokens are available; each takes what the prefix index holds
-   and only allocates the rest. One that would not even fit into what is not quarantined, or is to
-   be pulled beside too much that is being written to, lets others pass until it does. So does one
-   whose beginning a running sequence is computing just now, until that has computed it or runs no
-   more: it finds it in the index then. One that `MAX_OVERTAKEN` more urgent ones have overtaken,
-   or that was preempted, is not overtaken by them again.
+2. Prompts that are under way get what is left of the token budget, in order of admission, but for
+   what shorter ones need: half at most. Beside streams it is what `itl_target_s` leaves.
+3. Waiting sequences are admitted in the order of `waiting.py`, when blocks for all their tokens
+   are available; each takes what the prefix index holds and only allocates the rest. One that would
+   not even fit into what is not quarantined, or is to be pulled beside too much that is being
+   written to, lets others pass until it does. So does one whose beginning a running sequence is
+   computing just now, until that has computed it or runs no more: it finds it in the index then.
 When a running sequence needs a block and none is available, the latest admitted one is preempted:
 its blocks are released and it waits, at the head of the queue, to be computed again. A sequence
 that fits the pool alone therefore always ends.
@@ -30,11 +28,11 @@ from dataclasses import dataclass, field
 
 from engine.core.pace import Load, Pace
 from engine.core.sequence import Phase, Sequence
+from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.prefix import PrefixIndex
 from protocol.metrics import stat_key
 
-MAX_OVERTAKEN = 64  # times, that a waiting sequence lets one go first that came later
 _MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
 
 
@@ -127,15 +125,9 @@ class Scheduler:
         assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
         if sequence.request.known:  # its client has waited already
             self.requeue(sequence)
-            return
-        sequence.phase = Phase.WAITING
-        at, priority = len(self.waiting), sequence.request.priority
-        while at and (before := self.waiting[at - 1]).request.priority > priority:
-            if before.num_overtaken >= MAX_OVERTAKEN:
-                break
-            before.num_overtaken += 1
-            at -= 1
-        self.waiting.insert(at, sequence)
+        else:
+            sequence.phase = Phase.WAITING
+            enqueue(self.waiting, sequence)
 
     # -- one round ---------------------------------------------------------------------------
 
@@ -151,10 +143,21 @@ class Scheduler:
                 load = _load_of(plan.scheduled)
                 room = self._pace.prompt_tokens(load.streams, load.held)
                 plan.budget = min(plan.budget, room)
+        kept = self._kept_for_short(prefilling, plan.budget)
+        plan.budget -= kept
         self._go_on(prefilling, plan)
+        plan.budget += kept
         if not plan.preempted:
             self._admit_waiting(plan)
         return plan
+
+    def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
+        """Tokens of the step that long prompts leave to short ones, which get their blocks."""
+        found = short_ones(self.waiting, sum(s.num_uncomputed for s in under_way), budget)
+        needed = sum(s.num_blocks_for(len(s.token_ids), self.limits.block_size) for s in found)
+        has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))
+        is_one_too_many = self._num_choices() + len(found) > self.limits.max_num_seqs
+        return sum(len(s.token_ids) for s in found) if has_room and not is_one_too_many else 0
 
     def _go_on(self, sequences: list[Sequence], plan: Plan) -> None:
         for sequence in sequences:

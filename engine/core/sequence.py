@@ -69,7 +69,7 @@ class Sequence:
     num_transferred: int = 0
     num_recomputed: int = 0
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    num_overtaken: int = 0  # while it waits, by more urgent ones that came later
+    num_overtaken: int = 0  # while it waits, by those that came later; see core/waiting.py
     was_admitted: bool = False
     has_ended: bool = False  # its terminal event is out, or about to be
     is_parent_only: bool = False  # it has ended, and computes its prompt for its children

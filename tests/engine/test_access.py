@@ -176,17 +176,12 @@ async def test_limits_are_told_and_kept(tokenizer: Tokenizer, tmp_path: Path) ->
 async def test_tokens_are_counted_as_they_are_asked_for(tmp_path: Path) -> None:
     one = {"name": "one", "key": ALICE, "tokens_per_minute": 1000}
     async with Rig(api_keys_file=written(tmp_path / "keys", [one])) as rig:
-        left = []
+        left, prompt, headers = [], "x" * 40, {"x-api-key": ALICE}
         for max_tokens, status in ((300, 200), (600, 200), (600, 429), (50, 200)):
-            answer = await rig.complete(
-                {"x-api-key": ALICE}, prompt="x" * 40, max_tokens=max_tokens
-            )
+            answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
-            if status == 429:
-                told = answer.json()["error"]["message"]
-                assert "one may send 1000 tokens a minute" in told
-                assert 1 <= int(answer.headers["retry-after"]) <= 60
+            assert ("one may send 1000 tokens a minute" in answer.text) == (status == 429)
         assert 670 < left[0] < 700 and left[3] < left[2] < 120
         assert len(rig.decode[0].calls) == 3
 

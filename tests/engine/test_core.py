@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.core.connector import KVConnector
-from engine.core.scheduler import MAX_OVERTAKEN, Plan
+from engine.core.scheduler import Plan
 from engine.core.sequence import Sequence
+from engine.core.waiting import MAX_OVERTAKEN
 from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (

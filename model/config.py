@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.architectures.experts import MoEConfig, parse_experts
+from model.architectures.quantization import parse_block
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
 from model.architectures.table import ARCHITECTURES, Architecture, nearest
 from model.architectures.values import number, size, unsupported, wrong
@@ -71,6 +72,7 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     draft_layers: int = 0  # in the files behind the others, for drafts: not loaded
+    fp8_block: tuple[int, int] | None = None  # elements of an FP8 weight that share a scale
     dtype: str = "float32"  # what the weights were saved in
 
     @property
@@ -222,6 +224,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         mla=mla,
         moe=moe,
         draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
+        fp8_block=parse_block(raw.get("quantization_config")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -283,27 +286,10 @@ def _activation(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization and not _is_of_kv_only(quantization):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise unsupported(
-            f"quantization_config {short_repr(method or quantization)}",
-            "weights in float32, bfloat16 or float16, and GGUF files (dequantised at load)",
-        )
     for name in ("clip_qkv", "use_bidirectional_attention", "attn_logit_softcapping"):
         if raw.get(name):
             raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
     _refuse_sliding_window(raw, architecture)
-
-
-def _is_of_kv_only(quantization: Any) -> bool:
-    """Whether nothing but the KV cache was calibrated for FP8: the weights are plain."""
-    if not isinstance(quantization, dict):
-        return False
-    has_kv = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    is_known = quantization.get("quant_method") in ("compressed-tensors", "modelopt")
-    of_weights = ("config_groups", "quant_algo")
-    return bool(has_kv) and is_known and not any(quantization.get(name) for name in of_weights)
 
 
 def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:

@@ -130,7 +130,8 @@ def load_model(
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
     is_dummy = load_format == "dummy"
-    source = DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir))
+    files = Path(model_dir), config.fp8_block
+    source = DummySource(seed, device) if is_dummy else SafetensorsSource(*files)
     loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)

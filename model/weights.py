@@ -19,11 +19,14 @@ from model.sizes import read_headers
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
 # kv_scales.py, where they are wanted.
 _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
+_FP8: Final = "F8_E4M3"  # beside scales of its own
+_SCALES: Final = (".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale")
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    _FP8: torch.float8_e4m3fn,
 }
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
@@ -31,11 +34,15 @@ _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratc
 class SafetensorsSource:
     """A directory's model.safetensors, or the shards that its index names."""
 
-    def __init__(self, folder: Path) -> None:
-        self._tensors = read_headers(folder)
+    def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
+        self._tensors, self._fp8_block = read_headers(folder), fp8_block
 
     def names(self) -> set[str]:
-        return set(self._tensors)
+        """Without what belongs to a weight in FP8."""
+        of_fp8 = {name for name, stored in self._tensors.items() if stored.dtype == _FP8}
+        return set(self._tensors) - {
+            name.removesuffix(".weight") + suffix for name in of_fp8 for suffix in _SCALES
+        }
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
@@ -47,7 +54,8 @@ class SafetensorsSource:
             )
         if stored.dtype not in _DTYPES:
             raise ModelLoadError(
-                f"weight {name} has dtype {stored.dtype}; supported: float32, bfloat16, float16"
+                f"weight {name} has dtype {stored.dtype}; supported: float32, bfloat16, "
+                "float16, float8_e4m3fn"
             )
         dtype = _DTYPES[stored.dtype]
         if stored.stop - stored.start != stored.size * dtype.itemsize:
@@ -55,9 +63,28 @@ class SafetensorsSource:
                 f"{stored.path} is not a safetensors file: weight {name} has "
                 f"{stored.stop - stored.start} bytes"
             )
-        tensor = torch.from_numpy(stored.content()).view(dtype).view(shape)
-        tensor = tensor[rows.start : rows.stop]
-        return tensor if cols is None else tensor[:, cols.start : cols.stop]
+        tensor = torch.from_numpy(stored.content()).view(dtype).view(shape)[rows.start : rows.stop]
+        tensor = tensor if cols is None else tensor[:, cols.start : cols.stop]
+        if stored.dtype != _FP8:
+            return tensor
+        return tensor.float() * self._scales(name, shape, rows, cols or range(shape[-1]))
+
+    def _scales(self, name: str, shape: tuple[int, ...], rows: range, cols: range) -> Tensor:
+        """Of each element of a part of an FP8 weight; they are by tensor, row or block."""
+        names = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale")]
+        stored = next((self._tensors[each] for each in names if each in self._tensors), None)
+        if stored is None or stored.dtype not in _DTYPES:
+            raise ModelLoadError(f"weight {name} is in FP8, but there is no {' or '.join(names)}")
+        scales = torch.from_numpy(stored.content()).view(_DTYPES[stored.dtype]).float()
+        scales = scales.view(stored.shape[0] if stored.shape else 1, -1)
+        whole = (shape[0] // scales.shape[0], shape[-1])  # where each row has one, or all
+        block = self._fp8_block or whole
+        wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
+        if len(shape) != 2 or tuple(scales.shape) != wanted:
+            told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"
+            raise ModelLoadError(f"weight {name} of shape {shape} has {told} elements")
+        row, col = (torch.arange(part.start, part.stop) for part in (rows, cols))
+        return scales[row[:, None] // block[0], col // block[1]]
 
 
 class DummySource:

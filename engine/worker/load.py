@@ -18,7 +18,9 @@ from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
 from model.sizes import num_elements, stored_elements
 from protocol.ipc.wire import CannotListen
+from protocol.process.logging import get_logger
 
+_log = get_logger(__name__)
 _STREAM_PRIORITY = -1
 
 
@@ -59,10 +61,10 @@ def load(
     )
     pool.shutdown(wait=False)
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
-        is_dummy = config.load_format == "dummy"
-        files = Path(config.model_dir)
-        weights = num_elements(model_config) if is_dummy else stored_elements(files).total()
-        check_weights_fit(weights, *torch.cuda.mem_get_info(device), config, str(device))
+        free_and_total = torch.cuda.mem_get_info(device)
+        check_weights_fit(num_elements(model_config), *free_and_total, config, str(device))
+    if config.load_format != "dummy" and parallel.rank == 0:
+        _tell_of_fp8(stored_elements(Path(config.model_dir))["F8_E4M3"], config.dtype)
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
         model = load_model(
@@ -77,6 +79,13 @@ def load(
         )
     compiling.result()
     return model
+
+
+def _tell_of_fp8(num_weights: int, dtype: str) -> None:
+    if num_weights:
+        stored, taken = (num_weights * size / 2**30 for size in (1, getattr(torch, dtype).itemsize))
+        told = "weights stored in FP8 are dequantised at load: in %s they take %.2f GiB, not %.2f"
+        _log.warning(told, dtype, taken, stored)
 
 
 def check_weights_fit(

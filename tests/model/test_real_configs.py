@@ -37,6 +37,10 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 128, "moe_intermediate_size": 2048, "n_shared_experts": 1, "moe_layer_freq": 1,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "scoring_func": "sigmoid",
     "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
 }  # fmt: skip
 YARN = {
     "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
@@ -120,6 +124,7 @@ def test_what_publishers_write_is_understood() -> None:
     kimi, v3 = of("Kimi-K2").moe, of("DeepSeek-V3").moe
     assert kimi and v3 and (kimi.num_groups, v3.num_groups, v3.topk_groups) == (1, 8, 4)
     assert kimi.is_normalized and kimi.routed_scaling_factor == 2.827
+    assert of("DeepSeek-V3").fp8_block == (128, 128) and of("phi-4").fp8_block is None
     assert of("DeepSeek-V3").draft_layers == 1 and v3.dense_layers == (0, 1, 2)
     assert (of("GLM-4.5").qk_norm, of("GLM-4.5-Air").qk_norm) == ("head", "")
     assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
@@ -133,7 +138,7 @@ def test_what_publishers_write_is_understood() -> None:
     ("raw", "told"),
     [
         ({"sliding_window": 2047}, "sliding_window 2047"),  # Phi-3-mini-4k
-        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config "fp8"'),
+        ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config "gptq"'),
     ],
 )
 def test_what_is_not_served_of_them_is_told(raw: dict[str, Any], told: str) -> None:

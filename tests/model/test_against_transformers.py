@@ -79,89 +79,61 @@ MULTIPLIERS = {
 }
 ONE_BLOCK = {"num_local_experts": 8, "num_experts_per_tok": 3}
 ALL_LAYERS = {"sliding_window": 512, "query_pre_attn_scalar": 20, "head_dim": 16}
+# fmt: off
 CASES |= {
     "llama-dynamic": ("LlamaForCausalLM", {"rope_parameters": DYNAMIC}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
-    "phi3-longrope": (
-        "Phi3ForCausalLM",
-        {
-            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": 64,
-            "head_dim": 16,
-            "hidden_size": 128,
-        },
-    ),
-    "phi3-short": (
-        "Phi3ForCausalLM",
-        {"rope_parameters": {**LONGROPE, "factor": 4.0}, "original_max_position_embeddings": 512},
-    ),
+    "phi3-longrope": ("Phi3ForCausalLM", {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5}, "hidden_size": 128,
+        "original_max_position_embeddings": 64, "head_dim": 16,
+    }),
+    "phi3-short": ("Phi3ForCausalLM", {
+        "rope_parameters": {**LONGROPE, "factor": 4.0}, "original_max_position_embeddings": 512,
+    }),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo2-bias": ("Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 2}),
-    "smollm3": (
-        "SmolLM3ForCausalLM",
-        {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "attention_bias": True},
-    ),
+    "smollm3": ("SmolLM3ForCausalLM", {
+        "num_hidden_layers": 3, "no_rope_layer_interval": 2, "attention_bias": True,
+    }),
     "granite": ("GraniteForCausalLM", {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True}),
     "glm": ("GlmForCausalLM", {"head_dim": 16}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16, "attention_bias": True}),
     "gemma": ("GemmaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {**ALL_LAYERS, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {
-            **ALL_LAYERS,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {**LINEAR, "rope_theta": 1e6},
-            },
+    "gemma2": ("Gemma2ForCausalLM", {
+        **ALL_LAYERS, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0,
+    }),
+    "gemma3": ("Gemma3ForCausalLM", {
+        **ALL_LAYERS, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {**LINEAR, "rope_theta": 1e6},
         },
-    ),
+    }),
     "mixtral": ("MixtralForCausalLM", ONE_BLOCK),
     "granite-moe": ("GraniteMoeForCausalLM", {**ONE_BLOCK, **MULTIPLIERS}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "head_dim": 16}),
-    "qwen2-moe": (
-        "Qwen2MoeForCausalLM",
-        {
-            **QWEN,
-            "norm_topk_prob": False,
-            "shared_expert_intermediate_size": 40,
-            "num_hidden_layers": 3,
-            "decoder_sparse_step": 2,
-        },
-    ),
-    "qwen3-moe-listed": (
-        "Qwen3MoeForCausalLM",
-        {**QWEN, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1]},
-    ),
-    "glm4-moe": (
-        "Glm4MoeForCausalLM",
-        {
-            **GROUPS,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.7,
-        },
-    ),
-    "glm4-moe-plain": (
-        "Glm4MoeForCausalLM",
-        {**GROUPS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-    ),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {
+        **QWEN, "norm_topk_prob": False, "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 3, "decoder_sparse_step": 2,
+    }),
+    "qwen3-moe-listed": ("Qwen3MoeForCausalLM", {
+        **QWEN, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1],
+    }),
+    "glm4-moe": ("Glm4MoeForCausalLM", {
+        **GROUPS, "head_dim": 16, "attention_bias": True, "use_qk_norm": True,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+    }),
+    "glm4-moe-plain": ("Glm4MoeForCausalLM", {
+        **GROUPS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    }),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {"q_lora_rank": 24}),
-    "deepseek-v3-halves": (
-        "DeepseekV3ForCausalLM",
-        {
-            "rope_interleave": False,
-            "rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
+    "deepseek-v3-halves": ("DeepseekV3ForCausalLM", {
+        "rope_interleave": False,
+        "rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,22 +9,14 @@ from model.config import ModelConfig, parse_config
 from model.errors import UnsupportedModel
 from model.sizes import num_elements
 
+SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 
-def published(
-    architecture: str, layers: int, hidden: int, intermediate: int, heads: int, kv: int, vocab: int,
-    max_position: int, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_position,
-        **rest,
-    }
+
+def published(architecture: str, *sizes: int, **rest: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **dict(zip(SIZES, sizes, strict=True)), **rest}
 
 
 QWEN: dict[str, Any] = {

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2501,
     "decode_server": 198,
     "deploy": 900,
-    "engine": 10451,
+    "engine": 10460,
     "kvcache": 7540,
     "kvcache/transfer": 5741,
-    "model": 3679,
+    "model": 3737,
     "prefill_server": 192,
     "protocol": 6663,
     "proxy": 4404,
-    "tests": 38000,
+    "tests": 38051,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

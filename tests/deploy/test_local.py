@@ -24,12 +24,13 @@ DEADLINE_S = 60.0
 LAUNCH = """
 import os, sys
 from deploy.commands import PROGRAMS
-from deploy.local import up
+from deploy import local
 from protocol.settings.settings import UpSettings, load
 modes, argv = sys.argv[1].split(","), sys.argv[2:]
 for kind, mode in zip(PROGRAMS, modes, strict=True):
     PROGRAMS[kind] = (sys.executable, {fake!r}, kind, mode)
-sys.exit(up(load(UpSettings, argv), only_warm="ONLY_WARM" in os.environ))
+local.NOTE_INTERVAL_S = 0.2
+sys.exit(local.up(load(UpSettings, argv), only_warm="ONLY_WARM" in os.environ))
 """
 
 
@@ -184,7 +185,7 @@ def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
 
 
 def test_waiting_is_explained_and_ends_after_a_while() -> None:
-    with launched("serve,hang,fail", "--start-timeout-s=10") as launcher:  # long for the other one
+    with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:  # long for the other one
         assert launcher.end() == 1
         notes = [line for line in launcher.lines if "waiting for" in line]  # first for both of them
         assert notes and re.fullmatch(

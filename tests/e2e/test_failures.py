@@ -171,7 +171,7 @@ def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) ->
 
 
 def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -> None:
-    decode = start_decode(tiny_model, "--hang-timeout-s", "2")
+    decode = start_decode(tiny_model, "--hang-timeout-s", "2", "--shutdown-grace-s", "1")
     with running(decode):
         complete(decode.url, prompt, 2)
         _stop_beside_a_request(decode, prompt, 2.5)

@@ -122,15 +122,18 @@ async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each: in
 
 
 @pytest.mark.parametrize(
-    ("idle", "busy"), [(60, 20), pytest.param(1000, 200, marks=pytest.mark.slow)]
+    ("idle", "busy", "interval_s"),
+    [(60, 20, 0.02), pytest.param(1000, 200, 0.1, marks=pytest.mark.slow)],
 )
-async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(idle: int, busy: int) -> None:
+async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(
+    idle: int, busy: int, interval_s: float
+) -> None:
     room_for(idle + busy)
     async with proxied() as proxy:
         before, turn = proxy.memory_bytes, asyncio.Semaphore(20)
         waits = [read_stream(proxy.port, 3, -1, turn) for _ in range(idle)]
         waiting = asyncio.gather(*waits)
-        works = [read_stream(proxy.port, 50, 0.1, turn) for _ in range(busy)]
+        works = [read_stream(proxy.port, 50, interval_s, turn) for _ in range(busy)]
         assert {len(late) for late in await asyncio.gather(*works)} == {50}
         assert not waiting.done()
         held = proxy.memory_bytes - before

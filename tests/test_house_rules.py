@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6663,
     "proxy": 4404,
-    "tests": 38051,
+    "tests": 38059,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

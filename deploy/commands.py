@@ -102,9 +102,9 @@ def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
 
 
 def proxy_command(
-    settings: UpSettings, urls: Mapping[Kind, Sequence[str]], key: str | None = None
+    settings: UpSettings, urls: Mapping[Kind, Sequence[str]], secret: str, key: str | None = None
 ) -> Command:
-    """The proxy in front of servers that already serve, and want this API key."""
+    """The proxy in front of servers that already serve, have this secret and want this API key."""
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
@@ -112,6 +112,7 @@ def proxy_command(
         api_key=_revealed(settings.api_key),
         admin_key=_revealed(settings.admin_key),
         upstream_api_key=[key] if key else (),
+        cluster_secret=[secret],
     )
     return Command("proxy", "proxy", (*PROGRAMS["proxy"], *argv), env)
 

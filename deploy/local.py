@@ -105,6 +105,7 @@ class LocalCluster:
         self._events: queue.SimpleQueue[lifecycle.Event | None] = queue.SimpleQueue()
         # The proxy's, for the servers.
         self._key = secrets.token_hex(32) if settings.has_keys else None
+        self._secret = secrets.token_hex(32)
         self._deadline = time.monotonic() + settings.start_timeout_s
 
     def on_signal(self, count: int) -> None:
@@ -120,8 +121,8 @@ class LocalCluster:
         say(f"settings {describe(self.settings)}")
         for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
-        secret, cores = secrets.token_hex(32), available_cores()
-        commands = server_commands(self.settings, secret=secret, cores=cores, key=self._key)
+        cores = available_cores()
+        commands = server_commands(self.settings, secret=self._secret, cores=cores, key=self._key)
         urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
         for command, port in zip(commands, self._start(*commands), strict=True):
             urls[command.kind].append(f"http://{LOOPBACK}:{port}")
@@ -130,7 +131,7 @@ class LocalCluster:
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
         """Starts the proxy in front of these servers, and prints `ready`, where, and a line to
         paste once the endpoint serves. Never returns."""
-        (port,) = self._start(proxy_command(self.settings, urls, self._key))
+        (port,) = self._start(proxy_command(self.settings, urls, self._secret, self._key))
         scheme = "https" if self.settings.tls_cert else "http"
         endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
         self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)

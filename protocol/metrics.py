@@ -130,6 +130,11 @@ TABLE = (
          "Responses by HTTP status; broken: a stream that ended in an error.", ("status",)),
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),
+    Spec("baton_proxy_resumes", "counter", "proxy",
+         "Decode servers lost in mid-answer, by reason (lost, timeout, died, busy, error) and "
+         "outcome: resumed (another one went on), lost_again (it was lost, too), failed (none "
+         "could), spent (--max-resumes), unkept (the stream cannot go on elsewhere).",
+         ("reason", "outcome")),
     Spec("baton_proxy_upstream_failures", "counter", "proxy",
          "Failed calls to a server by leg and reason: unreachable, lost, timeout, full (429), busy "
          "(503), died (503 as its engine died), error (other 5xx).", ("leg", "reason")),
@@ -141,7 +146,8 @@ TABLE = (
     Spec("baton_proxy_upstream_in_flight", "gauge", "proxy",
          "Requests in flight to a server.", ("role", "server")),
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
-         "Requests whose client had sent kv_transfer_params, which were dropped."),
+         "Requests whose client had sent kv_transfer_params, or what else proxies send, which were "
+         "dropped."),
     Spec("baton_proxy_client_disconnects", "counter", "proxy",
          "Clients gone before their answer was complete."),
     Spec("baton_proxy_prefill_seconds", "histogram", "proxy", "Duration of the prefill leg."),

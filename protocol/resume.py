@@ -18,25 +18,18 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import BatonError, EngineDied, RequestError, ServiceError
+from protocol.errors import BatonError, EngineDied, ResumeRejected
 from protocol.messages import KVUsage, TokenDelta
 
 HEADER = "x-baton-frames"  # of a request, a MAC; of an answer, that there are frames
 MEMBER = "baton_resume"  # of a request's body
 MAX_KEPT_BYTES = 1 << 20  # of a stream's texts; one that has more ends with its server
+HANDED_BACK = b"!"
 DIED, BUSY = b"!died", b"!busy"  # the engine has ended; the server does not go on with this one
 _ASKED, _SIGNED = b"baton frames\n", b"baton resume\n"
 _MARK = b":baton "
 _SIZE_AT, _TEXT_AT = len(_MARK), len(_MARK) + 9
 _encode = msgspec.json.Encoder().encode
-
-
-# fmt: off
-class ResumeRefused(  # another server may do it: the tokens would not be proven the same here
-    ServiceError, phase="resume", code="resume_refused"
-): ...
-class ResumeRejected(RequestError, phase="resume", code="resume_rejected"): ...  # no proxy's
-# fmt: on
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +138,11 @@ class Kept:
         if self.is_whole and len(self._texts) + len(text) < MAX_KEPT_BYTES:
             self._texts += text + b","
         else:
-            self._texts.clear()
-            self.is_whole = False
+            self.forget()
+
+    def forget(self) -> None:
+        self._texts.clear()
+        self.is_whole = False
 
     def __bool__(self) -> bool:
         return bool(self._texts)

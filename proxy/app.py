@@ -20,7 +20,7 @@ from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
 from proxy.pd_request import PDRequest, known_series
 from proxy.poller import Poller
-from proxy.relay import Reply, Send
+from proxy.relay import Reply, Send, frames_secret
 from proxy.ui.site import Site
 from proxy.upstream import HttpUpstream
 from proxy.upstream_call import Upstreams
@@ -83,7 +83,13 @@ class ProxyApp:
             passes_keys_on=self._passes_keys_on,
         )
         self._upstreams = Upstreams(
-            self.fleet, self._upstream, self.metrics, self.knowledge, settings.max_queue_s
+            self.fleet,
+            self._upstream,
+            self.metrics,
+            self.knowledge,
+            settings.max_queue_s,
+            settings.max_resumes,
+            frames_secret(settings),
         )
         self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
         self._running: set[asyncio.Task[None]] = set()

@@ -11,12 +11,14 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.kv_params import CLIENT_MEMBERS, REMOTE_DECODE, SENDER_RELEASES
+from protocol.resume import MEMBER
 from proxy.knowledge import ask_of
 from proxy.placement import Ask
 
 Body = dict[str, msgspec.Raw]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+_OURS = ("kv_transfer_params", MEMBER)
 _USUAL_ANSWER = 256  # tokens, where a request does not say
 
 _decode_object = msgspec.json.Decoder(Body).decode
@@ -63,16 +65,16 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 def sanitize(body: Body, least: int | None = None) -> tuple[Body, bool]:
-    """The body without `kv_transfer_params`, which name hosts to connect to, as only a server may;
-    and whether a client had sent any.
+    """The body without `kv_transfer_params`, which name hosts to connect to, as only a server may,
+    and without what only proxies say; and whether a client had sent any.
 
     Args:
         least: the most urgent priority that its client may ask for: one who asks for none has that.
     """
-    clean = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    clean = {name: value for name, value in body.items() if name not in _OURS}
     if least is not None and least > 0 and member(body, "priority") == b"null":
         clean["priority"] = msgspec.Raw(b"%d" % least)
-    return clean, member(body, "kv_transfer_params") != b"null"
+    return clean, any(member(body, name) != b"null" for name in _OURS)
 
 
 def seeded(body: Body) -> Body:
@@ -128,12 +130,17 @@ def is_scoring(body: Body) -> bool:
     return is_none or (b"1" in limits and member(body, "echo") == b"true")
 
 
-def decode_leg(body: Body, params: msgspec.Raw | None, *, foreign: bool = False) -> bytes:
-    """What the decode server is asked: the request, and where its prompt's KV is, if anywhere.
+def decode_leg(
+    body: Body, params: msgspec.Raw | None, resume: bytes | None = None, *, foreign: bool = False
+) -> bytes:
+    """What the decode server is asked: the request, where its prompt's KV is, if anywhere, and
+    what of a stream it is to `resume`.
 
     It is told that the lease is this proxy's to end, which may offer the KV to another one; a
     `foreign` one, vLLM's, gets what the prefill server said.
     """
+    if resume is not None:
+        body = {**body, MEMBER: msgspec.Raw(resume)}
     if params is None:
         return _encode(body)
     return _encode({**body, "kv_transfer_params": params if foreign else _lent(params)})

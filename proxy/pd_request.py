@@ -4,10 +4,12 @@ prefill leg --params--> decode leg --> the client gets the decode server's bytes
     |- 4xx -----------> the client gets that; no decode server is asked
     `- nothing usable-> decode leg without params: it does all the work, and is counted
 
-A request that only scores its prompt is the prefill server's alone; no KV moves.
+A request that only scores its prompt is the prefill server's alone; no KV moves. A decode server
+that is lost on the way is replaced: see `_generate`.
 """
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +33,17 @@ from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
-from proxy.relay import Reply
+from proxy.relay import LOSS_REASONS, HandedBack, Loss, Losses, Reply
 from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
 from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 
 # A decode server hears of a client that left by the end of its connection, a busy one within half a
 # second, and ends the lease itself. A release that overtook it would count as a lost lease there.
 _LEFT_S = 1.0
+# A stream whose server is lost waits so long for another one to be ready: one that only broke a
+# connection is back after the next health check.
+_READY_WITHIN_S = 3.0
+_READY_LOOK_S = 0.02
 
 
 @dataclass
@@ -67,6 +73,8 @@ class PDRequest:
         self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
         self._visit = visit_of({})
+        ups = self.upstreams
+        self._losses = Losses(self.reply, ups.metrics, ups.max_resumes, ups.secret)
 
     async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
         """Reads the body, if it is to have one. Its time runs from here: what it asks for itself,
@@ -89,7 +97,7 @@ class PDRequest:
             self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        await self._decode(self.data)
+        await self._have_answered(self._call(Kind.DECODE, self.data))
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -111,13 +119,13 @@ class PDRequest:
             raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
-        self._pool = self._fleet.pool(bodies.model_of(self._plain))
         self._ask = bodies.ask(self._body)
         self._visit.charge(self._ask.tokens + self._ask.answer * bodies.num_choices(self._body))
         self.reply.headers = self._visit.headers
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
+            self._pool = self._own_pool()
             is_scoring = bodies.is_scoring(self._body)
             if not (is_scoring and await self._score()):
                 await self._generate(is_scored=is_scoring)
@@ -125,20 +133,54 @@ class PDRequest:
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     async def _generate(self, is_scored: bool) -> None:
+        """Has the answer generated; where a decode server is lost on the way, the rest of it by
+        another one, as nothing but the request and the tokens so far decides what follows."""
+        self._losses.begin()
+        loss: Loss | None = None
+        while loss is None or self._losses.take(loss, self._fleet.of[Kind.DECODE]):
+            if loss is not None:
+                self._trace.rotation, self._trace.decode_only = "pair", "-"
+                await self._until_ready(() if loss.has_begun else self._losses.avoided)
+                self._pool = self._own_pool()
+            try:
+                await self._generate_once(is_scored)
+                return
+            except Loss as another:
+                loss = another
+            except BatonError:
+                if loss is None:
+                    raise
+                self._losses.count("failed")
+                break
+        if loss.event is None or not loss.has_begun:
+            raise loss.told
+        await self.reply.break_off(loss.event)
+
+    async def _until_ready(self, avoided: Sequence[Server]) -> None:
+        """Until some decode server is, for as long as that may take one that broke a connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READY_WITHIN_S):
+                while not self._own_pool().ready(Kind.DECODE, avoided):
+                    await asyncio.sleep(_READY_LOOK_S)
+
+    def _own_pool(self) -> Pool:
+        return self._fleet.pool(bodies.model_of(self._plain))
+
+    async def _generate_once(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
-        if self._ask is not None:  # or P would work in vain
+        if self._ask is not None and not self._losses.num:  # or P would work in vain
             urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = None if is_scored else await self._prefill()
         if leg is not None:
-            if leg.response.status != 200:
+            if leg.response.status != 200 and not self._losses.num:
                 await self._relay_refusal(leg.response)
                 return
             params = bodies.params_of(leg.response.body or b"")
             readers = self._pool.readers_of(leg.server.health.kv_digest)
             if params is not None and readers.ready(Kind.DECODE):
-                self.upstreams.count("pd", "routed")
+                self._count("pd", "routed")
                 await self._decode_prefilled(leg.server, params, readers)
                 return
             if params is not None:  # who could read it has gone
@@ -149,7 +191,7 @@ class PDRequest:
         unfit = self._unfit(Kind.DECODE, length or 0)
         if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
-        await self._decode(bodies.decode_leg(self._body, None), unfit, computes=True)
+        await self._decode(None, unfit, computes=True)
 
     async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
@@ -157,7 +199,7 @@ class PDRequest:
         self._pool = readers
         try:
             unfit = self._unfit(Kind.DECODE, bodies.num_tokens(self._body, params))
-            await self._decode(bodies.decode_leg(self._body, params), unfit, params=params)
+            await self._decode(params, unfit)
         except asyncio.CancelledError:
             after_s = _LEFT_S
             raise
@@ -204,6 +246,7 @@ class PDRequest:
             whole_from=0,
             transfer_id=transfer_id,
             computes=True,
+            is_admitted=self._losses.num > 0,
             foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
         )
         asked = await self._ask_prefill(call, context)
@@ -241,29 +284,42 @@ class PDRequest:
         return None
 
     async def _decode(
-        self,
-        body: bytes,
-        unfit: Sequence[Server] = (),
-        *,
-        computes: bool = False,
-        params: msgspec.Raw | None = None,
+        self, params: msgspec.Raw | None, unfit: Sequence[Server] = (), *, computes: bool = False
     ) -> None:
+        """A decode server generates, or goes on with what others have generated."""
+        losses, is_stream = self._losses, bodies.member(self._plain, "stream") == b"true"
+        body = bodies.decode_leg(self._body, params, losses.resume())
+        call = self._call(
+            Kind.DECODE,
+            body,
+            params,
+            computes=computes,
+            own_headers=losses.headers() if is_stream else (),
+            max_deliveries=losses.max_deliveries(),
+            whole_from=500 if self.reply.status is None else 400,
+            goes_on=losses.may_go_on,
+            is_admitted=losses.num > 0,
+        )
+        await self._have_answered(call, [*unfit, *losses.avoided])
+
+    async def _have_answered(self, call: UpstreamCall, unfit: Sequence[Server] = ()) -> None:
         """Relays what a decode server answers, or what the last one said that did not take it."""
+        begun = self.reply.status is not None
         try:
-            call = self._call(Kind.DECODE, body, computes=computes, params=params)
             leg = await self.upstreams.run(call, self._trace, unfit)
         except LegFailed as failed:
-            if failed.answer is not None:
-                await self.reply.relay(failed.answer)
-                return
-            match failed.failure:
-                case Failure.LOST:
-                    raise DecodeServerLost(f"the decode server was lost: {failed}") from None
-                case Failure.TIMEOUT:
-                    text = f"the decode server did not answer: {failed}"
-                    raise DecodeServerTimeout(text) from None
-            raise NoServerAvailable(f"no decode server could be had: {failed}") from None
+            if failed.answer is None or begun:
+                raise _told_of(failed) from None
+            await self.reply.relay(failed.answer)
+            return
         self._trace.decode = leg.server.url
+        if begun and not self.reply.can_go_on_with(leg.response):
+            if leg.response.body is None:
+                await leg.response.aclose()
+                self.upstreams.release(leg.server, leg.work)
+            code = bodies.error_of(leg.response.body or b"") or leg.response.status
+            raise DecodeServerLost(f"no decode server goes on with this stream: {code}")
+        self._losses.count("resumed")
         if leg.response.body is None:
             await self._relay(leg)
         else:
@@ -271,19 +327,31 @@ class PDRequest:
 
     async def _relay(self, leg: Leg) -> None:
         server, response, kind = leg.server, leg.response, leg.server.kind.value
+        failure, event = Failure.ERROR, None
+        error: BatonError
         try:
-            ended = await self.upstreams.unless_given_up(server, self.reply.relay(response))
-        except UpstreamError as error:
-            self.upstreams.failed(server, error.failure, str(error), None)
-            told = DecodeServerTimeout if isinstance(error, TimedOut) else DecodeServerLost
-            raise told(f"the {kind} server broke off its answer: {error}") from None
+            relaying = self.reply.relay(response)
+            goes_on = self._losses.may_go_on
+            if await self.upstreams.unless_given_up(server, relaying, goes_on=goes_on):
+                self._fleet.succeeded(server)
+                return
+            self.upstreams.failed(server, failure, "no last event", None)
+            error = DecodeServerLost(f"the {kind} server ended the stream before its last event")
+        except UpstreamError as broken:
+            if isinstance(broken, HandedBack):
+                failure, event = broken.why, broken.event
+            else:
+                failure = broken.failure
+            self.upstreams.failed(server, failure, str(broken), None)
+            told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost
+            error = told(f"the {kind} server broke off its answer: {broken}")
         finally:
             await response.aclose()
             self.upstreams.release(server, leg.work)
-        if not ended:
-            self.upstreams.failed(server, Failure.ERROR, "no last event", None)
-            raise DecodeServerLost(f"the {kind} server ended the stream before its last event")
-        self._fleet.succeeded(server)
+        if not self._losses.may_go_on:
+            raise error
+        self._trace.num_lost += 1
+        raise Loss(error, failure, server, event, has_begun=self.reply.status is not None)
 
     async def _relay_refusal(self, answer: Response) -> None:
         self.upstreams.count("prefill", f"status_{answer.status}")
@@ -312,7 +380,21 @@ class PDRequest:
 
     def _decode_only(self, reason: str) -> None:
         self._trace.decode_only, self._trace.rotation = reason, "decode_only"
-        self.upstreams.count("decode_only", reason)
+        self._count("decode_only", reason)
+
+    def _count(self, path: str, reason: str) -> None:
+        """A request counts once, whatever becomes of its servers."""
+        if not self._losses.num:
+            self.upstreams.count(path, reason)
+
+
+def _told_of(failed: LegFailed) -> BatonError:
+    match failed.failure:
+        case Failure.LOST:
+            return DecodeServerLost(f"the decode server was lost: {failed}")
+        case Failure.TIMEOUT:
+            return DecodeServerTimeout(f"the decode server did not answer: {failed}")
+    return NoServerAvailable(f"no decode server could be had: {failed}")
 
 
 def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
@@ -349,6 +431,9 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
         for failure in Failure:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels
+    for failure in LOSS_REASONS:
+        for outcome in ("resumed", "lost_again", "failed", "spent", "unkept"):
+            yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
 
 
 def _statuses(root: type[BatonError]) -> set[int]:

@@ -6,7 +6,7 @@ beginning of an event that has not fully arrived is held back: no client could u
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,26 @@ import msgspec
 
 from protocol.errors import BatonError
 from protocol.http import sse
-from proxy.upstream import Headers, Response, UpstreamError
+from protocol.metrics import Metrics
+from protocol.process.logging import get_logger
+from protocol.resume import DIED, HANDED_BACK, HEADER, Frames, Kept, asking
+from protocol.settings.machine import cluster_secret
+from protocol.settings.settings import ProxySettings
+from proxy.membership import Server
+from proxy.upstream import Failure, Headers, Lost, Response, UpstreamError
+
+logger = get_logger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+_FRAMED = HEADER.encode()
 # Named by RFC 9110 as of one connection alone, or written by our own HTTP server.
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
     b"upgrade content-length date server x-request-id".split()
-)
+) | {_FRAMED}
+MAX_DELIVERIES = 2
+LOSS_REASONS = (Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.BUSY, Failure.ERROR)
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
@@ -43,6 +54,7 @@ class RequestTrace:
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
     legs: list[tuple[str, float]] = field(default_factory=list)  # servers asked, and when (s)
+    num_lost: int = 0  # decode servers, that had been given it
     first_byte_s: float | None = None
 
     def begin(self) -> None:
@@ -74,6 +86,9 @@ class EventBuffer:
         found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)
         return self._pass(max(at + len(end) if at >= 0 else 0 for at, end in found))
 
+    def were_sent(self) -> None:
+        """The client has the events that were passed."""
+
     def rest(self) -> bytes:
         """What is held back, at the end of a stream that ended well."""
         return self._pass(len(self._held))
@@ -101,6 +116,51 @@ class EventBuffer:
         return text[text.rfind(b"\n\n") + 1 :].strip()
 
 
+class HandedBack(UpstreamError):
+    """A server ends a stream with an error, after which another one may go on.
+
+    Args:
+        event: that error's, for a client whose stream does not go on.
+    """
+
+    def __init__(self, text: bytes, event: bytes) -> None:
+        super().__init__("its engine ended" if text == DIED else "it does not go on with this")
+        self.why = Failure.DIED if text == DIED else Failure.BUSY
+        self.event = event
+
+
+class FramedEvents(EventBuffer):
+    """A stream in frames: the client gets whole ones, their texts are kept; see protocol.resume."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept, self._frames = kept, Frames()
+        self._texts: list[bytes] = []  # of what was passed and may not have been sent
+        self._handed_back: HandedBack | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        try:
+            frames = self._frames.feed(data)
+        except ValueError:
+            raise Lost("what it sends are no frames") from None
+        passed = b""
+        for text, events in frames:
+            if text.startswith(HANDED_BACK):
+                self._handed_back = HandedBack(text, events)
+                break
+            self._texts.append(text)
+            passed += events
+        self._last = passed or self._last
+        return passed
+
+    def were_sent(self) -> None:
+        for text in self._texts:
+            self._kept.add(text)
+        self._texts.clear()
+        if self._handed_back is not None:
+            raise self._handed_back
+
+
 def _is_error(event: bytes) -> bool:
     """Whether what an event says is an error: a member of its own, no schema's or response's."""
     if b'"error"' not in event:
@@ -125,6 +185,7 @@ class Reply:
         self.finished = False
         self.is_stream = False
         self.is_broken = False  # the stream ended in an error, whatever its status says
+        self.kept = Kept()  # of a stream, by which another server may go on
 
     @property
     def has_succeeded(self) -> bool:
@@ -154,7 +215,8 @@ class Reply:
             await self._body(sse.error_event(error), more=False)
 
     async def relay(self, response: Response) -> bool:
-        """Sends what a server answers: an event stream as it comes, anything else whole.
+        """Sends what a server answers: an event stream as it comes, perhaps as the rest of one that
+        has begun; anything else whole.
 
         Returns:
             Whether it had an end of its own. If not, `fail` has to end it.
@@ -170,14 +232,19 @@ class Reply:
         return True
 
     async def _relay_stream(self, response: Response) -> bool:
-        events = EventBuffer()
+        is_framed = _is_framed(response)
+        events = FramedEvents(self.kept) if is_framed else EventBuffer()
         self.is_stream = True
-        await self._head(response.status, end_to_end(response.headers))
+        if self.status is None:
+            await self._head(response.status, end_to_end(response.headers))
+        if not is_framed:
+            self.kept.forget()
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
                 if complete := events.feed(chunk):
                     await self._body(complete, more=True)
+                events.were_sent()
         except asyncio.CancelledError:
             self.finished = events.has_ended  # many clients hang up at [DONE]
             self.is_broken = events.has_failed
@@ -193,6 +260,16 @@ class Reply:
             await self._body(b"", more=False)
         return events.has_ended
 
+    def can_go_on_with(self, response: Response) -> bool:
+        """Whether this is the rest of the stream that the client has begun to read."""
+        is_stream = response.status == 200 and response.is_event_stream
+        return is_stream and (_is_framed(response) or not self.kept)
+
+    async def break_off(self, event: bytes) -> None:
+        """Ends a stream with a server's error event."""
+        self.is_broken = True
+        await self._body(event, more=False)
+
     async def _head(self, status: int, headers: Headers) -> None:
         own = [(name.encode(), text.encode()) for name, text in self.headers.items()]
         identified = [*headers, *own, (b"x-request-id", self.request_id)]
@@ -202,6 +279,100 @@ class Reply:
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _is_framed(response: Response) -> bool:
+    return any(name == _FRAMED for name, _ in response.headers)
+
+
+class Loss(Exception):
+    """A decode server did not come to the end of an answer.
+
+    Args:
+        told: what the client is told if no other server goes on.
+        event: the server's own error event, to be told instead.
+        has_begun: the client has some of the answer.
+    """
+
+    def __init__(
+        self,
+        told: BatonError,
+        reason: Failure,
+        server: Server,
+        event: bytes | None,
+        *,
+        has_begun: bool,
+    ) -> None:
+        super().__init__(told.message)
+        self.told, self.reason, self.server, self.event = told, reason, server, event
+        self.has_begun = has_begun
+
+
+class Losses:
+    """Those of one request, and whether another server may go on.
+
+    Args:
+        limit: of losses, after which another one may.
+        secret: of the cluster; empty: a stream that has begun ends with its server.
+    """
+
+    def __init__(self, reply: Reply, metrics: Metrics, limit: int, secret: bytes) -> None:
+        self._reply, self._metrics, self._limit, self._secret = reply, metrics, limit, secret
+        self.avoided: list[Server] = []  # asked again only where there is no other
+        self.may_go_on = False  # of an answer that is generated
+        self._reason: str | None = None  # of the last loss, until somebody has taken over
+
+    def begin(self) -> None:
+        self.may_go_on = self._limit > 0
+
+    @property
+    def num(self) -> int:
+        return self._reply.trace.num_lost
+
+    def max_deliveries(self) -> int:
+        """To how many servers the request may be given before one of them has begun to answer."""
+        return max(1, 1 + self._limit - self.num) if self.may_go_on else MAX_DELIVERIES
+
+    def headers(self) -> Headers:
+        """By which a server of ours is asked for a stream that can go on elsewhere."""
+        if not (self._secret and self.may_go_on):
+            return ()
+        return [(_FRAMED, asking(self._secret, self._reply.request_id))]
+
+    def resume(self) -> bytes | None:
+        """What the next server is told of a stream, if any of it was sent."""
+        return self._reply.kept.sign(self._secret) if self._reply.kept else None
+
+    def take(self, loss: Loss, servers: Iterable[Server]) -> bool:
+        """Whether another one of these servers may go on."""
+        self.count("lost_again")
+        self._reason = loss.reason.value
+        health = loss.server.health
+        if self.num > self._limit:
+            self.count("spent")
+        elif health.is_foreign or (loss.has_begun and not self._reply.kept.is_whole):
+            self.count("unkept")
+        else:  # servers of another model or dtype would not go on with its stream
+            like = health.kv_digest
+            self.avoided += [s for s in servers if s is loss.server or s.health.kv_digest != like]
+            return True
+        return False
+
+    def count(self, outcome: str) -> None:
+        """What became of the last loss, if that is not known yet."""
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            self._metrics.inc("baton_proxy_resumes", reason=reason, outcome=outcome)
+
+
+def frames_secret(settings: ProxySettings) -> bytes:
+    """With which servers are asked for streams that can go on elsewhere; empty where there is
+    none."""
+    try:
+        return cluster_secret(settings.cluster_secret) if settings.max_resumes else b""
+    except (OSError, ValueError) as error:
+        logger.warning("streams end with their servers: %s", error)
+        return b""
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

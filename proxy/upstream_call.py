@@ -1,7 +1,7 @@
 """One leg of a request: servers are tried until one answers, and what happened is remembered.
 
 A leg is tried on another server only while nothing has been sent to the client. A request that was
-delivered and not answered may be what killed the server, so at most `MAX_DELIVERIES` get it.
+delivered and not answered may be what killed the server, so few get it (`max_deliveries`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from proxy.body import error_of
 from proxy.knowledge import Knowledge, Work
 from proxy.membership import Fleet, Kind, Pool, Server
 from proxy.placement import Ask
-from proxy.relay import RequestTrace
+from proxy.relay import MAX_DELIVERIES, RequestTrace
 from proxy.upstream import (
     Exhausted,
     Failure,
@@ -40,7 +40,6 @@ from proxy.upstream import (
 
 logger = get_logger(__name__)
 
-MAX_DELIVERIES = 2
 MANY_ALONE = 50
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 MAX_GIVING_BACK = 1024  # at once; beyond, the lease's end frees KV
@@ -54,6 +53,7 @@ _RETRIED = {
     # wait for another one. Nor is a decode server's own error: it has its failure policy.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
+LOSSES = frozenset({Failure.LOST, Failure.DIED})  # after which another server may go on
 _DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
 WorkT = TypeVar("WorkT")
@@ -69,10 +69,12 @@ def failure_of(status: int, body: bytes | None = None) -> Failure | None:
     return Failure.DIED if error_of(body or b"") == EngineDied.code else Failure.BUSY
 
 
-def may_retry(kind: Kind, failures: Sequence[Failure]) -> bool:
+def may_retry(
+    kind: Kind, failures: Sequence[Failure], max_deliveries: int = MAX_DELIVERIES
+) -> bool:
     """Whether to try another server after `failures`, the last of which is new."""
     delivered = sum(failure in _DELIVERED for failure in failures)
-    return failures[-1] in _RETRIED[kind] and delivered < MAX_DELIVERIES
+    return failures[-1] in _RETRIED[kind] and delivered < max_deliveries
 
 
 def trips_breaker(failure: Failure, status: int | None) -> bool:
@@ -97,6 +99,10 @@ class UpstreamCall:
         foreign_body: makes the body for a server that speaks vLLM's dialect, if it differs.
         deadline: of all legs together; servers are told what is left.
         priority: the smaller, the more urgent.
+        own_headers: for servers of ours alone.
+        max_deliveries: that may be lost.
+        goes_on: another server may take over at any time; nobody waits for one that is silent.
+        is_admitted: it had begun elsewhere: it is refused for no queue.
     """
 
     kind: Kind
@@ -112,6 +118,10 @@ class UpstreamCall:
     foreign_body: Callable[[], bytes] | None = None
     deadline: Deadline | None = None
     priority: int = 0
+    own_headers: Headers = ()
+    max_deliveries: int = MAX_DELIVERIES
+    goes_on: bool = False
+    is_admitted: bool = False
 
 
 class LegFailed(Exception):
@@ -168,11 +178,13 @@ class Upstreams:
     metrics: Metrics
     knowledge: Knowledge
     max_queue_s: float = 30.0
+    max_resumes: int = 0
+    secret: bytes = b""
 
     def __post_init__(self) -> None:
         self._full = WeakKeyDictionary[Server, _Refused]()
-        # Of those that keep waiting for it.
-        self._patience = WeakKeyDictionary[Server, set[asyncio.Timeout]]()
+        # Of those that keep waiting for it, and whether another server would do.
+        self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
         self._num_alone = 0  # requests in a row that found no prefill server to take them
 
@@ -202,7 +214,7 @@ class Upstreams:
         pool = call.pool or self.fleet
         if not pool.ready(kind, unfit):
             unfit = ()
-        if call.ask is not None:
+        if call.ask is not None and not call.is_admitted:
             servers = pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[_Refused] = []
@@ -226,10 +238,12 @@ class Upstreams:
                     return leg
             message = f"{server.name}: {told}"
             failures.append(failure)
+            trace.num_lost += kind is Kind.DECODE and failure in LOSSES
             self.failed(server, failure, detail, answer.status if answer else None)
             if failure is Failure.FULL and answer is not None:
                 full.append(self._refused(server, answer, call))
-            if not may_retry(kind, failures):
+            own = call.max_deliveries if not server.health.is_foreign else MAX_DELIVERIES
+            if not may_retry(kind, failures, own):
                 break
         if full and failures[-1] not in _DELIVERED:
             raise _all_full(kind, min(one.retry_at for one in full) - time.monotonic())
@@ -296,7 +310,8 @@ class Upstreams:
             )
         goes_on = False
         try:
-            response = await self.unless_given_up(server, self._send(server, call))
+            sending = self._send(server, call)
+            response = await self.unless_given_up(server, sending, goes_on=call.goes_on)
             goes_on = response.body is None
             if work is not None and response.status == 200:
                 self.knowledge.answered(work)
@@ -315,36 +330,43 @@ class Upstreams:
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
         make = call.foreign_body if server.health.is_foreign else None
         body = call.body if make is None else make()
-        is_told = call.deadline is not None and not server.health.is_foreign
-        left = [call.deadline.header()] if call.deadline is not None and is_told else []
+        own: Headers = ()
+        if not server.health.is_foreign:
+            left = [] if call.deadline is None else [call.deadline.header()]
+            own = [*left, *call.own_headers]
         response = await self.upstream.send(
-            server.url, call.method, call.path, headers=[*call.headers, *left], body=body
+            server.url, call.method, call.path, headers=[*call.headers, *own], body=body
         )
         if response.status >= call.whole_from or response.status == QueueFull.status:
             await response.read()
         return response
 
-    async def unless_given_up(self, server: Server, work: Awaitable[WorkT]) -> WorkT:
+    async def unless_given_up(
+        self, server: Server, work: Awaitable[WorkT], *, goes_on: bool = False
+    ) -> WorkT:
         """What the server is waited for. Raises Lost once it is given up."""
-        waiting = self._patience.setdefault(server, set())
+        waiting = self._patience.setdefault(server, {})
         try:
             async with asyncio.timeout(None) as patience:
-                waiting.add(patience)
+                waiting[patience] = goes_on
                 try:
                     return await work
                 finally:
-                    waiting.discard(patience)
+                    waiting.pop(patience, None)
         except TimeoutError:
             raise Lost("silent, to health checks as well") from None
 
     def on_silence(self, server: Server, is_long: bool) -> None:
         """A server does not even answer health checks: nothing waits for it any longer.
 
-        Prefill legs go elsewhere, or are done without. A decode server keeps its requests for
-        longer, as a client may get an error for one that may still be answered.
+        Prefill legs go elsewhere, or are done without, and what can go on at another decode server
+        does. A decode server keeps its other requests for longer, as a client may get an error for
+        one that may still be answered.
         """
-        if is_long or server.kind is Kind.PREFILL:
-            for patience in self._patience.pop(server, ()):
+        everything = is_long or server.kind is Kind.PREFILL
+        has_others = any(other is not server for other in self.fleet.ready(server.kind))
+        for patience, goes_on in self._patience.get(server, {}).items():
+            if everything or (goes_on and has_others):
                 patience.reschedule(asyncio.get_running_loop().time())
 
     def release(self, server: Server, work: Work | None) -> None:

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from engine.http.api import Api, Endpoint
 from protocol import resume
-from protocol.errors import BatonError
+from protocol.errors import BatonError, ResumeRefused
 from protocol.http import sse
 from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, Known, TokenDelta
-from protocol.resume import Origin, Resume, ResumeRefused
+from protocol.resume import Origin, Resume
 
 _COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks may be others
 

@@ -420,6 +420,8 @@ class RoutingOptions(QueueOptions):
     where the server does not tell its own (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
+    max_resumes: int = Field(3, ge=0, le=100)
+    """how often an answer goes on at another decode server when one is lost (0: it ends)"""
     ui: bool = True
     """serve the page that shows the cluster, at the proxy's /"""
     max_in_flight: int = Field(4096, ge=1, le=2**20)

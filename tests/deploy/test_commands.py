@@ -36,11 +36,12 @@ def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers() -> N
     client, admin, own = "client-key-1", "admin-key-12", "the-proxy's-own"
     settings = up(f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k")
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
-    proxy = proxy_command(settings, urls, own)
+    proxy = proxy_command(settings, urls, "s" * 16, own)
     assert proxy.env == {
         "BATON_API_KEY": client,
         "BATON_ADMIN_KEY": admin,
         "BATON_UPSTREAM_API_KEY": own,
+        "BATON_CLUSTER_SECRET": "s" * 16,
     }
     for server in server_commands(settings, secret="s" * 16, cores=8, key=own):
         assert server.env["BATON_ADMIN_KEY"] == f"{own},{admin}"
@@ -96,9 +97,8 @@ def test_an_option_of_a_server_has_a_name_for_users_of_up(
 
 def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:
     settings = up("--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5")
-    command = proxy_command(
-        settings, {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
-    )
+    urls = {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
+    command = proxy_command(settings, urls, "s" * 16)
     proxy = load(ProxySettings, command.argv[3:])
     assert (proxy.host, proxy.port, proxy.log_level) == ("0.0.0.0", 9, "debug")
     assert (proxy.max_body_bytes, proxy.prefill) == (5, ("http://a:1",))

@@ -192,6 +192,8 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer: Tok
 
         async def script(request: AddRequest, code: str = code) -> AsyncIterator[TokenDelta]:
             yield TokenDelta(request_id=request.request_id, token_ids=[70])
+            for _ in range(50):  # its head goes out
+                await asyncio.sleep(0)
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "x"))
 
         async with serving(tokenizer, script) as server:

@@ -1,0 +1,208 @@
+"""Streams whose decode server is lost, in front of servers that frame what they send."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol import resume
+from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from tests.proxy.fakes import Behave, Call, Drop, Fake, Rig, decodes, fails, until
+
+_SECRET = "a secret of sixteen bytes"
+_ORIGIN = {"id": "x", "created": 1, "seed": 2, "limits": [9], "digest": "d"}
+_EVENTS = [b"data: %d\n\n" % at for at in range(4)] + [b"data: 4\n\ndata: [DONE]\n\n"]
+
+
+def _texts(start: int, stop: int) -> list[Any]:
+    return [[[0, [at]]] for at in range(start, stop)]
+
+
+def _framed(start: int, stop: int) -> bytes:
+    """Events of a stream, with its origin where it begins."""
+    origin = resume.frame(json.dumps(_ORIGIN, separators=(",", ":")).encode(), b"")
+    told = [json.dumps(text, separators=(",", ":")).encode() for text in _texts(start, stop)]
+    frames = map(resume.frame, told, _EVENTS[start:stop])
+    return b"".join([*([] if start else [origin]), *frames])
+
+
+def _sends(data: bytes, *, drops: bool = False, at_once: int = 7) -> Behave:
+    """A stream of frames in small pieces."""
+
+    async def behave(call: Call) -> None:
+        rest = call.body.get(MEMBER, {"texts": [None]})["texts"]
+        assert bytes(call.headers[HEADER], "ascii") == resume.asking(
+            _SECRET.encode(), call.headers["x-request-id"].encode()
+        )
+        await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
+        told = _framed(len(rest) - 1, 5) if not data else data
+        for at in range(0, len(told), at_once):
+            await call.write(told[at : at + at_once])
+        if drops:
+            raise Drop
+        await call.write(b"", more=False)
+
+    return behave
+
+
+_GOES_ON = _sends(b"")
+_ERROR = b'event: error\ndata: {"error": {"code": "engine_died"}}\n\n'
+_DROPS = _sends(_framed(0, 2), drops=True)
+
+
+def _silent(begun: bytes) -> Behave:
+    async def behave(call: Call) -> None:
+        await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
+        await call.write(begun)
+        await call.gone()
+
+    return behave
+
+
+def _of(*behaves: Behave) -> list[Fake]:
+    """One server for each, of which every call is of the same model."""
+    return [Fake(behave, told={"kv_digest": "a.b.c"}) for behave in behaves]
+
+
+def _in_turn(*behaves: Behave) -> Behave:
+    """The n-th request that any server gets is answered by the n-th, later ones by the last."""
+    left: Iterator[Behave] = iter(behaves)
+    last = behaves[-1]
+
+    async def behave(call: Call) -> None:
+        await next(left, last)(call)
+
+    return behave
+
+
+_LOSSES: dict[str, tuple[Behave, int, str]] = {
+    # what the first server does, how many frames of it count, and the reason
+    "it drops the connection": (_DROPS, 2, "lost"),
+    "in the middle of a frame": (_sends(_framed(0, 3)[:-4], drops=True), 2, "lost"),
+    "in the middle of a comment": (_sends(_framed(0, 2) + b":baton 00", drops=True), 2, "lost"),
+    "it ends too soon": (_sends(_framed(0, 3)), 3, "error"),
+    "what it sends is no frame": (_sends(_framed(0, 1) + b"data: 1\n\n", at_once=99), 0, "lost"),
+    "its engine dies": (_sends(_framed(0, 1) + resume.frame(DIED, _ERROR)), 1, "died"),
+    "it ends in order": (_sends(_framed(0, 4) + resume.frame(BUSY, _ERROR)), 4, "busy"),
+}
+
+
+@pytest.mark.parametrize("name", _LOSSES)
+async def test_another_server_goes_on_and_the_client_does_not_notice(name: str) -> None:
+    first, num_frames, reason = _LOSSES[name]
+    both = _in_turn(first, _GOES_ON)
+    async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
+        answer = await rig.complete(stream=True, **{MEMBER: {"texts": [], "mac": "forged"}})
+        assert answer.content == b"".join(_EVENTS)
+        assert HEADER not in answer.headers
+        calls = sorted((c for fake in rig.decode for c in fake.calls), key=lambda c: len(c.raw))
+        assert [len(fake.calls) for fake in rig.decode] == [1, 1]
+        assert MEMBER not in calls[0].body, "not even the client's"
+        if num_frames:
+            sent = calls[1].body[MEMBER]
+            assert resume.opened(sent, _SECRET.encode()).origin.id == "x"
+            assert sent["texts"] == [_ORIGIN, *_texts(0, num_frames)]
+        assert len(rig.prefill[0].calls) == 2, "the prompt is had again"
+        assert rig.metric("baton_proxy_resumes", reason=reason, outcome="resumed") == 1
+        assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
+        assert rig.in_flight() == 0
+
+
+async def test_a_server_that_falls_silent_is_left_if_there_is_another() -> None:
+    async def stops(call: Call) -> None:
+        rig.decode[0].silent = True
+        await _silent(_framed(0, 3))(call)
+
+    fakes = _of(stops, _GOES_ON)
+    settings = {"health_timeout_s": 0.05, "read_timeout_s": 3600.0, "cluster_secret": _SECRET}
+    async with Rig(decode=fakes, **settings) as rig:
+        assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
+        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
+
+
+async def test_a_server_that_only_broke_a_connection_goes_on_itself() -> None:
+    async with Rig(decode=_of(_in_turn(_DROPS, _GOES_ON)), cluster_secret=_SECRET) as rig:
+        assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_losses_have_a_limit(stream: bool) -> None:
+    async def breaks(call: Call) -> None:
+        start = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1
+        if stream:
+            await _sends(_framed(start, start + 1), drops=True)(call)
+        await call.start(200, {"content-type": "application/json", "content-length": "9"})
+        await call.write(b"{")
+        raise Drop
+
+    fakes = _of(*[breaks] * 6)
+    async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=2) as rig:
+        answer = await rig.complete(stream=stream)
+        assert sum(len(fake.calls) for fake in rig.decode) == 3
+        assert '"decode_server_lost"' in answer.text
+        assert answer.status_code == (200 if stream else 502)
+        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="spent") == 1
+        assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 2
+        await until(lambda: len(rig.prefill[0].releases) == 3)
+
+
+async def test_an_answer_that_breaks_off_is_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(call: Call) -> None:
+        await call.start(200, {"content-type": "application/json", "content-length": "99"})
+        raise Drop
+
+    both = _in_turn(breaks, decodes)
+    async with Rig(decode=_of(both, both)) as rig:
+        assert (await rig.complete()).json() == {"text": "onetwo"}
+
+
+_REFUSES = fails(503, "resume_refused")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "settings", "outcome", "told"),
+    [
+        (_DROPS, _GOES_ON, {"max_resumes": 0}, None, b"decode_server_lost"),
+        (_DROPS, _REFUSES, {}, "failed", b"decode_server_lost"),
+        (_DROPS, decodes, {}, "failed", b"decode_server_lost"),  # not the rest of it
+        (_DROPS, fails(400, "resume_rejected"), {}, "failed", b"decode_server_lost"),
+        (_sends(_framed(0, 2) + resume.frame(DIED, _ERROR)), _REFUSES, {}, "failed", _ERROR),
+        (_DROPS, _GOES_ON, {"kept": 40}, "unkept", b"decode_server_lost"),
+    ],
+)
+async def test_a_stream_that_cannot_go_on_ends_with_one_error(
+    first: Behave,
+    then: Behave,
+    settings: dict[str, Any],
+    outcome: str | None,
+    told: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kept := settings.get("kept"):
+        monkeypatch.setattr(resume, "MAX_KEPT_BYTES", kept)
+    options = {name: value for name, value in settings.items() if name != "kept"}
+    if options:  # nobody asks for frames
+
+        async def drops(call: Call) -> None:
+            assert HEADER not in call.headers
+            await call.start()
+            await call.write(b"data: 0\n\ndata: 1\n\n")
+            raise Drop
+
+        first = drops
+    both = _in_turn(first, then)
+    async with Rig(decode=_of(both, both), cluster_secret=_SECRET, **options) as rig:
+        answer = await rig.complete(stream=True)
+        events = answer.content.split(b"\n\n")
+        assert events[:2] == [b"data: 0", b"data: 1"]
+        assert events[2].startswith(b"event: error") and told.strip() in events[2]
+        assert events[3:] == [b""]
+        total = {
+            name: rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
+            for name in ("resumed", "failed", "unkept")
+            for reason in ("lost", "died")
+            if rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
+        }
+        assert total == ({outcome: 1} if outcome else {})
+        assert rig.in_flight() == 0

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5741,
     "model": 3737,
     "prefill_server": 192,
-    "protocol": 6663,
-    "proxy": 4404,
-    "tests": 38059,
+    "protocol": 6671,
+    "proxy": 4695,
+    "tests": 38580,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -60,7 +60,7 @@ def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way() -
     core, _, out = make_core(num_blocks=1200, max_num_batched_tokens=512, max_model_len=4096)
     core.round([add("long", range(1, 3001), 1)])
     core.finish_steps(0)
-    core.round([add(name, [7] * 100, 1) for name in "abc"])
+    core.round([add(name, [ord(name)] * 100, 1) for name in "abc"])
     core.finish_steps(0)
     assert [delta.request_id for delta in out.deltas] == ["a", "b"], "half of a step at most"
     assert core.sequences["long"].num_computed == 2 * 512 - 200

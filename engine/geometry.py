@@ -54,9 +54,9 @@ def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[in
     if copied > mapped:
         kept = max(_STORED, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
-    if config.pack_weights and config.dtype == "float32":
+    if model.moe or (config.pack_weights and config.dtype == "float32"):  # experts are stacked
         copied = max(copied, num_elements(model) - model.vocab_size * model.hidden_size)
-    return copied, fix
+    return copied, f"{fix}, or more memory: experts are copied" if model.moe else fix
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from model.config import load_config
 from model.decoder import load_model
+from model.sizes import check_files, num_elements
 from tests.make_models import ensure_model, trained_models
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import load, make
@@ -143,6 +144,9 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch
     reference = make(architecture, tmp_path, **options)
     model = load(tmp_path)
     check_equal(model, reference)
+    check_files(model.config, tmp_path)
+    matrices = sum(each.numel() for each in reference.parameters() if each.dim() > 1)
+    assert num_elements(model.config) == matrices
 
 
 def check_equal(model, reference, num_tokens: int = 20) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvcache.offers import KNOWN_S
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
-from protocol.errors import LeaseGone, PeerUnreachable, PullTimeout
+from protocol.errors import KVCorrupt, LeaseGone, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     PATIENT,
@@ -126,7 +126,9 @@ def test_what_is_there_is_read_while_the_rest_is_computed(
 ) -> None:
     ours, theirs = GEOMETRIES[at]
     heads = {"heads": theirs["heads"]} if "heads" in theirs else {}
-    prefill, decode = rig(Prefill, **ours, **heads), rig(Decode, **theirs)
+    verify = ("off", "sample", "all")[(at + pulls_at) % 3]
+    prefill = rig(Prefill, digests=True, **ours, **heads)
+    decode = rig(Decode, verify=verify, **theirs)
     prompt, blocks = Prompt(prefill, comes=subscribes_at > 0), local_blocks(decode)
     per_block = decode.layouts[0].block_size * decode.dcp
     start = per_block * (at % 2)
@@ -145,7 +147,8 @@ def test_what_is_there_is_read_while_the_rest_is_computed(
         if pulls_at <= chunk and start < there < NUM_TOKENS:
             until_read(decode, prompt, start, there)
     assert decode.wait(PullSealed).reference == b"reference"
-    assert decode.done("a").nbytes > 0
+    done = decode.done("a")
+    assert done.nbytes > 0 and done.verified == verify
     assert_pulled(decode, prompt.whole, blocks, start, NUM_TOKENS)
     assert prefill.outcomes() == ["completed"] and decode.wait(PullBegun)
 
@@ -167,6 +170,19 @@ def test_a_prompt_that_is_given_up_between_two_chunks_fails_its_pull(rig: Any) -
     assert isinstance(decode.failed("a"), LeaseGone)
     assert prefill.outcomes() == ["aborted"]
     assert not prompt.compute(8)  # nobody hears, and the blocks stay the engine's
+
+
+def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig: Any) -> None:
+    prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
+    prompt = Prompt(prefill)
+    decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
+    decode.until(lambda: prefill.server.wanted("t") is not None)
+    assert prompt.compute(16)
+    until_read(decode, prompt, 0, 16)
+    decode.agents[0].spoil()
+    assert prompt.compute(8)
+    error = decode.failed("a")
+    assert isinstance(error, KVCorrupt) and "tokens 16 to 23" in error.message
 
 
 def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:

@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 Tell = Callable[[DigestPart | None], None]  # None: it has failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
-_CPU_PIECE_BYTES: Final = 1 << 20  # a millisecond, in which nothing else is driven
+_CPU_PIECE_BYTES: Final = 2 << 20  # two milliseconds, in which nothing else is driven
 _GPU_PIECE_BYTES: Final = 16 << 20
 
 

@@ -225,7 +225,8 @@ class Bench:
 
     def _open(self, case: Case, path: str) -> tuple[EngineMetadata, Setup, Decode]:
         metadata: EngineMetadata = self.prefill.call("open", case.p)
-        setup = Setup(self.size, self.targets, path == "mapped", self.args.staging_bytes)
+        ours = self.args.staging_bytes, self.args.verify
+        setup = Setup(self.size, self.targets, path == "mapped", *ours)
         decode = Decode(case.d, setup)
         decode.connect(self._lease(self.size.tokens))
         return metadata, setup, decode
@@ -313,6 +314,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--staging-bytes", type=int, default=512 << 20)
     add("--repeat", type=int, default=5)
     add("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
+    add("--verify", choices=("off", "sample", "all"), default="off", help="as --kv-verify")
     add("--only", default="", help="cases whose name contains this")
     add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
     args = parser.parse_args(argv)

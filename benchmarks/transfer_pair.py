@@ -28,7 +28,7 @@ from kvcache.transfer.pulls.messages import Event, PeerFailed, PeerReady, PullDo
 from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
-from protocol.handshake import PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
+from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import FirstToken, RemotePrefill
 
@@ -91,6 +91,7 @@ class Setup(NamedTuple):
     devices: tuple[str, ...]  # of D's ranks, taken in turn
     mapped: bool  # by the mapped path; else by NIXL
     staging_bytes: int
+    verify: str  # as of --kv-verify
 
     def device(self, rank: int) -> str:
         return self.devices[rank % len(self.devices)]
@@ -128,6 +129,10 @@ class _RankMemory:
         return torch.equal(self._words[self._blocks], self._wanted)
 
 
+def _new_address() -> str:
+    return f"ipc://\0baton-pair-{uuid.uuid4().hex}"  # of no file
+
+
 def use_device(device: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -152,7 +157,8 @@ class Prefill:
     def __init__(self, device: str, size: Size) -> None:
         use_device(device)
         self._device, self._size = device, size
-        self._ranks: list[tuple[NixlAgent, KVPool]] = []
+        self._ranks: list[LocalRank] = []
+        self._workers: list[TransferWorker] = []  # compute digests
         self._server: LeaseServer | None = None
 
     def open(self, side: Side) -> EngineMetadata:
@@ -165,8 +171,16 @@ class Prefill:
             compat=self._size.compat,
             tp_size=side.tp,
             ranks=[self._rank(rank) for rank in range(side.tp)],
+            digests=DIGESTS,
         )
-        self._server = LeaseServer("127.0.0.1", 0, self._metadata, _SECRET)
+        address, compat = _new_address(), self._size.compat
+        coordinator = PullCoordinator(address, side.tp, compat, _SECRET, block_size=side.block_size)
+        links: list[PullCoordinator | str] = [coordinator, *[address] * (side.tp - 1)]
+        self._workers = list(map(TransferWorker, self._ranks, links))
+        for worker in self._workers:
+            worker.start()
+        digest = coordinator.digest
+        self._server = LeaseServer("127.0.0.1", 0, self._metadata, _SECRET, digest=digest)
         self._server.start()
         return self._metadata
 
@@ -174,9 +188,9 @@ class Prefill:
         memory = _RankMemory(self._side, self._size, rank, self._device)
         memory.fill()
         pool, agent = memory.pool, new_agent("pair-p", self._device)
-        self._ranks.append((agent, pool))
-        kind = kind_of(self._device)
-        agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+        local = LocalRank(rank, self._side.tp, self._size.heads, agent, pool)
+        local.end.offer()
+        self._ranks.append(local)
         return describe(pool, rank, agent.metadata())
 
     def lease(self, tokens: int) -> RemotePrefill:
@@ -202,8 +216,9 @@ class Prefill:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for agent, _ in self._ranks:
-            agent.close()
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
         self._ranks.clear()
 
 
@@ -244,9 +259,10 @@ class Decode:
         use_device(setup.device(0))
         self._side, self._size = side, setup.size
         self._woken, self._count = threading.Event(), 0
-        address = f"ipc://\0baton-pair-{uuid.uuid4().hex}"  # of no file
-        compat, wake = setup.size.compat, self._woken.set
-        self._coordinator = PullCoordinator(address, side.tp, compat, _SECRET)
+        address, compat, wake = _new_address(), setup.size.compat, self._woken.set
+        self._coordinator = PullCoordinator(
+            address, side.tp, compat, _SECRET, block_size=side.block_size, verify=setup.verify
+        )
         self._coordinator.on_event = wake
         self._others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
         self._first = DecodeRank(0, side, setup, self._coordinator)

@@ -31,6 +31,7 @@ Tell = Callable[[DigestPart | None], None]  # None: it has failed
 _WORDS = torch.int32, torch.int16, torch.int8
 _CPU_PIECE_BYTES: Final = 2 << 20  # two milliseconds, in which nothing else is driven
 _GPU_PIECE_BYTES: Final = 16 << 20
+_CACHED_BYTES: Final = 256 << 10  # with more, malloc returns and faults in pages time and again
 
 
 class Rows(NamedTuple):
@@ -161,9 +162,13 @@ def _by_kernel(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torc
 def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.Tensor:
     """i64[T, G], what each row adds."""
     groups, keys = rows.groups[rows.chunks], rows.group_keys[rows.chunks]
-    index = rows.tokens[:, None] + groups
-    sums = (words.index_select(0, index.view(-1)) * word_keys).sum(-1).view(index.shape)
-    value = sums.add_(keys).add_(rows.token_keys[:, None])
+    index = (rows.tokens[:, None] + groups).view(-1)
+    sums = torch.empty_like(index)
+    count = max(1, _CACHED_BYTES // (words.shape[1] * words.itemsize))
+    for at in range(0, len(index), count):
+        picked = words.index_select(0, index[at : at + count])
+        torch.sum(picked * word_keys, -1, out=sums[at : at + count])
+    value = sums.view(groups.shape).add_(keys).add_(rows.token_keys[:, None])
     for factor in FACTORS:
         value ^= (value >> 33) & ((1 << 31) - 1)
         value *= factor - (1 << 64)

@@ -91,7 +91,7 @@ class Setup(NamedTuple):
     devices: tuple[str, ...]  # of D's ranks, taken in turn
     mapped: bool  # by the mapped path; else by NIXL
     staging_bytes: int
-    verify: str  # as of --kv-verify
+    verify: str = "off"  # as of --kv-verify
 
     def device(self, rank: int) -> str:
         return self.devices[rank % len(self.devices)]

@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2501,
+    "benchmarks": 2519,
     "decode_server": 198,
     "deploy": 900,
     "engine": 10460,
-    "kvcache": 7540,
+    "kvcache": 7545,
     "kvcache/transfer": 5741,
     "model": 3737,
     "prefill_server": 192,
     "protocol": 6671,
     "proxy": 4695,
-    "tests": 38584,
+    "tests": 38653,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -324,7 +324,9 @@ class Remote:
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        self._process = multiprocessing.get_context("spawn").Pool(1)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])  # whose import takes seconds, once for all
+        self._process = context.Pool(1)
         try:
             self._run(_make, make, *args)
         except BaseException:

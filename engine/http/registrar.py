@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+import socket
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from protocol.http.tls import trusted
 from protocol.messages import EngineReady
@@ -21,6 +24,7 @@ LEAVE_TIMEOUT_S = 1.0  # of all proxies together
 RETRY_S = 0.5  # after a failure; doubles, up to the usual interval
 JITTER = 0.2  # so that servers that were started together do not speak in step
 MAX_ANSWER_BYTES = 2**16
+MAX_ADDRESSES = 64  # of one name
 
 
 class Registrar:
@@ -29,6 +33,7 @@ class Registrar:
     Args:
         record: what it says of itself; the time is filled in.
         ca_file: for proxies at https://, instead of the system's.
+        addresses: whom to tell, for the URL of a proxy.
     """
 
     def __init__(
@@ -37,7 +42,9 @@ class Registrar:
         record: Record,
         secret: bytes,
         ca_file: str | None = None,
+        addresses: Callable[[URL], Awaitable[list[str]]] | None = None,
     ) -> None:
+        self._addresses = addresses or addresses_of
         self._proxies, self._record, self._secret = proxies, record, secret
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
@@ -55,7 +62,7 @@ class Registrar:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await asyncio.gather(*(self._post(proxy, leaving=True) for proxy in self._proxies))
+                await asyncio.gather(*(self._tell(proxy, leaving=True) for proxy in self._proxies))
         except TimeoutError:
             logger.info("a proxy was not told that this server leaves: no answer")
         finally:
@@ -65,7 +72,7 @@ class Registrar:
         usual_s = self._record.ttl_s / 3
         retry_s, before = RETRY_S, None
         while True:
-            problem = await self._post(proxy)
+            problem = await self._tell(proxy)
             if problem and problem != before:
                 logger.warning("not registered with %s: %s", proxy, problem)
             elif before != problem:
@@ -75,15 +82,25 @@ class Registrar:
             pause_s = retry_s if problem else usual_s
             await asyncio.sleep(pause_s * random.uniform(1 - JITTER, 1))
 
-    async def _post(self, proxy: str, leaving: bool = False) -> str:
-        """Why the proxy did not take it; empty: it did."""
+    async def _tell(self, proxy: str, leaving: bool = False) -> str:
+        """Tells whoever is behind the name. Why one did not take it; empty: all did."""
+        url = URL(proxy)
+        told = [self._post(url.with_host(at), url, leaving) for at in await self._addresses(url)]
+        return next(filter(None, await asyncio.gather(*told)), "")
+
+    async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:
         record = msgspec.structs.replace(
             self._record, issued_ms=int(time.time() * 1000), leaving=leaving
         )
         body, headers = seal(record, self._secret), {"content-type": "application/json"}
+        headers["host"] = named.authority
         try:
             async with self._session.post(
-                proxy + REGISTER_PATH, data=body, headers=headers, allow_redirects=False
+                proxy.with_path(named.path.rstrip("/") + REGISTER_PATH),
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                server_hostname=named.host if named.scheme == "https" else None,
             ) as answer:
                 told = await answer.content.read(MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -94,6 +111,22 @@ class Registrar:
             return str(msgspec.json.decode(told)["error"]["message"])
         except (msgspec.DecodeError, LookupError, TypeError):
             return f"status {answer.status}; is that a Baton proxy?"
+
+
+async def addresses_of(url: URL) -> list[str]:
+    """Those of a name that has several, as several proxies do; else the name itself."""
+    assert url.host is not None
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):  # who connects says what is wrong
+        return [url.host]
+    # One of each family may well be one proxy, which need not listen at both.
+    (family, count), *_ = Counter(each[0] for each in found).most_common()
+    if count == 1:
+        return [url.host]
+    return [str(address[0]) for each, *_, address in found if each == family][:MAX_ADDRESSES]
 
 
 def registrar_of(

@@ -389,7 +389,7 @@ class RegisterOptions(ServerOptions):
     advertise_url: sources.Url | None = None
     """URL that proxies reach this server at (None: made of --host and --port)"""
     register: sources.Listed[sources.Url] = ()
-    """URL of a proxy to register with (repeatable)"""
+    """URL of a proxy to register with, or of several that have one name (repeatable)"""
     register_ttl_s: float = Field(30.0, ge=MIN_TTL_S, le=MAX_TTL_S)
     """how long a proxy believes a registration, which is repeated three times as often (s)"""
 

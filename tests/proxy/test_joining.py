@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from yarl import URL
 
-from engine.http.registrar import Registrar
+from engine.http.registrar import Registrar, addresses_of
 from protocol.process.logging import current_request_id
 from protocol.registration import MAX_AGE_S, Record, seal
 from protocol.settings.settings import ProxySettings
@@ -176,6 +177,28 @@ async def test_a_server_goes_on_until_a_proxy_takes_it(caplog: pytest.LogCapture
         await until(lambda: f"not registered with {nobody}" in caplog.text)
         await told.leave()
         assert names(rig) == []
+
+
+async def test_a_server_registers_with_every_proxy_behind_a_name() -> None:
+    asked = list[tuple[str, str]]()
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        asked.append((writer.get_extra_info("sockname")[0], head.split("host: ")[1].split()[0]))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    async def behind(_: object) -> list[str]:
+        return ["127.0.0.2", "127.0.0.3"]
+
+    async with await asyncio.start_server(proxy, "0.0.0.0", 0) as server:
+        name = f"proxies.test:{server.sockets[0].getsockname()[1]}"
+        told = Registrar([f"http://{name}"], record("http://d:1"), b"x", addresses=behind)
+        told.start()
+        await until(lambda: len(asked) == 2)
+        await told.leave()
+        assert sorted(asked) == [("127.0.0.2", name)] * 2 + [("127.0.0.3", name)] * 2
+    assert await addresses_of(URL("http://localhost:1")) == ["localhost"]  # of either family one
 
 
 # -- operators

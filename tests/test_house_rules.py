@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2521,
     "decode_server": 198,
     "deploy": 900,
-    "engine": 10460,
+    "engine": 10493,
     "kvcache": 7545,
     "kvcache/transfer": 5741,
     "model": 3737,
     "prefill_server": 192,
     "protocol": 6671,
     "proxy": 4695,
-    "tests": 38653,
+    "tests": 38676,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -30,7 +30,7 @@ Tell = Callable[[DigestPart | None], None]  # None: it has failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
 _CPU_PIECE_BYTES: Final = 2 << 20  # two milliseconds, in which nothing else is driven
-_GPU_PIECE_BYTES: Final = 16 << 20
+_GPU_PIECE_BYTES: Final = 256 << 20  # a launch of some 0.2 ms takes as long to prepare
 _CACHED_BYTES: Final = 256 << 10  # with more, malloc returns and faults in pages time and again
 
 

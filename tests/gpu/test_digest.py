@@ -1,7 +1,8 @@
-"""The digest kernel computes what torch computes on a CPU. One GPU."""
+"""The digest kernel computes what torch does on a CPU, and pulls are verified by it. One GPU."""
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import KVPool
+from kvcache.transfer.move.cuda_placer import CudaPlacer
+from kvcache.transfer.move.peer_memory import Memory
+from kvcache.transfer.plan.block_copy import BlockCopy, Factors
+from kvcache.transfer.worker.peer import MappedPath
 from kvcache.verify.digest import Digester
 from kvcache.verify.scope import Scope
+from protocol.errors import KVCorrupt
 from tests.kvcache.test_digest import part_of, scoped
 from tests.rigs.geometry import Case
+from tests.rigs.memory_agent import MemoryAgent
+from tests.rigs.memory_pair import Decode, Prefill
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
@@ -34,3 +42,36 @@ def test_the_kernel_computes_what_torch_computes(
         assert by_kernel.values is not by_torch.values
         wanted = part_of(by_torch, scope, case.d.blocks, 1 << 20)
         assert part_of(by_kernel, scope, case.d.blocks, piece_bytes) == wanted
+
+
+class Spoiling(CudaPlacer):
+    """Places one wrong bit with each launch."""
+
+    def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
+        super()._place(copy, source, factors)
+        self._pool.flat_bytes[int(copy.targets[0])] ^= 4
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({}, {}),
+        ({"tp": 2, "order": "LBCNHD"}, {"tp": 4, "block_size": 24}),
+        ({"dtype": "bfloat16", "heads": 1}, {"dtype": "bfloat16", "heads": 1, "tp": 2}),
+    ],
+)
+@pytest.mark.parametrize("make", [CudaPlacer, Spoiling])
+def test_pulls_between_pools_of_a_gpu_are_verified(
+    made: list[Any], p: dict[str, Any], d: dict[str, Any], make: type[CudaPlacer]
+) -> None:
+    prefill = Prefill(MemoryAgent, device="cuda:0", digests=True, **p)
+    made.append(prefill)
+    path = lambda pool: MappedPath(make(pool), required=True)  # noqa: E731
+    decode = Decode(MemoryAgent, device="cuda:0", verify="all", make_mapped=path, **d)
+    made.append(decode)
+    for name in "ab":
+        decode.coordinator.pull(name, prefill.lease([5, 2, 9], 24), 3, 22, [3, 1, 7])
+        if make is CudaPlacer:
+            assert decode.done(name).verified == "all"
+        else:
+            assert isinstance(decode.failed(name), KVCorrupt)

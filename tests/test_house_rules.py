@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6671,
     "proxy": 4695,
-    "tests": 38676,
+    "tests": 38717,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

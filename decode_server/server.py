@@ -1,4 +1,4 @@
-"""The decode server's HTTP side: which references to remote KV are believed.
+"""The decode server's HTTP side: which references to remote KV, and which hints, are believed.
 
 A reference is used only if the cluster secret signed it and it belongs to this very prompt;
 everything else about it (lease, peer, bytes) the engine finds out. Its first tokens are used only
@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
+from decode_server.hint import hint_of
+from decode_server.legs import Legs
 from engine.http.api import ServerHooks
-from engine.http.legs import Legs
 from engine.serve import run_server
 from prefill_server.server import PrefillLeg
 from protocol import kv_params
@@ -28,7 +29,8 @@ def serve(cls: type[EngineSettings], argv: Sequence[str] | None, *, prog: str) -
     settings = parse(cls, argv, prog=prog)
     policy, is_of_machine = settings.kv_load_failure_policy, settings.cluster_secret is None
     prefill = PrefillLeg(is_reachable=settings.advertised_host is not None)
-    return run_server(settings, lambda key: Legs(prefill, DecodeLeg(key, policy, is_of_machine)))
+    legs = lambda key: Legs(prefill, DecodeLeg(key, policy, is_of_machine))  # noqa: E731
+    return run_server(settings, legs, "decode_server.service")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,15 @@ class DecodeLeg(ServerHooks):
         if not kv_params.are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))
+
+    def hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
+        try:
+            hint = hint_of(offered, self.secret)
+        except KVParamsRejected as error:
+            if self.policy == "fail" or not (error.param or "").endswith("signature"):
+                raise
+            return [replace(add, kv_rejected=error.message) for add in adds]
+        return [replace(add, hint=hint) for add in adds] if hint else adds
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         offered = kv_transfer_params

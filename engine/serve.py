@@ -50,9 +50,7 @@ _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
-def run_server(
-    settings: EngineSettings, hooks: HooksFactory, module: str = "engine.kv.service"
-) -> int:
+def run_server(settings: EngineSettings, hooks: HooksFactory, module: str) -> int:
     """Serves until told to end. Returns the process's exit status.
 
     Args:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import PeerIncompatible
+from protocol.messages import RemotePrefill
 from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 1
@@ -268,6 +269,23 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
     reference: bytes = b""  # with the last ones: kv_transfer_params of the whole, as JSON
 
 
+class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
+    """Lease the longest prefix of these tokens whose KV is there, if it has `min_tokens`."""
+
+    nonce: _Id
+    incarnation: _Id
+    token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
+    min_tokens: Annotated[int, Meta(ge=1)]
+
+
+class Found(msgspec.Struct, frozen=True, tag="found", kw_only=True):
+    """What a lookup found: a reference to it, without first tokens; None: too little, or too much
+    is lent already."""
+
+    nonce: str
+    remote: RemotePrefill | None
+
+
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
     nonce: str
     engine: EngineMetadata
@@ -300,10 +318,10 @@ class FrameError(ValueError):
     """No authentic message; the text says what is wrong with it."""
 
 
-Request = GetMetadata | LeaseRequest | Subscribe
-Reply = Metadata | Ok | Gone | Progress | Digest | Refused
+Request = GetMetadata | LeaseRequest | Subscribe | Lookup
+Reply = Metadata | Ok | Gone | Progress | Digest | Found | Refused
 
-_requests = GetMetadata | Renew | Complete | AbortLease | AskDigest | Subscribe
+_requests = GetMetadata | Renew | Complete | AbortLease | AskDigest | Subscribe | Lookup
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"

@@ -32,6 +32,9 @@ from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
+HINT = "hint"  # see protocol/kv_hint.py
+KV_HEADER = "x-baton-kv"  # of an answer: where the KV of its prompt came from
+PREFILL_KV_HEADER = "x-baton-kv-prefill"  # the same of the prefill leg, as the proxy passes it on
 SENDER_RELEASES = "sender_releases"  # see sender_releases
 RELEASE_PATH = "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
 
@@ -250,7 +253,7 @@ def is_offer(obj: object) -> bool:
 
 def parse_offer(obj: object) -> Offer:
     """Raises KVParamsRejected, naming the field, its value and what is allowed."""
-    return _convert(obj, _Offered).subscribe
+    return convert(obj, _Offered).subscribe
 
 
 class _Offered(Struct):
@@ -267,10 +270,13 @@ def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
 
 
 def is_absent(obj: object) -> bool:
-    """True for what some clients send to say nothing: null, {}, or all members null or false."""
+    """True for what some clients send to say nothing: null, {}, or all members null or false. A
+    hint says nothing either: it is beside the rest."""
     if obj is None:
         return True
-    return isinstance(obj, dict) and all(v is None or v is False for v in obj.values())
+    if not isinstance(obj, dict):
+        return False
+    return all(v is None or v is False or name == HINT for name, v in obj.items())
 
 
 class _Orders(Struct):
@@ -282,7 +288,7 @@ def is_prefill_request(obj: object) -> bool:
     """True when a prefill server is asked to keep the KV for a decode server.
 
     Raises KVParamsRejected for an order beside a reference to another server's KV."""
-    if is_absent(obj) or not (orders := _convert(obj, _Orders)).do_remote_decode:
+    if is_absent(obj) or not (orders := convert(obj, _Orders)).do_remote_decode:
         return False
     if orders.do_remote_prefill:
         reject("do_remote_prefill", "must be false or null when do_remote_decode is true")
@@ -336,18 +342,18 @@ def parse(obj: object) -> KVTransferParams:
     """Checks every field by type and range; not yet that it is authentic (see `verify`).
 
     Raises KVParamsRejected, naming the field, its value and what is allowed."""
-    orders = _convert(obj, _Orders)
+    orders = convert(obj, _Orders)
     if orders.do_remote_decode:
         reject("do_remote_decode", "must be false or null in a request to a decode server")
     if not orders.do_remote_prefill:
         reject("do_remote_prefill", "must be true: there is a reference but no order to use it")
     assert isinstance(obj, dict)
     members = {name: obj.get(name) for name in KVTransferParams.__struct_fields__}
-    return _convert(members, KVTransferParams)
+    return convert(members, KVTransferParams)
 
 
-def _convert(value: object, kind: type[_T]) -> _T:
-    """`value` as `kind`. Raises KVParamsRejected."""
+def convert(value: object, kind: type[_T]) -> _T:
+    """`value` as `kind`. Raises KVParamsRejected, which names the member and its value."""
     with contextlib.suppress(msgspec.ValidationError):
         return msgspec.convert(value, kind)
     value = _with_integers(value)  # some JSON writers know floats only

@@ -5,9 +5,10 @@ sees token ids only. Every AddRequest is answered by TokenDeltas, the last of wh
 `finish_reason` or `error`: the request's one terminal event.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from protocol.errors import BatonError, from_code
 from protocol.numbers import PhaseTimes
@@ -91,6 +92,16 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     has_ended: bool = False
 
 
+class KVHint(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine may hold the KV of a prompt's beginning, as a proxy of this cluster says."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]  # of its side channel
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    incarnation: Annotated[str, Meta(min_length=1, max_length=128)]
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]  # that it may hold
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     """One sequence to serve. `token_ids` is not empty and fits the context."""
 
@@ -108,6 +119,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
+    hint: KVHint | None = None  # without `remote`: who may hold the KV of the prompt's beginning
     kv_rejected: str | None = None  # decode role: why the offered params were not used
     kv_unused: RemotePrefill | None = None  # what they stand for, where a server of ours made them
 

@@ -29,6 +29,7 @@ from protocol.errors import (
 from protocol.http.access import visit_of
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
+from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
 from proxy import body as bodies
 from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
 from proxy.membership import Kind, Pool, Server
@@ -181,6 +182,7 @@ class PDRequest:
             readers = self._pool.readers_of(leg.server.health.kv_digest)
             if params is not None and readers.ready(Kind.DECODE):
                 self._count("pd", "routed")
+                self._tell_prefill_kv(leg.response)
                 await self._decode_prefilled(leg.server, params, readers)
                 return
             if params is not None:  # who could read it has gone
@@ -192,6 +194,12 @@ class PDRequest:
         if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
         await self._decode(None, unfit, computes=True)
+
+    def _tell_prefill_kv(self, answer: Response) -> None:
+        """The client hears where the prefill server had its KV from."""
+        told = dict(answer.headers).get(KV_HEADER.encode())
+        if told is not None:
+            self.reply.headers = {**self.reply.headers, PREFILL_KV_HEADER: told.decode("latin-1")}
 
     async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""

@@ -335,7 +335,7 @@ class Scheduler:
 
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
-        num_received = sequence.num_to_receive
+        num_received = max(sequence.num_to_receive, sequence.num_computed)
         self.recompute_in_place(sequence)
         sequence.num_transferred = num_received - sequence.num_computed
         sequence.num_computed = num_received

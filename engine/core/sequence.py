@@ -54,7 +54,8 @@ class Sequence:
     choices: list["Sequence"]  # of the request, this one included
     is_forked: bool  # False: still a child of choice 0
     first_token: FirstToken | None  # drawn elsewhere and not yet sent to the client
-    remote: RemotePrefill | None = None  # until its KV was pulled or given up
+    # Of the prompt, or of a prefix of it that was looked up, until the KV was pulled or given up.
+    remote: RemotePrefill | None = None
     phase: Phase = Phase.NEW
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
@@ -135,12 +136,12 @@ class Sequence:
 
     @property
     def num_to_receive(self) -> int:
-        """Prompt tokens whose KV is pulled, while that is to come: all of them, but for the last
-        where a first token is drawn here, from its logits."""
+        """Prompt tokens whose KV is pulled, while that is to come: as many as there are elsewhere,
+        but for the last where a first token is drawn here, from its logits."""
         assert self.remote is not None
         known = self.request.known or [Known()]
         draws = not all(self.remote.first_tokens or one.token_ids or one.has_ended for one in known)
-        return self.num_prompt_tokens - draws
+        return min(self.remote.num_tokens, self.num_prompt_tokens - draws)
 
     @property
     def num_uncomputed(self) -> int:
@@ -260,7 +261,7 @@ class Sequence:
     def usage(self) -> KVUsage:
         """Where the prompt's KV came from. Tokens computed on either server are not cached: what
         is computed here ends the prompt, and so does the prefill server's work, after its hit."""
-        cached, remote = self.num_skipped, self.request.remote
+        cached, remote = self.num_skipped + self.num_transferred, self.request.remote
         if remote is not None and remote.transfer_id is None:
             cached = min(remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed)
         return KVUsage(

@@ -57,6 +57,14 @@ class ServerHooks:
         """
         return adds
 
+    def hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
+        """With who may hold the KV of the prompts' beginning, if `kv_transfer_params` say so.
+
+        Raises:
+            KVParamsRejected: what they say is malformed, or nobody of this cluster said it.
+        """
+        return adds
+
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         """The text digest and the token ids of the one prompt, where a holder of the cluster
         secret tells them; see text_encoder.text_digest."""

@@ -9,6 +9,7 @@ according to the events they left. A sequence's id is the id of its pull.
 """
 
 import logging
+import math
 import time
 from collections import defaultdict
 
@@ -17,10 +18,12 @@ from msgspec.structs import replace
 
 from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
+from engine.kv.rates import Rates
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     PATHS,
     UNVERIFIED,
+    LookedUp,
     PeerFailed,
     PeerKey,
     PeerReady,
@@ -32,6 +35,7 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
+from kvcache.transfer.session.lease_client import new_id
 from protocol import kv_params
 from protocol.errors import (
     BatonError,
@@ -42,6 +46,7 @@ from protocol.errors import (
     RemoteKVError,
     from_code,
 )
+from protocol.handshake import Lookup
 from protocol.messages import RemotePrefill
 from protocol.metrics import EngineHistogram, stat_key
 
@@ -61,6 +66,7 @@ def _zeros(policy: str) -> dict[str, float]:
         "baton_kv_verified_tokens",
         *(stat_key("baton_kv_unverified_tokens", reason=reason) for reason in UNVERIFIED),
         "baton_kv_verify_failures",
+        *(stat_key("baton_kv_lookups", outcome=o) for o in ("found", "none", "late", "computed")),
         stat_key("baton_kv_recoveries", policy=policy),
         stat_key("baton_kv_transfers", outcome="failed", path="none"),
         *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
@@ -77,6 +83,8 @@ class Borrower(KVConnector):
             the error. Either way nobody receives text from the bytes that failed.
         quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
             READs can give it.
+        rates: say whether a prefix that is hinted at is pulled; None: never.
+        engine_id: its own.
     """
 
     def __init__(
@@ -84,10 +92,14 @@ class Borrower(KVConnector):
         coordinator: PullCoordinator,
         policy: str,
         quarantine_timeout_s: float = 30.0,
+        rates: Rates | None = None,
+        engine_id: str = "",
     ) -> None:
         self._coordinator = coordinator
         self._recomputes, self._policy = policy == "recompute", policy
         self._quarantine_timeout_s = quarantine_timeout_s
+        self._rates, self._engine_id = rates, engine_id
+        self._looking: dict[str, Sequence] = {}  # while somebody is asked for a prefix
         self._locked_out: dict[Sequence, float] = {}  # and since when
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[PeerKey, list[Sequence]] = {}
@@ -106,13 +118,59 @@ class Borrower(KVConnector):
             if request.kv_unused is not None:
                 self.on_release(request.kv_unused)
         if remote is None:
-            self.core.enqueue(sequence)
+            if not self._looks_up(sequence):
+                self.core.enqueue(sequence)
             return
         # DecodeLeg sees to it that a reference says what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
         is_offer = remote.transfer_id is not None  # then they come later
         if not (remote.first_tokens or is_offer) and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1
+        self._await(sequence, remote)
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Asks who is said to hold the prompt's beginning, where that is worth while."""
+        hint, rates, scheduler = sequence.request.hint, self._rates, self.core.scheduler
+        if hint is None or rates is None or sequence.is_scoring:
+            return False
+        if hint.engine_id == self._engine_id:
+            return False
+        wanted, index = sequence.num_prompt_tokens - 1, scheduler.prefix
+        here = index.match(sequence.token_ids, max_tokens=wanted) if index else []
+        cached, least = len(here) * scheduler.limits.block_size, rates.least_tokens(key_of(hint))
+        is_asked = min(hint.num_tokens, wanted) - cached >= least
+        told = "request %s: %d tokens here, perhaps %d on %s; a pull is quicker from %g on: %s"
+        found = sequence.request_id, cached, hint.num_tokens, hint.engine_id, least
+        logger.debug(told, *found, "asking" if is_asked else "computing")
+        if not is_asked:
+            self._totals[stat_key("baton_kv_lookups", outcome="computed")] += 1
+            return False
+        self._looking[sequence.request_id] = sequence
+        asked = Lookup(
+            nonce=f"lookup-{new_id()}",
+            incarnation=hint.incarnation,
+            token_ids=sequence.token_ids[:wanted],
+            min_tokens=cached + math.ceil(least),
+        )
+        self._coordinator.look_up(sequence.request_id, hint, asked)
+        return True
+
+    def _on_looked_up(self, event: LookedUp) -> None:
+        self._totals[stat_key("baton_kv_lookups", outcome=event.outcome)] += 1
+        sequence, remote = self._looking.pop(event.pull_id, None), event.remote
+        if sequence is None:  # aborted meanwhile
+            if remote is not None:
+                self.on_release(remote)
+        elif remote is None:
+            self.core.enqueue(sequence)
+        else:
+            if self._rates is not None:
+                self._rates.looked_up(key_of(remote), event.seconds)
+            sequence.remote = remote
+            self._await(sequence, remote)
+
+    def _await(self, sequence: Sequence, remote: RemotePrefill) -> None:
+        """Has it wait for its turn, its lease held, once hands are shaken."""
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         if self._coordinator.knows(remote):
@@ -135,14 +193,20 @@ class Borrower(KVConnector):
             return
         is_offer = sequence.remote.transfer_id is not None
         stop = sequence.num_prompt_tokens if is_offer else sequence.num_to_receive
-        span, blocks = (sequence.num_computed, stop), list(sequence.block_ids)
+        blocks = sequence.block_ids[: -(-stop // self.core.scheduler.limits.block_size)]
+        span = sequence.num_computed, stop
         self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks)
 
     def on_finish(self, sequence: Sequence) -> None:
+        times = sequence.times
+        if self._rates is not None and times.drawn is not None and times.admitted is not None:
+            seconds = times.drawn - (times.pulled or times.admitted)
+            self._rates.computed(sequence.num_recomputed, seconds)
         if sequence.remote is not None:  # it ended with the first token, before any pull
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
+        self._looking.pop(sequence.request_id, None)
         if sequence.remote is None:
             return False
         self._release_remote(sequence)
@@ -186,6 +250,8 @@ class Borrower(KVConnector):
                     for sequence in self._connected(event):
                         self._release_remote(sequence)
                         self._give_up_remote(sequence, event.error)
+                case LookedUp():
+                    self._on_looked_up(event)
                 case PullDone():
                     self._on_done(event)
                 case PullFailed():
@@ -267,6 +333,8 @@ class Borrower(KVConnector):
         elif event.verified != "off":
             self._totals["baton_kv_verified_tokens"] += event.num_tokens
         self._transfer_seconds.observe(event.seconds)
+        if self._rates is not None and sequence.remote is not None:
+            self._rates.pulled(key_of(sequence.remote), event.nbytes, event.seconds)
         times = sequence.times
         if times.admitted is not None:  # the pull began with that
             times.pulled = times.admitted + event.seconds
@@ -291,7 +359,7 @@ class Borrower(KVConnector):
     def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
         """A pull failed under way. Blocks that a read may still write to are quarantined."""
         scheduler = self.core.scheduler
-        if event.drained and self._recomputes:
+        if event.drained and self._may_recompute(sequence):
             self._count_failure(sequence, event.error)
             scheduler.recompute_in_place(sequence)
             return
@@ -308,18 +376,22 @@ class Borrower(KVConnector):
         # Nothing proves that a peer without a handshake runs this model: its token may be no
         # token of ours. What has been sent came from a proven one, and stays.
         sequence.forget_remote()
-        if not self._recomputes:
+        if not self._may_recompute(sequence):
             self.core.fail(sequence, _without_address(error, sequence.request.remote))
         elif sequence.was_admitted:  # it has waited its turn already
             self.core.scheduler.requeue(sequence)
         else:
             self.core.enqueue(sequence)
 
+    def _may_recompute(self, sequence: Sequence) -> bool:
+        """Nobody asked for the pull of a prefix: that it failed is no client's concern."""
+        return self._recomputes or sequence.request.remote is None
+
     def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
         self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
-        action = "recomputing" if self._recomputes else "failing"
-        if self._recomputes:
+        action = "recomputing" if self._may_recompute(sequence) else "failing"
+        if self._may_recompute(sequence):
             self._totals[stat_key("baton_kv_recoveries", policy=self._policy)] += 1
         logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
 

@@ -5,6 +5,7 @@ The lease server's thread owns the leases and answers borrowers without waiting 
 half grants leases and, each round, gives the blocks of ended ones back to the allocator.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -12,11 +13,15 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
+from kvcache.blocks import BlockState
 from kvcache.transfer.session.lease_server import LeaseServer
 from protocol import kv_params
+from protocol.handshake import Found, Lookup
 from protocol.messages import FirstToken, RemotePrefill
 from protocol.metrics import stat_key
 
+_MAX_LOOKUPS = 4  # answered between two steps
+_MAX_LENT_SHARE = 0.5  # of the pool, that lookups may keep from running sequences
 MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a server takes
 
 
@@ -26,7 +31,8 @@ class Lender(KVConnector):
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
-        self._by_request: dict[str, str] = {}  # lease ids of requests that have ended
+        self._by_request: dict[str, str] = {}  # lease ids of ended requests and of lookups
+        self._lookups = dict.fromkeys(("found", "none", "full"), 0)
 
     def on_add(self, sequence: Sequence) -> None:
         self.expect(sequence)
@@ -105,7 +111,7 @@ class Lender(KVConnector):
             incarnation=self._config.incarnation,
             remote_num_tokens=sequence.num_prompt_tokens,
             remote_block_size=self._config.block_size,
-            remote_cached_tokens=sequence.num_skipped,
+            remote_cached_tokens=sequence.num_skipped + sequence.num_transferred,
             prompt_digest=kv_params.prompt_digest(prompt),
             sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,
@@ -132,6 +138,47 @@ class Lender(KVConnector):
         for ended in self._leases.drain_ended():
             self.core.scheduler.allocator.end_lease(ended.block_ids)
             self._by_request.pop(ended.request_id, None)
+        for _ in range(_MAX_LOOKUPS):
+            if not self._leases.asked:
+                return
+            asked, reader = self._leases.asked.popleft()
+            self._leases.found(reader, Found(nonce=asked.nonce, remote=self._look_up(asked)))
+        self.core.wake()  # for those that are left
+
+    def _look_up(self, asked: Lookup) -> RemotePrefill | None:
+        """Leases the longest prefix that is here, whoever else uses its blocks."""
+        config, scheduler = self._config, self.core.scheduler
+        found = scheduler.prefix.match(asked.token_ids) if scheduler.prefix else []
+        if config.dcp > 1 or len(found) * config.block_size < asked.min_tokens:
+            self._lookups["none"] += 1
+            return None
+        allocator = scheduler.allocator
+        room = allocator.capacity * _MAX_LENT_SHARE - allocator.counts()[BlockState.LEASED]
+        taken = accumulate(allocator.state(block) is BlockState.CACHED for block in found)
+        block_ids = [block for block, num in zip(found, taken, strict=True) if num <= room]
+        num_tokens = len(block_ids) * config.block_size
+        if not block_ids or num_tokens < asked.min_tokens:
+            self._lookups["full"] += 1
+            return None
+        self._lookups["found"] += 1
+        allocator.lease(block_ids)
+        lease_id = self._leases.grant(asked.nonce, block_ids, config.lease_s)
+        self._by_request[asked.nonce] = lease_id
+        return RemotePrefill(
+            host=config.side_channel_advertise,
+            port=self._leases.address[1],
+            engine_id=config.engine_id,
+            incarnation=config.incarnation,
+            request_id=asked.nonce,
+            lease_id=lease_id,
+            lease_s=config.lease_s,
+            block_ids=block_ids,
+            block_size=config.block_size,
+            num_tokens=num_tokens,
+            cached_tokens=num_tokens,
+            tp_size=config.tp,
+            first_tokens=[],
+        )
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()
@@ -139,7 +186,9 @@ class Lender(KVConnector):
             stat_key("baton_leases", event=event): float(counters[event])
             for event in ("granted", "completed", "expired", "aborted")
         }
+        found = self._lookups.items()
         return {
+            **{stat_key("baton_kv_lookups_answered", outcome=o): float(n) for o, n in found},
             **ended,
             "baton_leases_held": float(len(self._by_request)),
             "baton_lease_renewals": float(counters["renewed"]),

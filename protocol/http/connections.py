@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from protocol import errors
 from protocol.http.access import RATE_HEADERS
 from protocol.ipc.wire import keep_alive
+from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
 
@@ -41,6 +42,7 @@ MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every an
 MAX_TARGET_BYTES = 8192  # of a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
+_EXPOSED = ("x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after")  # to pages
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
@@ -133,7 +135,13 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": list(origins),
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
-        "expose_headers": ["x-request-id", "x-baton-kv", "retry-after", *RATE_HEADERS],
+        "expose_headers": [
+            "x-request-id",
+            KV_HEADER,
+            PREFILL_KV_HEADER,
+            "retry-after",
+            *RATE_HEADERS,
+        ],
         "max_age": 600,  # seconds that a browser may remember the answer for
     }
 

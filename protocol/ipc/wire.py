@@ -27,7 +27,7 @@ class Wire:
     """One connected socket. One thread at a time; `send` and `receive` never wait.
 
     Args:
-        max_bytes: of one message that is received.
+        max_bytes: of one message that is received; the owner may allow more later.
         read_bytes: at most, by one `receive`, where the peer may be anybody.
         unsent: messages to send first; shared with the caller, who may carry them over to the
             next connection: a message stays there until the kernel has all of it.
@@ -42,7 +42,7 @@ class Wire:
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._read_bytes = read_bytes or sys.maxsize
         self._unsent: deque[bytes] = deque() if unsent is None else unsent
         self._begun = 0  # bytes of the first unsent message that are out
@@ -126,8 +126,8 @@ class Wire:
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
-            if length > self._max_bytes:
-                self._end = f"a message of {length} bytes; at most {self._max_bytes} are read"
+            if length > self.max_bytes:
+                self._end = f"a message of {length} bytes; at most {self.max_bytes} are read"
                 self._received.clear()
                 return found
             begin, end = start + _LENGTH.size, start + _LENGTH.size + length

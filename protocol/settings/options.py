@@ -241,6 +241,9 @@ class KVOptions(EngineOptions, LinkOptions):
     to it (s; None: 0.025 on GPU, 0.5 on CPU)"""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """what to do when KV cannot be pulled: recompute here, or fail"""
+    borrow_prefixes: Literal["auto", "always", "never"] = "auto"
+    """pull what another server is said to have of a prompt's beginning; auto: where that is quicker
+    than to compute it, as measured"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """how KV is moved; auto: mapped memory from servers of this host (GPU to GPU, or CPU to
     CPU), else NIXL; nixl, mapped: only that way (None: auto on GPU, nixl on CPU)"""

@@ -17,7 +17,7 @@ from deploy.plan import PlanSettings
 from model.architectures.rotation import ROPE_TYPES
 from model.architectures.table import ARCHITECTURES
 from protocol import errors
-from protocol.kv_params import RELEASE_PATH, SENDER_RELEASES, KVTransferParams
+from protocol.kv_params import HINT, RELEASE_PATH, SENDER_RELEASES, KVTransferParams
 from protocol.openai import openapi
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -182,7 +182,7 @@ def test_the_tables_of_kv_transfer_params_are_those_of_the_code() -> None:
     assert len(from_p) == len(set(from_p))
     assert set(from_p) == {*KVTransferParams.__struct_fields__, *orders, SENDER_RELEASES}
     to_p = {name for row in _rows("To P, all optional") for name in _names(row[0])}
-    assert to_p == {*orders, "transfer_id", "client_request", "max_model_len"}
+    assert to_p == {*orders, "transfer_id", "client_request", "max_model_len", HINT}
 
 
 def test_every_path_of_the_document_is_in_the_text() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import h11
 import pytest
 
+from decode_server.legs import Legs
 from decode_server.server import DecodeLeg
-from engine.http.legs import Legs
 from engine.text.tokenizer import Tokenizer
 from prefill_server.server import PrefillLeg
 from protocol.messages import AddRequest, TokenDelta
@@ -201,10 +201,8 @@ async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, 
     hooks = Legs(PrefillLeg(), DecodeLeg(SECRET, "recompute"))
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        servers = [
-            await enter(serving(tokenizer, says, hooks=hooks, client_timeout_s=TIMEOUT_S))
-            for _ in roles
-        ]
+        options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}
+        servers = [await enter(serving(tokenizer, says, role=role, **options)) for role in roles]
         urls = [server.http.base_url for server in servers]
         alone = len(servers) == 1
         port = urls[0].port if alone else await enter(proxying(*(str(u).rstrip("/") for u in urls)))

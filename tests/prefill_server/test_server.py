@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from decode_server.legs import Legs
 from decode_server.server import DecodeLeg
-from engine.http.legs import Legs
 from prefill_server.server import PrefillLeg, Transfers
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (

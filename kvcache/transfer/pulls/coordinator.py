@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvcache.stripe import Stripe
+from kvcache.transfer.pulls.lookups import Lookups
 from kvcache.transfer.pulls.messages import (
     UNVERIFIED,
     AddPeer,
@@ -34,13 +35,7 @@ from kvcache.transfer.pulls.messages import (
     Report,
     key_of,
 )
-from kvcache.transfer.pulls.peers import (
-    DISTRUSTED,
-    Peer,
-    PeerTable,
-    misfit_of,
-    unreachable,
-)
+from kvcache.transfer.pulls.peers import DISTRUSTED, Peer, PeerTable, misfit_of, unreachable
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.transfer.pulls.rank_links import RankLinks
 from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
@@ -50,15 +45,17 @@ from protocol.handshake import (
     DIGESTS,
     CompatRecord,
     EngineMetadata,
+    Found,
     GetMetadata,
     LeaseRequest,
+    Lookup,
     Metadata,
     Refused,
     Reply,
     Subscribe,
 )
 from protocol.ipc.wire import Waker, nap_if_short
-from protocol.messages import RemotePrefill
+from protocol.messages import KVHint, RemotePrefill
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -123,6 +120,7 @@ class PullCoordinator:
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
         self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._lookups = Lookups(self._settings, self._peers, self._leases.post, self._emit)
         self._compat, self._verify = compat, verify
         self._digests: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
         self._pulls: dict[str, PullState] = {}
@@ -138,6 +136,10 @@ class PullCoordinator:
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
         self._call(lambda: self._do_connect(remote))
+
+    def look_up(self, pull_id: str, hint: KVHint, asked: Lookup) -> None:
+        """Asks for a reference to the longest prefix that this engine has; LookedUp tells."""
+        self._call(lambda: self._lookups.begin(pull_id, hint, asked, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Keeps the lease alive from now on, before there are blocks to read into; or subscribes,
@@ -262,6 +264,7 @@ class PullCoordinator:
             self._leases.post(peer.address, GetMetadata(nonce=peer.nonce))
         for peer in late:
             self._peer_decided(peer)
+        self._lookups.tick(now)
         for address, since in self._leases.unconnected().items():
             if now - since >= self._settings.connection_timeout_s:
                 self._lost(address)
@@ -274,7 +277,8 @@ class PullCoordinator:
         lost_s = self._settings.connection_timeout_s
         lost = [since + lost_s for since in self._leases.unconnected().values()]
         planned = [at for at, _ in self._planned[:1]]
-        self._due = min(self._peers.deadline(), self._leases.deadline(), *planned, *lost)
+        waits = self._peers.deadline(), self._leases.deadline(), self._lookups.deadline()
+        self._due = min(*waits, *planned, *lost)
 
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
@@ -384,6 +388,7 @@ class PullCoordinator:
         """Tells whoever waits for this peer, if there is something to tell."""
         if peer.is_asked:
             return
+        self._lookups.peer_decided(peer, self._clock())
         if peer.is_awaited:
             peer.is_awaited = False
             failed = peer.error and PeerFailed(*peer.key, peer.error)
@@ -481,7 +486,9 @@ class PullCoordinator:
                 reply(scope.merged(parts, self._compat.total_kv_heads))
 
     def _take_reply(self, address: Address, reply: Reply) -> None:
-        if isinstance(reply, Metadata):
+        if isinstance(reply, Found):
+            self._lookups.answered(address, reply, self._clock())
+        elif isinstance(reply, Metadata):
             self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
             told = f"{address[0]}:{address[1]} refused us: {reply.reason}"

@@ -28,7 +28,7 @@ import msgspec
 from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import BatonError
 from protocol.handshake import EngineMetadata
-from protocol.messages import ErrorInfo, RemotePrefill
+from protocol.messages import ErrorInfo, KVHint, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
@@ -39,11 +39,11 @@ UNVERIFIED = {
 PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
 
 
-def key_of(remote: RemotePrefill) -> PeerKey:
+def key_of(remote: RemotePrefill | KVHint) -> PeerKey:
     return remote.engine_id, remote.incarnation
 
 
-def address_of(remote: RemotePrefill) -> tuple[str, int]:
+def address_of(remote: RemotePrefill | KVHint) -> tuple[str, int]:
     return remote.host, remote.port  # of the side channel
 
 
@@ -54,6 +54,7 @@ class PullSettings:
     handshake_timeout_s: float = 5.0
     pull_timeout_s: float = 30.0  # from the order to read to the last READ's end
     fence_timeout_s: float = 5.0
+    lookup_timeout_s: float = 1.0  # first contact included; the prompt is computed after it
     connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
     renew_interval_s: float | None = None  # a third of the lease
@@ -85,6 +86,15 @@ class PullSealed(msgspec.Struct, frozen=True):
 
     pull_id: str
     reference: bytes  # kv_transfer_params as JSON
+
+
+class LookedUp(msgspec.Struct, frozen=True):
+    """What came of `look_up`; a reference is the engine's, to pull or to cancel."""
+
+    pull_id: str
+    remote: RemotePrefill | None
+    outcome: str  # found | none | late
+    seconds: float
 
 
 class PullDone(msgspec.Struct, frozen=True):
@@ -119,6 +129,7 @@ class PullStuck(msgspec.Struct, frozen=True):
 Event = (
     PeerReady
     | PeerFailed
+    | LookedUp
     | PullBegun
     | PullSealed
     | PullDone

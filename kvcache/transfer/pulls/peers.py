@@ -12,7 +12,7 @@ from kvcache.stripe import Stripe, StripeError
 from kvcache.transfer.pulls.messages import PeerKey, PullSettings, address_of, key_of
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import CompatRecord, EngineMetadata, check_compatible, check_consistent
-from protocol.messages import RemotePrefill
+from protocol.messages import KVHint, RemotePrefill
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _MAX_FAILURES = 2  # of pulls in a row, before a peer gets none for a while
@@ -96,7 +96,7 @@ class PeerTable:
         # Ended handshakes by outcome: "ok", or the code of the error.
         self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
 
-    def of(self, remote: RemotePrefill) -> Peer:
+    def of(self, remote: RemotePrefill | KVHint) -> Peer:
         """The peer as it is now."""
         peer = self._peers.get(key_of(remote))
         if peer is None:
@@ -108,7 +108,7 @@ class PeerTable:
             )
         return peer
 
-    def connect(self, remote: RemotePrefill, now: float) -> Peer:
+    def connect(self, remote: RemotePrefill | KVHint, now: float) -> Peer:
         """Begins to ask the peer when that is due."""
         peer = self.of(remote)
         is_known = peer.is_asked or peer.metadata is not None

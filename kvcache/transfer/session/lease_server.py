@@ -23,10 +23,12 @@ from protocol.handshake import (
     Complete,
     Digest,
     EngineMetadata,
+    Found,
     FrameError,
     GetMetadata,
     Gone,
     LeaseRequest,
+    Lookup,
     Metadata,
     Ok,
     Refused,
@@ -46,6 +48,7 @@ ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
 
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 4 << 10  # a request has at most 5 ids of 128 characters; read at a time
+_MAX_LOOKUPS = 64  # that wait for the engine; others find nothing
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
 _MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
 _MAX_ACCEPTED = 16  # connections at a time
@@ -60,8 +63,9 @@ class LeaseServer:
     Args:
         host: what peers connect to; `bind_host` when this machine calls itself otherwise.
         port: 0 takes a free one, see `address`.
-        on_event: called from the thread when `drain_ended` has something; must not block.
+        on_event: called from the thread when an engine has something to take; must not block.
         digest: begins to compute the digest of what is in blocks; any thread may be told of it.
+        max_tokens: of a lookup; `asked` are those that the engine is to answer by `found`.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class LeaseServer:
         on_event: Callable[[], None] | None = None,
         bind_host: str | None = None,
         digest: Callable[[Scope, tuple[int, ...], Sums], None] = lambda *asked: asked[2](b""),
+        max_tokens: int = 0,
     ) -> None:
         self._host = host
         self._metadata = metadata
@@ -94,7 +99,9 @@ class LeaseServer:
         self._selector.register(self._waker, EVENT_READ, self._waker.clear)
         self._digest = digest
         self._digesting: dict[str, Wire] = {}  # by nonce: who waits for it
-        self._digested: deque[tuple[AskDigest, bytes]] = deque()
+        self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_tokens
+        self.asked: deque[tuple[Lookup, Wire]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()  # of other threads
         self._wires: set[Wire] = set()
         self._strangers: dict[Wire, None] = {}  # of those, who never proved to know the secret
         self._warned_at = float("-inf")
@@ -168,6 +175,14 @@ class LeaseServer:
                 self._offers.lease_ended(lease.lease_id)
             return ended
 
+    def found(self, reader: Wire, reply: Found) -> None:
+        """Answers a lookup. Any thread."""
+        self._later(partial(self._push, reader, reply))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._waker.wake()
+
     def counters(self) -> dict[str, int]:
         """Events since the start, and `held`, the leases held now. Any thread."""
         with self._lock:
@@ -191,14 +206,15 @@ class LeaseServer:
         while not self._stopping.is_set():
             for key, _ in self._selector.select(_SWEEP_S):
                 key.data()
-            self._tell_digests()
+            while self._calls:
+                self._calls.popleft()()
             with self._lock:
                 self._table.expire(self._clock())
                 ended = self._table.has_ended
                 news = self._offers.take(self._clock(), lambda wire: wire.has_unsent)
             for wire, reply in news:
                 self._push(wire, reply)
-            if ended and self._on_event is not None:
+            if (ended or self.asked) and self._on_event is not None:
                 self._on_event()
 
     def _accept(self) -> None:
@@ -254,23 +270,17 @@ class LeaseServer:
             self._digesting[asked.nonce] = wire
         if not is_begun and asked.nonce in self._digesting:
             scope = Scope(asked.lease_id, asked.token_start, asked.token_stop, asked.samples)
-            self._digest(scope, blocks, partial(self._take_digest, asked))
+            tell = partial(self._tell_digest, asked)
+            self._digest(scope, blocks, lambda sums: self._later(partial(tell, sums)))
         return None
 
-    def _take_digest(self, asked: AskDigest, sums: bytes) -> None:
-        """Any thread."""
-        self._digested.append((asked, sums))
-        self._waker.wake()
-
-    def _tell_digests(self) -> None:
-        """Those of leases that have been held since they were asked for."""
-        while self._digested:
-            asked, sums = self._digested.popleft()
-            with self._lock:
-                is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
-            gone = Gone(nonce=asked.nonce, reason="ended meanwhile")
-            reply = Digest(nonce=asked.nonce, sums=sums) if is_held else gone
-            self._push(self._digesting.pop(asked.nonce), reply)
+    def _tell_digest(self, asked: AskDigest, sums: bytes) -> None:
+        """If its lease has been held since it was asked for."""
+        with self._lock:
+            is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
+        gone = Gone(nonce=asked.nonce, reason="ended meanwhile")
+        reply = Digest(nonce=asked.nonce, sums=sums) if is_held else gone
+        self._push(self._digesting.pop(asked.nonce), reply)
 
     def _drop(self, wire: Wire) -> None:
         with self._lock:
@@ -290,6 +300,7 @@ class LeaseServer:
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
         self._strangers.pop(wire, None)
+        wire.max_bytes = self._max_lookup_bytes
 
     def _answer(self, message: bytes, wire: Wire) -> Reply | None:
         try:
@@ -311,6 +322,11 @@ class LeaseServer:
                 return self._offers.subscribe(request, wire, self._clock())
         if isinstance(request, AskDigest):
             return self._begin_digest(request, wire)
+        if isinstance(request, Lookup):
+            if len(self.asked) >= _MAX_LOOKUPS:
+                return Found(nonce=request.nonce, remote=None)
+            self.asked.append((request, wire))
+            return None
         with self._lock:
             ok = self._decide(request, self._clock())
         if not ok:

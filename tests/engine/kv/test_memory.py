@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv.service import KVFactory
+from decode_server.service import KVFactory
 from engine.worker.rank import pool_size
 from tests.rigs.engine_pair import make_config
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 # A rank as it is, but that its transfer thread cannot use its agent.
 _BROKEN_ROLE = """
 import threading
-from engine.kv.service import KVFactory
+from decode_server.service import KVFactory
 from engine.worker.worker import main
 from kvcache.transfer.link.nixl_agent import NixlAgent
 

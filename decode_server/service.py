@@ -1,17 +1,17 @@
 """What runs on each rank for KV to come and go: its pool, which peers may read, and the thread that
-reads theirs. `python -m engine.kv.service` is the process of a rank."""
+reads theirs. `python -m decode_server.service` is the process of a rank."""
 
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.core.connector import KVConnector
 from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.lender import Lender
+from engine.kv.rates import Rates
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
 from kvcache.transfer.move.cuda_placer import placer_for
-from kvcache.transfer.plan.cost import CostModel
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.session.lease_server import LeaseServer
@@ -64,7 +64,7 @@ class KVFactory(ConnectorFactory):
 
     def make_connector(
         self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
-    ) -> KVConnector:
+    ) -> Connector:
         config = context.config
         self._coordinator.on_event = wake
         leases = LeaseServer(
@@ -75,10 +75,24 @@ class KVFactory(ConnectorFactory):
             on_event=wake,
             bind_host=config.side_channel_host,
             digest=self._coordinator.digest,
+            max_tokens=context.pool.layout.num_blocks * config.tokens_per_block,
         )
         leases.start()
-        policy, patience_s = config.kv_load_failure_policy, config.quarantine_timeout_s
-        return Connector(Lender(config, leases), Borrower(self._coordinator, policy, patience_s))
+        borrower = Borrower(
+            self._coordinator,
+            config.kv_load_failure_policy,
+            config.quarantine_timeout_s,
+            _rates(context),
+            config.engine_id,
+        )
+        return Connector(Lender(config, leases), borrower)
+
+
+def _rates(context: RankContext) -> Rates:
+    config, layout, device = context.config, context.pool.layout, context.pool.device.type
+    costs = CostModel.configured(config.transfer_costs, device) or DEFAULT_COSTS[device]
+    num_bytes = layout.block_bytes * config.tp // config.tokens_per_block
+    return Rates(config.borrow_prefixes, num_bytes, costs.bytes_per_s)
 
 
 def _coordinator(context: RankContext) -> PullCoordinator:

@@ -20,7 +20,8 @@ class Legs(ServerHooks):
     ) -> list[AddRequest]:
         offered = request.kv_transfer_params
         is_prefill = isinstance(offered, dict) and is_prefill_request(offered)
-        return (self._prefill if is_prefill else self._decode).prepare(request, adds, ready)
+        leg = self._prefill if is_prefill else self._decode
+        return self._decode.hinted(offered, leg.prepare(request, adds, ready))
 
     def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
         return self._decode.tokenized(kv_transfer_params)

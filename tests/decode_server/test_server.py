@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from decode_server.legs import Legs
 from decode_server.server import DecodeLeg
+from prefill_server.server import PrefillLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
+from protocol.kv_hint import signed_hint
 from protocol.messages import (
     AddRequest,
     EngineReady,
     FirstToken,
+    KVHint,
     ReleaseRemote,
     SamplingParams,
     TokenLogprobs,
@@ -193,3 +197,30 @@ def test_a_server_that_was_given_no_secret_says_so(is_of_machine: bool) -> None:
     told = prepared.kv_rejected or ""
     assert "give all servers one BATON_CLUSTER_SECRET" in told
     assert told.endswith("its own machine's file instead") == is_of_machine
+
+
+_HINT = KVHint(host="10.0.0.9", port=5600, engine_id="d-1", incarnation="i", num_tokens=900)
+
+
+def _hinted(hint: object, policy: str = "recompute", **params: Any) -> AddRequest:
+    body = {"model": "m", "prompt": _PROMPT, "max_tokens": 1}
+    request = validate(CompletionRequest, {**body, "kv_transfer_params": {**params, "hint": hint}})
+    add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=1)
+    return Legs(PrefillLeg(), DecodeLeg(_SECRET, policy)).prepare(request, [add], _READY)[0]
+
+
+@pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
+def test_a_signed_hint_goes_along_with_either_leg(leg: dict[str, Any]) -> None:
+    prepared = _hinted(signed_hint(_HINT, _SECRET), **leg)
+    assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
+
+
+@pytest.mark.parametrize("changes", [{"port": 1}, {"host": "\ud800"}, {"signature": "00" * 32}])
+def test_a_hint_that_no_proxy_of_this_cluster_gave_is_refused(changes: dict[str, Any]) -> None:
+    forged = {**signed_hint(_HINT, _SECRET), **changes}
+    prepared = _hinted(forged)
+    assert prepared.hint is None and "hint.signature" in (prepared.kv_rejected or "")
+    with pytest.raises(KVParamsRejected, match=r"hint\.signature does not match"):
+        _hinted(forged, "fail")
+    with pytest.raises(KVParamsRejected, match=r"hint\.port must be .*got \"x\""):
+        _hinted({**forged, "port": "x"})

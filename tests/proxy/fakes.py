@@ -102,7 +102,8 @@ def fails(status: int, code: str) -> Behave:
     return answers(status, {"error": {"code": code}})
 
 
-prefills = answers(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
+P_KV = {"x-baton-kv": "transferred=0, recomputed=3, skipped=0"}
+prefills = answers(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS}, P_KV)
 releases = answers(200, {"released": 1})
 
 

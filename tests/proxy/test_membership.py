@@ -111,6 +111,7 @@ def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(k
         assert members() == [(each, "a") for each in Kind], "it may be back at once"
         says(YES)  # it was started anew, with one role
         assert members() == [(kind, "a")]
+    says(both)
     fleet.leave(server, "listed")
     assert members() == []
 

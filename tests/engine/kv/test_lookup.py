@@ -1,0 +1,224 @@
+"""Prefixes that other engines hold: asked for, leased, pulled, and computed where that fails."""
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.kv.rates import Rates
+from kvcache.transfer.pulls.messages import PullSettings
+from protocol.messages import AbortRequest
+from tests.rigs.lenders import Engine, Group
+from tests.rigs.shadow import VOCAB, expected_output
+
+PROMPT = [(7 * i) % VOCAB for i in range(30)]
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    groups: list[Group] = []
+
+    def group(*options: dict[str, Any]) -> Group:
+        groups.append(Group(*(Engine(**each) for each in options)))
+        return groups[-1]
+
+    yield group
+    for each in groups:
+        each.close()
+
+
+GEOMETRIES = [
+    ({}, {}),
+    ({"block_size": 2, "order": "LBCNHD"}, {"block_size": 8, "depth": 1}),
+    ({"block_size": 4}, {"block_size": 4, "dcp": 2}),
+    ({"block_size": 8, "depth": 1}, {"block_size": 2, "order": "NLBHCD"}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
+def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
+    make: Any, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """Turn 1 at A, turn 2 at B with A's KV, turn 3 at A, which lacks what B computed."""
+    a, b = (group := make(ours, theirs)).engines
+    said, kv = group.ask(a, PROMPT, 6)
+    assert kv == (0, 30, 0)
+    second = [*PROMPT, *said, 1, 2, 3]
+    size = a.config.block_size
+    held = (len(PROMPT) + len(said) - 1) // size * size
+    said, kv = group.ask(b, second, 6, hint=a.hint(9999))
+    assert kv == (held, len(second) - held, 0)
+    assert b.stat("baton_kv_lookups", outcome="found") == 1
+    third = [*second, *said, 4]
+    _, (pulled, computed, skipped) = group.ask(a, third, 3, hint=b.hint(9999))
+    lends = b.config.dcp == 1
+    assert skipped == held and (pulled > 0) is lends and pulled + computed + skipped == len(third)
+    group.settle()
+
+
+def test_what_is_here_is_not_pulled(make: Any) -> None:
+    a, b = (group := make({}, {})).engines
+    group.ask(a, PROMPT)
+    group.ask(b, PROMPT[:13])
+    assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (16, 2, 12)
+    assert group.ask(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
+    assert b.stat("baton_kv_lookups", outcome="computed") == 1
+    group.settle()
+
+
+def test_little_is_not_asked_for(make: Any) -> None:
+    a, b = (group := make({}, {"mode": "auto"})).engines
+    group.ask(a, PROMPT)
+    b.rates.computed(1000, 1e-6)  # to compute costs nothing here
+    assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
+    assert b.stat("baton_kv_lookups", outcome="computed") == 1
+    b.rates.computed(1000, 1e9)
+    group.ask(a, PROMPT[::-1])
+    assert group.ask(b, PROMPT[::-1], hint=a.hint(30))[1] == (28, 2, 0)
+    assert group.ask(b, PROMPT, hint=a.hint(28))[1] == (0, 2, 28)
+    assert b.stat("baton_kv_lookups", outcome="computed") == 2
+    group.settle()
+
+
+def test_a_pull_is_chosen_by_what_pulls_and_prompts_took() -> None:
+    now = 0.0
+    rates, peer = Rates("auto", 1000, 1e6, lambda: now), ("e", "i")
+    assert rates.least_tokens(peer) == 1, "nothing is known yet"
+    rates.computed(100, 0.3)  # 3 ms a token, of which a pull takes one
+    assert rates.least_tokens(peer) == pytest.approx(2.5)  # 5 ms for the question
+    rates.pulled(peer, 1 << 24, 1.0)  # 60 us a token
+    assert 1.5 < rates.least_tokens(peer) < 1.8
+    for _ in range(20):
+        rates.pulled(peer, 1 << 20, 100.0)
+        rates.pulled(peer, 1 << 19, 0.0001)  # says nothing
+    assert rates.least_tokens(peer) == math.inf
+    now = 61.0
+    assert rates.least_tokens(peer) == pytest.approx(2.5), "it may have become better"
+    rates.looked_up(peer, 0.5)
+    assert rates.least_tokens(peer) > 50
+    assert Rates("never", 1000, 1e6).least_tokens(peer) == math.inf
+
+
+LIES = [
+    {"engine_id": "another"},
+    {"incarnation": "of an earlier start"},
+    {"port": 1},
+    {"num_tokens": 1 << 24},
+]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("lie", LIES, ids=str)
+def test_a_hint_that_lies_costs_a_question_and_no_answer(
+    make: Any, lie: dict[str, Any], policy: str
+) -> None:
+    settings = PullSettings(lookup_timeout_s=0.2)
+    a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
+    group.ask(a, [3, *PROMPT])
+    assert group.ask(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (0, 30, 0)
+    group.settle()
+    assert a.stat("baton_leases", event="granted") == 0
+
+
+def test_another_secret_learns_nothing(make: Any) -> None:
+    a, b = (group := make({}, {"secret": b"another"})).engines
+    group.ask(a, PROMPT)
+    for prompt in (PROMPT, PROMPT[::-1]):
+        assert group.ask(b, prompt, hint=a.hint(30))[1][0] == 0
+    answered = [a.stat("baton_kv_lookups_answered", outcome=o) for o in ("found", "none", "full")]
+    assert answered == [0, 0, 0]
+    group.settle()
+
+
+def test_lookups_keep_half_of_a_pool_at_most(make: Any) -> None:
+    a, b = (group := make({"num_blocks": 18}, {})).engines  # 17, and so 8 at most
+    prompts = [PROMPT, PROMPT[::-1], [9] * 5]
+    for prompt in prompts:
+        group.ask(a, prompt)
+    b.movers.stall()
+    names = [group.begin(b, [*prompt, 1], hint=a.hint(30)) for prompt in prompts]
+    group.until(lambda: len(b.core.scheduler.receiving) == 2)
+    group.until(lambda: a.stat("baton_kv_lookups_answered", outcome="full") == 1)
+    b.movers.resume()
+    group.until(lambda: all(b.out.terminals(name) for name in names))
+    assert [b.kv(name)[0] for name in names] == [28, 4, 0]
+    for name, prompt in zip(names, prompts, strict=True):
+        assert b.out.tokens(name) == expected_output([*prompt, 1], 3)
+    group.settle()
+
+
+@pytest.mark.parametrize("at", ["lookup", "pull"])
+def test_a_lender_that_dies_costs_no_answer(make: Any, at: str) -> None:
+    settings = PullSettings(lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01)
+    a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
+    group.ask(a, PROMPT)
+    if at == "pull":
+        b.movers.stall()
+    name = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
+    if at == "pull":
+        group.until(lambda: b.movers.active > 0)
+    group.engines.remove(a)
+    a.end()
+    group.until(lambda: bool(b.core.scheduler.running or b.out.terminals(name)) or at == "pull")
+    b.movers.resume()
+    group.until(lambda: bool(b.out.terminals(name)))
+    assert b.out.terminals(name)[0].error is None
+    assert b.out.tokens(name) == expected_output([*PROMPT, 1], 3)
+    group.settle()
+
+
+def test_an_abort_at_any_time_leaves_no_lease(make: Any) -> None:
+    a, b = (group := make({}, {})).engines
+    group.ask(a, PROMPT)
+    for rounds in range(12):
+        name = group.begin(b, [*PROMPT, rounds], hint=a.hint(30))
+        for _ in range(rounds):
+            for engine in group.engines:
+                engine.core.round([])
+        b.core.round([AbortRequest(name)])
+        group.until(lambda: bool(b.out.terminals(name)))  # noqa: B023
+    group.settle()
+    group.until(lambda: a.stat("baton_leases_held") == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_workload_under_any_fault(make: Any, seed: int) -> None:
+    """Shared beginnings, hints that are right or wrong, pools that evict, READs that fail."""
+    rng = random.Random(seed)
+    options = [
+        {"block_size": rng.choice([2, 4, 8]), "num_blocks": 24, "depth": rng.randint(0, 1)}
+        for _ in range(3)
+    ]
+    settings = PullSettings(drain_grace_s=0.01, lookup_timeout_s=0.5)
+    group: Group = make(*({**each, "settings": settings} for each in options))
+    prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(3)]
+    asked: list[tuple[Engine, str, list[int]]] = []
+    for _ in range(60):
+        borrower, lender = rng.sample(group.engines, 2)
+        prompt = [*rng.choice(prompts)[: rng.randint(1, 20)], *([1] * rng.randint(0, 6))]
+        hint = lender.hint(rng.randint(1, 40)) if rng.random() < 0.8 else None
+        name = group.begin(borrower, prompt, 3, hint=hint)
+        asked.append((borrower, name, prompt))
+        match rng.randrange(8):
+            case 0:
+                borrower.movers.stall()
+            case 1:
+                borrower.movers.fail()
+            case 2:
+                borrower.core.round([AbortRequest(name)])
+            case 3 | 4:
+                borrower.movers.resume()
+        for engine in group.engines:
+            engine.core.round([])
+    for engine in group.engines:
+        engine.movers.resume()
+        engine.movers.fail(0)
+    group.until(lambda: all(engine.out.terminals(name) for engine, name, _ in asked))
+    for engine, name, prompt in asked:
+        (end,) = engine.out.terminals(name)
+        assert end.error is None
+        tokens = engine.out.tokens(name)
+        assert tokens == expected_output(prompt, 3)[: len(tokens)]
+    group.settle()

@@ -5,7 +5,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from engine.kv.borrower import Borrower
@@ -126,9 +125,6 @@ class Engine:
         for worker in self.workers:
             worker.close()
         self.leases.close()
-        for agent in self.movers.agents:
-            with suppress(Exception):
-                agent.close()
 
 
 class Group:

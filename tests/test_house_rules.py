@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2521,
-    "decode_server": 198,
+    "decode_server": 396,
     "deploy": 900,
-    "engine": 10493,
-    "kvcache": 7545,
-    "kvcache/transfer": 5741,
+    "engine": 10568,
+    "kvcache": 7645,
+    "kvcache/transfer": 5841,
     "model": 3737,
     "prefill_server": 192,
-    "protocol": 6671,
-    "proxy": 4695,
-    "tests": 38717,
+    "protocol": 6742,
+    "proxy": 4703,
+    "tests": 39186,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

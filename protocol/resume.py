@@ -113,6 +113,10 @@ class Frames:
         """The texts and the events of the frames that are whole now. Raises ValueError for what is
         no frame."""
         held = self._held
+        if not held and data.startswith(_MARK):  # as nearly always, of one frame
+            end = data.find(b"\n") + 1
+            if end and end + int(data[_SIZE_AT:_TEXT_AT], 16) == len(data):
+                return [(data[_TEXT_AT : end - 1], data[end:])]
         held += data
         found, at = [], 0
         while (end := held.find(b"\n", at)) >= 0:
@@ -134,9 +138,10 @@ class Kept:
         self._texts = bytearray()
         self.is_whole = True  # False: there were too many
 
-    def add(self, text: bytes) -> None:
-        if self.is_whole and len(self._texts) + len(text) < MAX_KEPT_BYTES:
-            self._texts += text + b","
+    def add(self, texts: bytes) -> None:
+        """Some more, with a comma behind each."""
+        if self.is_whole and len(self._texts) + len(texts) < MAX_KEPT_BYTES:
+            self._texts += texts
         else:
             self.forget()
 

@@ -135,7 +135,7 @@ class FramedEvents(EventBuffer):
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self._kept, self._frames = kept, Frames()
-        self._texts: list[bytes] = []  # of what was passed and may not have been sent
+        self._texts = b""  # of what was passed and may not have been sent
         self._handed_back: HandedBack | None = None
 
     def feed(self, data: bytes) -> bytes:
@@ -145,18 +145,18 @@ class FramedEvents(EventBuffer):
             raise Lost("what it sends are no frames") from None
         passed = b""
         for text, events in frames:
-            if text.startswith(HANDED_BACK):
+            if text[:1] == HANDED_BACK:
                 self._handed_back = HandedBack(text, events)
                 break
-            self._texts.append(text)
-            passed += events
+            self._texts += text + b","
+            passed = passed + events if passed else events
         self._last = passed or self._last
         return passed
 
     def were_sent(self) -> None:
-        for text in self._texts:
-            self._kept.add(text)
-        self._texts.clear()
+        if self._texts:
+            self._kept.add(self._texts)
+            self._texts = b""
         if self._handed_back is not None:
             raise self._handed_back
 

@@ -3,9 +3,14 @@
 tests/engine/test_resume.py cuts streams behind each frame; here are real servers and real faults.
 """
 
+import contextlib
+import random
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,10 +72,10 @@ class Fleet:
         wait_until(is_ready)
 
 
-@pytest.fixture(scope="module")
-def fleet(tiny_model: Path) -> Iterator[Fleet]:
-    decode = partial(start_decode, tiny_model, "--shutdown-grace-s", "0.1")
-    starts = [partial(start_prefill, tiny_model), decode, decode, decode]
+@contextlib.contextmanager
+def _fleet(model: Path) -> Iterator[Fleet]:
+    decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
+    starts = [partial(start_prefill, model), decode, decode, decode]
     with started(*starts) as (prefill, *decodes):
         cutters = [Cutter(server.port) for server in decodes]
         told = [arg for cutter in cutters for arg in ("--decode", cutter.url)]
@@ -79,6 +84,12 @@ def fleet(tiny_model: Path) -> Iterator[Fleet]:
             yield Fleet(prefill, decodes, cutters, proxy)
             for cutter in cutters:
                 cutter.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model: Path) -> Iterator[Fleet]:
+    with _fleet(tiny_model) as made:
+        yield made
 
 
 _SAMPLED = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2}
@@ -132,15 +143,17 @@ def _assert_same(found: str, expected: str) -> None:
     assert all(abs(float(a[0]) - float(b[0])) < 1e-3 for a, b in pairs)
 
 
-def _run(fleet: Fleet, name: str, act: Any, after: int, num_ready: int = 3) -> None:
-    fleet.until_ready(num_ready)
+def _run(fleet: Fleet, name: str, act: Any, *afters: int, num_ready: int = 3) -> None:
+    """With a fault after each of so many frames."""
     path, body = _body(name, fresh_prompt(70))
     fleet.ask(path, body)  # from here on the prompt is cached
-    expected, before = fleet.ask(path, body), fleet.taken_over()
-    fault = Fault(act, after)
-    found = fleet.ask(path, body, fault)
-    assert fault.happened.is_set() and fleet.taken_over() == before + 1
-    _assert_same(*map(_by_choice, (found, expected)))
+    expected = fleet.ask(path, body)
+    for after in afters:
+        fleet.until_ready(num_ready)
+        before, fault = fleet.taken_over(), Fault(act, after)
+        found = fleet.ask(path, body, fault)
+        assert fault.happened.is_set() and fleet.taken_over() == before + 1
+        _assert_same(*map(_by_choice, (found, expected)))
 
 
 def _until_it_is_over(fleet: Fleet) -> None:
@@ -150,10 +163,14 @@ def _until_it_is_over(fleet: Fleet) -> None:
     fleet.prefill.assert_home()
 
 
-@pytest.mark.parametrize("name", _ASKED)
+_SLOW = ("a call",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _ASKED]
+)
 def test_a_stream_survives_a_cut_connection(fleet: Fleet, name: str) -> None:
-    for after in (1, 2, 7):
-        _run(fleet, name, lambda cutter: cutter.cut() or cutter.mend(), after)
+    _run(fleet, name, lambda cutter: cutter.cut() or cutter.mend(), 1, 2, 7)
     _until_it_is_over(fleet)
 
 
@@ -185,3 +202,46 @@ def test_servers_that_end_or_are_killed_cost_no_stream(fleet: Fleet) -> None:
     _run(fleet, "n = 3", lambda cutter: fleet.server_of(cutter).child.signal(signal.SIGTERM), 4)
     _run(fleet, "sampled", lambda cutter: fleet.server_of(cutter).kill(), 6, num_ready=2)
     _until_it_is_over(fleet)
+
+
+_KILLS_S, _NUM_STREAMS = 300.0, 24
+
+
+@pytest.mark.slow
+def test_streams_outlive_servers_that_are_killed_at_any_time(tiny_model: Path) -> None:
+    rng, over = random.Random(5), threading.Event()
+    with _fleet(tiny_model) as fleet, contextlib.ExitStack() as later:
+        asked = [
+            _body(rng.choice(["sampled", "n = 3", "items"]), fresh_prompt(40 + 9 * at))
+            for at in range(_NUM_STREAMS)
+        ]
+        for _, body in asked:
+            body |= {name: 200 for name in ("max_tokens", "max_output_tokens") if name in body}
+
+        def ask(at: int) -> int:
+            """How often the answer was right."""
+            path, body = asked[at]
+            _, expected = fleet.ask(path, body), fleet.ask(path, body)
+            num = 0
+            barrier.wait()
+            while not over.is_set():
+                _assert_same(_by_choice(fleet.ask(path, body)), _by_choice(expected))
+                num += 1
+            return num
+
+        barrier = threading.Barrier(_NUM_STREAMS + 1)
+        with ThreadPoolExecutor(_NUM_STREAMS) as pool:
+            answers = [pool.submit(ask, at) for at in range(_NUM_STREAMS)]
+            barrier.wait()
+            until_s = time.monotonic() + _KILLS_S
+            while time.monotonic() < until_s and not any(one.done() for one in answers):
+                at = rng.randrange(3)
+                fleet.decodes[at].kill()
+                successor = fleet.decodes[at] = start_decode(tiny_model)
+                later.enter_context(running(successor))
+                fleet.cutters[at].target = successor.port
+                fleet.until_ready(3)
+            over.set()
+            assert min(one.result() for one in answers) >= 1
+        assert fleet.taken_over() > 10
+        _until_it_is_over(fleet)

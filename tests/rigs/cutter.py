@@ -40,11 +40,12 @@ class Cutter:
 
     Attributes:
         fault: None: it only relays.
+        target: the port, of connections from now on.
     """
 
     def __init__(self, port: int) -> None:
         self.fault: Fault | None = None
-        self._target = port
+        self.target = port
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()  # of these
         self._passes = threading.Event()
@@ -88,7 +89,7 @@ class Cutter:
             try:
                 if self._is_cut:
                     raise OSError
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
                 near.close()
                 continue

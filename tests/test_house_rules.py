@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5841,
     "model": 3737,
     "prefill_server": 192,
-    "protocol": 6742,
+    "protocol": 6747,
     "proxy": 4703,
-    "tests": 39186,
+    "tests": 39247,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

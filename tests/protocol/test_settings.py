@@ -70,6 +70,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (P, "--tp 2 --dcp 2", "--dcp: others cannot read the KV of 2 ranks"),
         (D, "--role both --tp 2 --dcp 2", "--dcp: others cannot read the KV of 2 ranks"),
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
+        (P, "--tp 4 --ep 3", "--ep: 3 does not divide --tp 4"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
         (
             D,

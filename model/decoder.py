@@ -130,7 +130,7 @@ def load_model(
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
     is_dummy = load_format == "dummy"
-    files = Path(model_dir), config.fp8_block
+    files = Path(model_dir), config.fp8_block, device
     source = DummySource(seed, device) if is_dummy else SafetensorsSource(*files)
     loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
     with torch.inference_mode():

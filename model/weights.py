@@ -34,8 +34,13 @@ _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratc
 class SafetensorsSource:
     """A directory's model.safetensors, or the shards that its index names."""
 
-    def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
-        self._tensors, self._fp8_block = read_headers(folder), fp8_block
+    def __init__(
+        self,
+        folder: Path,
+        fp8_block: tuple[int, int] | None = None,
+        device: torch.device | str = "cpu",  # where weights in FP8 are dequantised
+    ) -> None:
+        self._tensors, self._fp8_block, self._device = read_headers(folder), fp8_block, device
 
     def names(self) -> set[str]:
         """Without what belongs to a weight in FP8."""
@@ -67,7 +72,8 @@ class SafetensorsSource:
         tensor = tensor if cols is None else tensor[:, cols.start : cols.stop]
         if stored.dtype != _FP8:
             return tensor
-        return tensor.float() * self._scales(name, shape, rows, cols or range(shape[-1]))
+        scales = self._scales(name, shape, rows, cols or range(shape[-1]))
+        return tensor.contiguous().to(self._device).float().mul_(scales)
 
     def _scales(self, name: str, shape: tuple[int, ...], rows: range, cols: range) -> Tensor:
         """Of each element of a part of an FP8 weight; they are by tensor, row or block."""
@@ -84,6 +90,7 @@ class SafetensorsSource:
             told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"
             raise ModelLoadError(f"weight {name} of shape {shape} has {told} elements")
         row, col = (torch.arange(part.start, part.stop) for part in (rows, cols))
+        row, col, scales = (each.to(self._device) for each in (row, col, scales))
         return scales[row[:, None] // block[0], col // block[1]]
 
 

@@ -89,9 +89,8 @@ def _rotated(raw: dict[str, Any]) -> list[bool]:
 def _rope(
     raw: dict[str, Any], found: dict[str, Any], head_dim: int, *, interleaved: bool
 ) -> RopeConfig:
-    rope_type = str(found.get("rope_type") or found.get("type") or "default")
-    if rope_type == "su":  # its name in Phi-3's first checkpoints
-        rope_type = "longrope"
+    told = str(found.get("rope_type") or found.get("type") or "default")
+    rope_type = "longrope" if told == "su" else told  # as in Phi-3's first checkpoints
     if rope_type not in ROPE_TYPES:
         raise unsupported(f"rope type {short_repr(rope_type)}", ", ".join(ROPE_TYPES))
     share = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor")

@@ -26,11 +26,11 @@ MAX_LINES = {
     "engine": 10568,
     "kvcache": 7645,
     "kvcache/transfer": 5841,
-    "model": 3737,
+    "model": 3740,
     "prefill_server": 192,
     "protocol": 6747,
     "proxy": 4703,
-    "tests": 39247,
+    "tests": 39248,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

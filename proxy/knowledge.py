@@ -144,11 +144,15 @@ class Knowledge:
         """What it had cached is not there any more: it has restarted, or left."""
         self._prefixes.forget(self.loads[server].index)
 
+    def are_one(self, server: object, other: object) -> None:
+        """Two members are one server, which takes either leg."""
+        self.loads[server] = self.loads[other]
+
     def left(self, server: object) -> None:
         """It is no member any more, and has nothing to do."""
-        if server in self.loads:
-            self.forget(server)
-            del self.loads[server]
+        load = self.loads.pop(server, None)
+        if load is not None and not any(each is load for each in self.loads.values()):
+            self._prefixes.forget(load.index)
         self._totals.pop(server, None)
         self._speeds.pop(server, None)
         self._streams.pop(server, None)
@@ -172,7 +176,7 @@ class Knowledge:
         loads = [self.loads[server] for server in servers]
         depths = self._prefixes.depths(ask.hashes) if self._routing == "auto" else {}
         if not generates:
-            return servers[cheapest_prefill(ask, loads, depths)]
+            return servers[cheapest_prefill(ask, loads, depths, self._limits)]
         return servers[cheapest_decode(ask, loads, depths, self._limits, alone=computes)]
 
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:

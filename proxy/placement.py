@@ -222,24 +222,27 @@ def place(
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
-    at, seconds, lost = _cheapest_prefill(ask, prefills, depths)
+    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits)
     p, seconds = prefills[at], seconds + _HANDOFF_S
     if cost < _felt_s(seconds) + lost:
         return alone
     d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
-    if cost < _felt_s(seconds + _room_s(ask, d)) + lost:
+    if p is d or cost < _felt_s(seconds + _room_s(ask, d)) + lost:
         return alone
     return Placement(p.index, d.index, ask.uncached(depths.get(p.index, 0)))
 
 
-def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: dict[int, int]) -> int:
+def cheapest_prefill(
+    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits = USUAL
+) -> int:
     """The place of the server that would have computed the prompt first, and with the least of
-    what another server has computed already."""
-    return _cheapest_prefill(ask, servers, depths)[0]
+    what another server has computed already. One with streams (it takes either leg) counts what
+    these lose."""
+    return _cheapest_prefill(ask, servers, depths, limits)[0]
 
 
 def _cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: dict[int, int]
+    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits
 ) -> tuple[int, float, float]:
     """That, when it would have computed the prompt, and what is lost by that, in seconds."""
     best, least, most, now, block = 0, float("inf"), 0, ask.now, ask.block_tokens
@@ -255,10 +258,13 @@ def _cheapest_prefill(
             seconds *= server.token_s
         if server.free_at > now:
             seconds += server.free_at - now
+        if server.running:
+            seconds += min(server.running, _CROWD) * _INTERRUPTED_S
         if seconds < least:
             best, least = place, seconds
     depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
     lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
+    lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
     return best, least - lost, lost
 
 

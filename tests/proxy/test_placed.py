@@ -129,6 +129,22 @@ def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
     assert knowledge.loads["d"].token_s == pytest.approx(4e-4, rel=0.01)
 
 
+def test_a_server_of_both_kinds_is_known_once() -> None:
+    knowledge, ask = Knowledge("auto", "auto", clock=lambda: 1.0), ask_of(b"", b"x" * 40_000, 9)
+    knowledge.are_one("a as d", "a as p")
+    prompts = [knowledge.begin("a as p", ask, computes=True, generates=False) for _ in range(9)]
+    new = ask_of(b"", b"y" * 4000, 9)
+    assert knowledge.first(["a as d", "b"], new, computes=True, generates=True) == "b"
+    for work in prompts:
+        knowledge.ended(work)
+    assert knowledge.first(["b", "a as d"], ask, computes=True, generates=True) == "a as d", "it is"
+    for _ in range(9):
+        knowledge.begin("a as d", ask_of(b"", b"", 9), computes=False, generates=True)
+    assert knowledge.first(["a as p", "b"], new, computes=True, generates=False) == "b"
+    knowledge.left("a as p")
+    assert knowledge.first(["b", "a as d"], ask, computes=True, generates=False) == "a as d"
+
+
 @given(st.integers(0, 2**32))
 def test_what_has_ended_in_any_order_leaves_nothing_behind(seed: int) -> None:
     rng, now = random.Random(seed), 0.0

@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6747,
-    "proxy": 4703,
-    "tests": 39248,
+    "proxy": 4717,
+    "tests": 39264,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

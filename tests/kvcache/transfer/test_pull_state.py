@@ -19,6 +19,7 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
 )
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
+from kvcache.verify.scope import DigestPart
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -28,7 +29,7 @@ from protocol.errors import (
     PullWithheld,
     TransferFailed,
 )
-from protocol.handshake import AbortLease, Complete, Gone, Ok, Renew
+from protocol.handshake import AbortLease, AskDigest, Complete, Digest, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
@@ -36,6 +37,7 @@ from tests.rigs.memory_pair import REMOTE, pull_command
 SETTINGS = PullSettings(
     pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25
 )
+RIGHT = bytes(range(8))  # a digest
 ERROR = ErrorInfo("transfer_failed", "broken")
 ORDER = pull_command("a", REMOTE, 0, 16, [1])
 LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
@@ -242,8 +244,15 @@ def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> N
 class PullMachine(RuleBasedStateMachine):
     """Property: whatever happens in whatever order, the promises of messages.py hold."""
 
-    @initialize(ranks=st.integers(1, 3), begun=st.sampled_from([True, True, False]))
-    def begin(self, ranks: int, begun: bool) -> None:
+    @initialize(
+        ranks=st.integers(1, 3),
+        begun=st.sampled_from([True, True, False]),
+        verified=st.sampled_from(["off", "all", "sample", "peer"]),
+    )
+    def begin(self, ranks: int, begun: bool, verified: str) -> None:
+        self.verified, self.held = verified, set[bytes]()  # the digests of ranks
+        self.asked: AskDigest | None = None
+        self.theirs: bytes | None = None
         self.now = 0.0
         self.pull = state(ranks)
         self.reading: set[int] = set()
@@ -259,14 +268,19 @@ class PullMachine(RuleBasedStateMachine):
     def perform(self, actions: list[Action], fence_ok: bool = False) -> None:
         for action in actions:
             match action:
+                case AskDigest():
+                    assert self.asked in (None, action) and not self.fence_asked
+                    self.asked = action
                 case Pull():
                     assert not self.stopped
+                    assert (action.scope is not None) == (self.verified in ("all", "sample"))
                     self.reading = set(range(self.pull._num_ranks))
                 case StopPull():
                     self.stopped = True
                 case Complete():
                     assert action == COMPLETE
                     assert not self.reading and not self.incomplete and not self.cancelled
+                    assert self.asked is None or self.held == {self.theirs}
                     self.fence_asked = True
                 case AbortLease():
                     assert not self.reading  # P's memory is left alone only after the last READ
@@ -295,16 +309,34 @@ class PullMachine(RuleBasedStateMachine):
 
     @rule()
     def ready(self) -> None:
-        self.perform(self.pull.peer_ready(self.now))
+        self.perform(self.pull.peer_ready(self.now, self.verified))
+
+    @precondition(lambda self: self.asked)
+    @rule(sums=st.sampled_from([RIGHT, RIGHT, RIGHT[::-1], b"", None]))
+    def lender_tells(self, sums: bytes | None) -> None:
+        nonce = self.asked.nonce
+        reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
+        if not self.fence_asked:
+            self.theirs = sums
+        self.perform(self.pull.answered(reply, self.now))
 
     @precondition(lambda self: self.reading)
-    @rule(data=st.data(), complete=st.sampled_from([True, True, True, False]), broken=st.booleans())
-    def rank_ends(self, data: st.DataObject, complete: bool, broken: bool) -> None:
+    @rule(
+        data=st.data(),
+        complete=st.sampled_from([True, True, True, False]),
+        broken=st.booleans(),
+        sums=st.sampled_from([RIGHT, RIGHT, RIGHT, RIGHT[::-1]]),
+    )
+    def rank_ends(self, data: st.DataObject, complete: bool, broken: bool, sums: bytes) -> None:
         rank = data.draw(st.sampled_from(sorted(self.reading)))
         self.reading.discard(rank)
         self.incomplete |= not complete
         error = ERROR if broken and not complete else None
-        self.perform(self.pull.reported(ended(rank, complete, error), self.now))
+        report = ended(rank, complete, error)
+        if self.asked:
+            report = msgspec.structs.replace(report, part=DigestPart(rank, 0, sums))
+            self.held.add(sums)
+        self.perform(self.pull.reported(report, self.now))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())

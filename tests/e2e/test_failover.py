@@ -174,6 +174,28 @@ def test_a_stream_survives_a_cut_connection(fleet: Fleet, name: str) -> None:
     _until_it_is_over(fleet)
 
 
+def test_an_answer_that_is_no_stream_is_had_again(fleet: Fleet) -> None:
+    path, body = _body("sampled", fresh_prompt(70), stream=False)
+    body["max_tokens"] = 200
+    fleet.ask(path, body)
+    expected, before = fleet.ask(path, body), fleet.taken_over()
+
+    def busy() -> list[Cutter]:
+        pairs = zip(fleet.cutters, fleet.decodes, strict=True)
+        return [cutter for cutter, d in pairs if d.metrics()["baton_requests_running"]]
+
+    wait_until(lambda: not busy())
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fleet.ask, path, body)
+        wait_until(lambda: bool(busy()))
+        for cutter in busy():
+            cutter.cut()
+            cutter.mend()
+        assert asked.result() == expected
+    assert fleet.taken_over() == before + 1
+    _until_it_is_over(fleet)
+
+
 def test_a_stream_survives_a_network_that_swallows_all(fleet: Fleet) -> None:
     _run(fleet, "sampled", Cutter.swallow, 9)
     for cutter in fleet.cutters:

@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6747,
     "proxy": 4717,
-    "tests": 39296,
+    "tests": 39318,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -65,15 +65,11 @@ class DecodeLeg(ServerHooks):
 
     def _with_offer(self, adds: list[AddRequest], offered: object) -> list[AddRequest]:
         """Their prompts are computed elsewhere at the same time."""
-        try:
-            offer = kv_params.parse_offer(offered)
-            offer.verify(self.secret)
-            if adds[0].num_prompt_logprobs is not None:
-                _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
-        except KVParamsRejected as error:
-            if self.policy == "recompute":
-                return [replace(add, kv_rejected=error.message) for add in adds]
-            raise
+        # Whoever offered it still has the prefill server's answer, if it is refused here.
+        offer = kv_params.parse_offer(offered)
+        offer.verify(self.secret)
+        if adds[0].num_prompt_logprobs is not None:
+            _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
         return [
             replace(add, remote=offer.to_remote(index, add.token_ids))
             for index, add in enumerate(adds)

@@ -212,8 +212,7 @@ class Offer(Struct, frozen=True, kw_only=True):
     def to_json(self, secret: bytes) -> dict[str, Any]:
         """The object for the decode leg's body."""
         signed = msgspec.structs.replace(self, signature=self._mac(secret))
-        told = {"subscribe": msgspec.to_builtins(signed)}
-        return {SENDER_RELEASES: True, "do_remote_prefill": True, **told}
+        return {"do_remote_prefill": True, "subscribe": msgspec.to_builtins(signed)}
 
     def verify(self, secret: bytes) -> None:
         """Raises KVParamsRejected unless a holder of the cluster secret signed it."""

@@ -20,7 +20,7 @@ from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
 from proxy.pd_request import PDRequest, known_series
 from proxy.poller import Poller
-from proxy.relay import Reply, Send, frames_secret
+from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site
 from proxy.upstream import HttpUpstream
 from proxy.upstream_call import Upstreams
@@ -89,7 +89,7 @@ class ProxyApp:
             self.knowledge,
             settings.max_queue_s,
             settings.max_resumes,
-            frames_secret(settings),
+            signing_secret(settings),
         )
         self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
         self._running: set[asyncio.Task[None]] = set()

@@ -130,6 +130,12 @@ def is_scoring(body: Body) -> bool:
     return is_none or (b"1" in limits and member(body, "echo") == b"true")
 
 
+def tells_of_prompt(body: Body) -> bool:
+    """Whether the answer has logprobs of the prompt, which are known only with all of it."""
+    echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
+    return echoes or member(body, "prompt_logprobs") != b"null"
+
+
 def decode_leg(
     body: Body, params: msgspec.Raw | None, resume: bytes | None = None, *, foreign: bool = False
 ) -> bytes:

@@ -40,6 +40,16 @@ class Room:
 
 
 @dataclass(frozen=True)
+class SideChannel:
+    """Where a server's engine tells others of its KV."""
+
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Said:
     """What a server answered to a health check."""
 
@@ -55,6 +65,8 @@ class Said:
     is_foreign: bool = False  # it speaks vLLM's dialect
     is_bare: bool = False  # it has API keys, and says no more to who asks
     is_both: bool = False  # it takes either leg of a request
+    side_channel: SideChannel | None = None  # None: it cannot be subscribed to
+    subscribes: bool = False  # to the KV of a prompt that another server computes
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class Health:
     models: tuple[str, ...] = ()  # as it said last, like the next two
     kv_digest: str = ""
     is_foreign: bool = False
+    side_channel: SideChannel | None = None
+    subscribes: bool = False
     silences: int = 0  # health checks without an answer, in a row
     misses: int = 0  # those, and those that found no connection
     changed_at: float = float("-inf")  # when a connection error took readiness back
@@ -86,7 +100,8 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     if not said.answered:
         return new
     digest, models = said.kv_digest or health.kv_digest, said.models or health.models
-    return replace(new, models=models, kv_digest=digest, is_foreign=said.is_foreign)
+    new = replace(new, models=models, kv_digest=digest, side_channel=said.side_channel)
+    return replace(new, is_foreign=said.is_foreign, subscribes=said.subscribes)
 
 
 def silent(health: Health, reason: str) -> Health:

@@ -4,15 +4,16 @@ prefill leg --params--> decode leg --> the client gets the decode server's bytes
     |- 4xx -----------> the client gets that; no decode server is asked
     `- nothing usable-> decode leg without params: it does all the work, and is counted
 
-A request that only scores its prompt is the prefill server's alone; no KV moves. A decode server
-that is lost on the way is replaced: see `_generate`.
+Where both servers can do that, the legs are opened together: see early_decode.py. A request that
+only scores its prompt is the prefill server's alone; no KV moves. A decode server that is lost on
+the way is replaced: see `_generate`.
 """
 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ from protocol.errors import (
 from protocol.http.access import visit_of
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
-from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
+from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER, Offer
 from proxy import body as bodies
+from proxy.early_decode import EarlyDecode
 from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
@@ -76,6 +78,8 @@ class PDRequest:
         self._visit = visit_of({})
         ups = self.upstreams
         self._losses = Losses(self.reply, ups.metrics, ups.max_resumes, ups.secret)
+        self._early = EarlyDecode(self.upstreams, self._open_early)
+        self._transfer_id = ""  # of the latest prefill leg
 
     async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
         """Reads the body, if it is to have one. Its time runs from here: what it asks for itself,
@@ -98,7 +102,8 @@ class PDRequest:
             self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        await self._have_answered(self._call(Kind.DECODE, self.data))
+        call = self._call(Kind.DECODE, self.data)
+        await self._have_answered(self.upstreams.run(call, self._trace))
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -173,7 +178,11 @@ class PDRequest:
         if self._ask is not None and not self._losses.num:  # or P would work in vain
             urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
-        leg = None if is_scored else await self._prefill()
+        is_answered, leg = False, None
+        if not is_scored:
+            is_answered, leg = await self._prefill_or_both()
+        if is_answered:
+            return
         if leg is not None:
             if leg.response.status != 200 and not self._losses.num:
                 await self._relay_refusal(leg.response)
@@ -200,6 +209,51 @@ class PDRequest:
         told = dict(answer.headers).get(KV_HEADER.encode())
         if told is not None:
             self.reply.headers = {**self.reply.headers, PREFILL_KV_HEADER: told.decode("latin-1")}
+
+    def _open_early(self, prefill: Server) -> Coroutine[Any, Any, Leg] | None:
+        """The decode leg beside a prefill at this server; None where it has to come after it."""
+        channel, secret = prefill.health.side_channel, self.upstreams.secret
+        if channel is None or not secret or self._losses.num:
+            return None
+        if bodies.tells_of_prompt(self._plain):
+            return None
+        pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
+        decodes = pool.ready(Kind.DECODE)
+        unfit += [s for s in decodes if not s.health.subscribes or s.url == prefill.url]
+        if not pool.ready(Kind.DECODE, unfit):
+            return None
+        offer = Offer(transfer_id=self._transfer_id, **asdict(channel)).to_json(secret)
+        self._trace.prefill = prefill.url
+        params = msgspec.Raw(msgspec.json.encode(offer))
+        call = replace(self._decode_call(params, whole_from=400), pool=pool)
+        return self.upstreams.run(call, self._trace, unfit)
+
+    async def _prefill_or_both(self) -> tuple[bool, Leg | None]:
+        """False and what `_prefill` returns; or True, when a decode leg that was opened together
+        with the prefill leg has been relayed. Either of them ends with the other."""
+        prefill, leg = asyncio.ensure_future(self._prefill()), None
+        try:
+            decode = await self._early.take(prefill)
+            if decode is None:
+                leg = await prefill
+                return False, leg
+            self._count("pd", "routed")
+            if prefill.done() and (done := prefill.result()):  # else the head does not wait for it
+                self._tell_prefill_kv(done.response)
+            await self._have_answered(decode)
+            return True, None
+        finally:
+            self._early.end()
+            if leg is None and not self.reply.has_succeeded:
+                self._take_back(prefill)
+            prefill.cancel()  # which tells its server, if it has not answered
+
+    def _take_back(self, prefill: "asyncio.Task[Leg | None]") -> None:
+        """The KV of a prefill that has ended, and that nobody will read."""
+        if prefill.done() and not prefill.cancelled() and not prefill.exception():
+            if leg := prefill.result():
+                named = {"do_remote_decode": True, "transfer_id": self._transfer_id}
+                self.upstreams.give_back(leg.server, self.headers, named, _LEFT_S)
 
     async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
@@ -236,7 +290,7 @@ class PDRequest:
     async def _prefill(self) -> Leg | None:
         """A prefill server's whole answer; None to do without."""
         context, everyone = self._pool.context(Kind.DECODE), self._pool
-        transfer_id = uuid.uuid4().hex
+        transfer_id = self._transfer_id = uuid.uuid4().hex
         leg = bodies.prefill_leg(self._body, self.path, context, transfer_id)
         if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
             self._decode_only("decode_choices")
@@ -253,6 +307,7 @@ class PDRequest:
             leg,
             whole_from=0,
             transfer_id=transfer_id,
+            on_ask=self._early.follow,
             computes=True,
             is_admitted=self._losses.num > 0,
             foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
@@ -295,26 +350,29 @@ class PDRequest:
         self, params: msgspec.Raw | None, unfit: Sequence[Server] = (), *, computes: bool = False
     ) -> None:
         """A decode server generates, or goes on with what others have generated."""
+        call = self._decode_call(params, computes=computes)
+        unfit = [*unfit, *self._losses.avoided]
+        await self._have_answered(self.upstreams.run(call, self._trace, unfit))
+
+    def _decode_call(self, params: msgspec.Raw | None, **options: Any) -> UpstreamCall:
         losses, is_stream = self._losses, bodies.member(self._plain, "stream") == b"true"
-        body = bodies.decode_leg(self._body, params, losses.resume())
-        call = self._call(
+        options.setdefault("whole_from", 500 if self.reply.status is None else 400)
+        return self._call(
             Kind.DECODE,
-            body,
+            bodies.decode_leg(self._body, params, losses.resume()),
             params,
-            computes=computes,
             own_headers=losses.headers() if is_stream else (),
             max_deliveries=losses.max_deliveries(),
-            whole_from=500 if self.reply.status is None else 400,
             goes_on=losses.may_go_on,
             is_admitted=losses.num > 0,
+            **options,
         )
-        await self._have_answered(call, [*unfit, *losses.avoided])
 
-    async def _have_answered(self, call: UpstreamCall, unfit: Sequence[Server] = ()) -> None:
+    async def _have_answered(self, asked: Awaitable[Leg]) -> None:
         """Relays what a decode server answers, or what the last one said that did not take it."""
         begun = self.reply.status is not None
         try:
-            leg = await self.upstreams.run(call, self._trace, unfit)
+            leg = await asked
         except LegFailed as failed:
             if failed.answer is None or begun:
                 raise _told_of(failed) from None

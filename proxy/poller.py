@@ -6,6 +6,7 @@ import contextvars
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from protocol.handshake import FOREIGN
 from protocol.http.access import BARE
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
-from proxy.health import Room, Said, pause_s
+from proxy.health import Room, Said, SideChannel, pause_s
 from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
@@ -182,4 +183,15 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
         kv_digest=kv_digest,
         is_bare=is_bare,
         is_both=role == "both",
+        side_channel=_side_channel(said),
+        subscribes=bool(said.get("subscribes")),
     )
+
+
+def _side_channel(said: dict[str, Any]) -> SideChannel | None:
+    told = {name: said.get(name) for name in ("engine_id", "incarnation")}
+    told |= {name: said.get(f"side_channel_{name}") for name in ("host", "port")}
+    with contextlib.suppress(msgspec.ValidationError):
+        if said.get("subscribes") and told["host"]:
+            return msgspec.convert(told, SideChannel)
+    return None

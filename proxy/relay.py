@@ -365,16 +365,16 @@ class Losses:
             self._metrics.inc("baton_proxy_resumes", reason=reason, outcome=outcome)
 
 
-def frames_secret(settings: ProxySettings) -> bytes:
-    """With which servers are asked for streams that can go on elsewhere; empty where there is
-    none."""
-    try:
-        return cluster_secret(settings.cluster_secret) if settings.max_resumes else b""
-    except (OSError, ValueError) as error:
-        logger.warning("streams end with their servers: %s", error)
-        return b""
-
-
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
     """The headers of a server's response that are meant for the client."""
     return [(name, value) for name, value in headers if name not in _NOT_RELAYED]
+
+
+def signing_secret(settings: ProxySettings) -> bytes:
+    """With which servers are named to each other, and asked for streams that can go on elsewhere;
+    empty where there is none."""
+    try:
+        return cluster_secret(settings.cluster_secret)
+    except (OSError, ValueError) as error:
+        logger.warning("decode servers are asked last, and streams end with them: %s", error)
+        return b""

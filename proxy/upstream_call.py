@@ -9,10 +9,10 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -103,6 +103,7 @@ class UpstreamCall:
         max_deliveries: that may be lost.
         goes_on: another server may take over at any time; nobody waits for one that is silent.
         is_admitted: it had begun elsewhere: it is refused for no queue.
+        on_ask: called with each server before it is asked.
     """
 
     kind: Kind
@@ -122,6 +123,7 @@ class UpstreamCall:
     max_deliveries: int = MAX_DELIVERIES
     goes_on: bool = False
     is_admitted: bool = False
+    on_ask: Callable[[Server], None] = lambda server: None
 
 
 class LegFailed(Exception):
@@ -179,7 +181,7 @@ class Upstreams:
     knowledge: Knowledge
     max_queue_s: float = 30.0
     max_resumes: int = 0
-    secret: bytes = b""
+    secret: bytes = b""  # of the cluster; empty: none is known
 
     def __post_init__(self) -> None:
         self._full = WeakKeyDictionary[Server, _Refused]()
@@ -223,6 +225,7 @@ class Upstreams:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
             trace.legs.append((server.name, trace.elapsed_s()))
+            call.on_ask(server)
             failure: Failure | None
             try:
                 leg = await self._attempt(server, call)
@@ -376,6 +379,21 @@ class Upstreams:
             self.knowledge.ended(work)
         self.fleet.ended(server)
 
+    def drop(self, leg: Leg) -> None:
+        """An answer that nobody will read."""
+        if leg.response.body is None:
+            self._later(leg.response.aclose())
+            self.release(leg.server, leg.work)
+
+    def distrust_secret(self) -> None:
+        """A decode server does not believe what this proxy signs: it is offered no more KV."""
+        if self.secret:
+            logger.warning(
+                "decode servers have another cluster secret than this proxy: their requests are "
+                "sent when the prefill is done, not at once (give all of them BATON_CLUSTER_SECRET)"
+            )
+        self.secret = b""
+
     def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""
         leg, message = server.kind.value, f"{server}: {detail}"
@@ -395,7 +413,10 @@ class Upstreams:
         if server.health.is_foreign or len(self._giving_back) >= MAX_GIVING_BACK:
             return
         url, body = server.url, msgspec.json.encode({"kv_transfer_params": params})
-        task = asyncio.create_task(self._give_back(url, headers, body, after_s))
+        self._later(self._give_back(url, headers, body, after_s))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
 

@@ -186,13 +186,14 @@ class Borrower(KVConnector):
 
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
-        if sequence.num_computed >= sequence.num_to_receive:
+        # Of an offer it is not known yet whether its first tokens are to be drawn here.
+        is_offer = sequence.remote.transfer_id is not None
+        stop = sequence.num_prompt_tokens if is_offer else sequence.num_to_receive
+        if sequence.num_computed >= stop:
             # Every block was cached here: nothing to read, so nothing to fence.
             self._release_remote(sequence)
             self.core.scheduler.received(sequence)
             return
-        is_offer = sequence.remote.transfer_id is not None
-        stop = sequence.num_prompt_tokens if is_offer else sequence.num_to_receive
         blocks = sequence.block_ids[: -(-stop // self.core.scheduler.limits.block_size)]
         span = sequence.num_computed, stop
         self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks)

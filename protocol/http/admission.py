@@ -21,7 +21,10 @@ _WEIGHT = 0.5  # of the newest sample
 
 
 def num_queued(request: AddRequest) -> int:
-    """The tokens that a request counts as while it waits."""
+    """The tokens that a request counts as while it waits: for a prompt that another server computes
+    meanwhile it waits there."""
+    if request.remote is not None and request.remote.transfer_id is not None:
+        return MIN_TOKENS * request.num_choices
     return max(len(request.token_ids), MIN_TOKENS * request.num_choices)
 
 

@@ -1,6 +1,8 @@
 """Under load: servers on hosts of their own that are parted, and servers that are replaced."""
 
 import contextlib
+import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,9 +11,10 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.ports import kept_ports
-from tests.rigs.client import Load, complete, make_prompt
+from tests.rigs.client import Load, Stream, complete, make_prompt
 from tests.rigs.cluster import (
     ENGINE_ARGV,
+    SECRET,
     Cluster,
     Server,
     all_ready,
@@ -89,6 +92,46 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
                 _wait_for_more(cluster, _pulls)
         for server in (p, d):
             wait_until(server.all_blocks_home)
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_hidden_behind_the_prefill(
+    hosts: Hosts, tiny_model: Path, tiny_reference: Reference
+) -> None:
+    """From token 1 to token 2 of a long prompt: all of its KV goes over the link when a leg comes
+    after the other, only that of the last chunk where both are opened at once."""
+    model = ("--model", str(tiny_model), *ENGINE_ARGV, "--insecure")
+    chunks = ("--side-channel-host", hosts.address("p"), "--max-num-batched-tokens", "256")
+    p = hosts.start("p", "prefill_server", *model, *chunks, "--block-size", "16")
+    d = hosts.start("d", "decode_server", *model, "--block-size", "32")
+    hosts.slow_down("p", "20mbit")
+    servers = ("--prefill", p.url, "--decode", d.url)
+    gaps_s: dict[str, float] = {}
+    for order, secret in (("in turn", "that no server knows"), ("at once", SECRET)):
+        x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
+        with hosts.inside("x"):
+            wait_until(lambda x=x: all_ready(x))
+            for seed in (1, 2):  # at the first one hands are shaken, and a secret is distrusted
+                prompt = make_prompt(70_000 + seed + len(gaps_s) * 10, 3800)
+                first_s, second_s = _token_times_s(x.url, prompt)
+            assert complete(x.url, prompt, 4).token_ids == tiny_reference.generate(prompt, 4)
+        gaps_s[order] = second_s - first_s
+        x.child.kill()
+    print(json.dumps({"gap_ms": {name: round(1000 * gap) for name, gap in gaps_s.items()}}))
+    assert gaps_s["at once"] < gaps_s["in turn"] / 2
+    for server in (p, d):
+        with hosts.inside("x"):
+            wait_until(server.all_blocks_home)
+
+
+def _token_times_s(url: str, prompt: list[int]) -> list[float]:
+    """When the first two tokens came."""
+    stream, times_s = Stream(url, prompt, 2), list[float]()
+    while len(times_s) < 2:
+        stream.begun(len(times_s) + 1)
+        times_s.append(time.monotonic())
+    stream.join(60)
+    return times_s
 
 
 def _pulls(cluster: Cluster) -> float:

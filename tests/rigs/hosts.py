@@ -59,14 +59,13 @@ class Hosts:
     def address(self, name: str) -> str:
         return self._addresses[name]
 
-    def start(self, name: str, module: str, *argv: str) -> Server:
+    def start(self, name: str, module: str, *argv: str, **env: str) -> Server:
         """A server on a host."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         with self.inside(name):
-            server = start(
-                module, "--host", "0.0.0.0", *argv, name=name, by=_APART, TMPDIR=str(folder)
-            )
+            env |= {"TMPDIR": str(folder)}
+            server = start(module, "--host", "0.0.0.0", *argv, name=name, by=_APART, **env)
         self._servers.append(server)
         return replace(server, host=self.address(name))
 
@@ -80,6 +79,14 @@ class Hosts:
                 yield
             finally:
                 _set_network(outside.fileno())
+
+    def slow_down(self, name: str, rate: str) -> None:
+        """What a host sends is so much a second, as `tc` writes it. Not every kernel has a qdisc
+        that delays."""
+        limits = ("rate", rate, "burst", "64kb", "latency", "1s")
+        with self.inside(name):
+            argv = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits]
+            subprocess.run(argv, check=True, capture_output=True)
 
     def part(self, name: str, other: str) -> None:
         """Nothing that a host sends to another one arrives, until `rejoin`."""

@@ -1,0 +1,91 @@
+"""The decode leg that is opened together with a prefill leg: the decode server is told of the
+prefill server, subscribes there to the prompt's KV, and begins its answer with the first token.
+
+Where the prefill leg goes on to another server, another decode leg follows it.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from proxy.body import error_of
+from proxy.membership import Server
+from proxy.upstream import Failure
+from proxy.upstream_call import Leg, LegFailed, Upstreams
+
+_OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
+
+
+class EarlyDecode:
+    """
+    Args:
+        ask: asks decode servers, which a prefill server is named to; None where that cannot be.
+    """
+
+    def __init__(
+        self, upstreams: Upstreams, ask: Callable[[Server], Coroutine[Any, Any, Leg] | None]
+    ) -> None:
+        self._upstreams, self._ask = upstreams, ask
+        self._news = asyncio.Event()
+        self._is_over = False
+        self._answer: asyncio.Task[Leg] | None = None
+
+    def follow(self, prefill: Server) -> None:
+        """The prompt is to be computed there now."""
+        if self._is_over:
+            return
+        self._cancel()
+        if asked := self._ask(prefill):
+            self._answer = asyncio.create_task(asked)
+            self._answer.add_done_callback(self._on_done)
+
+    async def take(self, prefill: "asyncio.Task[Leg | None]") -> "asyncio.Task[Leg] | None":
+        """The decode leg, as soon as either leg has an answer: it has one, or is about to, as the
+        prefill is done. None: the prefill leg's answer decides, and no decode leg is left."""
+        prefill.add_done_callback(self._on_done)
+        while not (prefill.done() or (self._answer and self._answer.done())):
+            self._news.clear()
+            await self._news.wait()
+        self._is_over = True
+        if self._answer is None or not _is_served(prefill) or await self._is_refused(self._answer):
+            self._cancel()
+            return None
+        answer, self._answer = self._answer, None
+        return answer
+
+    def end(self) -> None:
+        """Nobody takes it any more."""
+        self._is_over = True
+        self._cancel()
+
+    async def _is_refused(self, answer: asyncio.Task[Leg]) -> bool:
+        """Whether the decode server does not take an offer, or has failed with it."""
+        await asyncio.wait({answer})
+        if failed := answer.exception():
+            return isinstance(failed, LegFailed) and failed.failure is Failure.ERROR
+        body = answer.result().response.body
+        if body is None or not error_of(body, "param").startswith(_OFFER):
+            return False
+        self._upstreams.distrust_secret()
+        return True
+
+    def _on_done(self, leg: "asyncio.Task[Any]") -> None:
+        self._news.set()
+        if not leg.cancelled():
+            leg.exception()  # whoever awaits it hears of it, or nobody does
+
+    def _cancel(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is None or answer.cancel() or answer.cancelled() or answer.exception():
+            return
+        self._upstreams.drop(answer.result())
+
+
+def _is_served(prefill: "asyncio.Task[Leg | None]") -> bool:
+    """Whether a prefill server computes the prompt, or has."""
+    if not prefill.done():
+        return True
+    if prefill.cancelled() or prefill.exception():
+        return False
+    leg = prefill.result()
+    return leg is not None and leg.response.status == 200

@@ -1,0 +1,195 @@
+"""Both legs of a request at once, before servers that say that they can do that."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from protocol import kv_params
+from tests.proxy.fakes import (
+    LENT,
+    Behave,
+    Call,
+    Drop,
+    Fake,
+    Rig,
+    Waits,
+    answers,
+    decodes,
+    drops,
+    fails,
+    hangs,
+    prefills,
+    until,
+)
+
+SECRET = "the secret of these servers"
+BODY = {"prompt": "p", "max_tokens": 7, "temperature": 0}
+
+
+def fake(behave: Behave, name: str = "engine", **told: Any) -> Fake:
+    channel = {"engine_id": name, "incarnation": "i", "side_channel_host": "h"}
+    return Fake(behave, told={**channel, "side_channel_port": 5, "subscribes": 1, **told})
+
+
+def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
+    return Rig(prefill, decode, cluster_secret=SecretStr(SECRET), **settings)
+
+
+def offer(call: Call) -> kv_params.Offer:
+    """What a decode server is offered; the proxy has signed it."""
+    found = kv_params.parse_offer(call.body["kv_transfer_params"])
+    found.verify(SECRET.encode())
+    return found
+
+
+def refuses(call: Call) -> Any:
+    error = {"code": "kv_params_rejected", "param": "kv_transfer_params.subscribe.signature"}
+    return answers(400, {"error": error})(call)
+
+
+async def test_the_decode_server_answers_while_the_prefill_server_has_not() -> None:
+    p = Waits(prefills)
+    async with early([fake(p, "P")], [fake(decodes)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY)
+        assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
+        (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
+        told = offer(to_d)
+        assert (told.engine_id, told.incarnation, told.host, told.port) == ("P", "i", "h", 5)
+        assert told.transfer_id == to_p.body["kv_transfer_params"]["transfer_id"]
+        assert {
+            k: v for k, v in to_d.body.items() if k not in ("seed", "kv_transfer_params")
+        } == BODY
+        assert to_d.body["seed"] == to_p.body["seed"]
+        await until(lambda: bool(rig.prefill[0].releases))  # what nobody comes for any more
+        named = rig.prefill[0].releases[0].body["kv_transfer_params"]
+        assert named["transfer_id"] == told.transfer_id
+        await until(lambda: rig.in_flight() == 0)
+
+
+async def test_nothing_is_given_back_where_both_legs_end_well() -> None:
+    d = Waits(decodes)
+    async with early([fake(prefills)], [fake(d)]) as rig:
+        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+        await until(lambda: bool(d.begun.is_set() and rig.in_flight() == 1))
+        d.go.set()
+        assert (await asked).json() == {"text": "onetwo"}
+        assert len(rig.decode[0].calls) == 1 and not rig.prefill[0].releases
+        assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
+
+
+@pytest.mark.parametrize(
+    ("who", "told"),
+    [
+        ("P", {"subscribes": 0}),
+        ("D", {"subscribes": 0}),
+        ("P", {"side_channel_host": ""}),
+        ("P", {"side_channel_port": None}),
+    ],
+)
+async def test_servers_that_cannot_subscribe_are_asked_one_after_the_other(
+    who: str, told: dict[str, Any]
+) -> None:
+    ours, theirs = (told if who == name else {} for name in "PD")
+    async with early([fake(prefills, **ours)], [fake(decodes, **theirs)]) as rig:
+        await rig.client.post("/v1/completions", json=BODY)
+        (to_d,) = rig.decode[0].calls
+        assert to_d.body["kv_transfer_params"] == LENT
+
+
+@pytest.mark.parametrize(
+    "members", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 0}]
+)
+async def test_logprobs_of_a_prompt_come_after_it(members: dict[str, Any]) -> None:
+    async with early([fake(prefills)], [fake(decodes)]) as rig:
+        await rig.client.post("/v1/completions", json=BODY | members)
+        assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
+
+
+async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer() -> None:
+    p, d = Waits(fails(400, "no_such_model")), Waits()
+    async with early([fake(p)], [fake(d)]) as rig:
+        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+        await d.begun.wait()
+        p.go.set()
+        assert (await asked).json()["error"]["code"] == "no_such_model"
+        await d.left.wait()
+        assert len(rig.decode[0].calls) == 1
+        await until(lambda: rig.in_flight() == 0)
+
+
+async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew() -> None:
+    p, (first, second) = Waits(drops), (Waits(), decodes)
+    behaviours = iter([first, second])
+    async with early(
+        [fake(p, "P0"), fake(hangs, "P1")], [fake(lambda call: next(behaviours)(call))]
+    ) as rig:
+        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+        await first.begun.wait()
+        p.go.set()
+        assert (await asked).json() == {"text": "onetwo"}
+        await first.left.wait()
+        assert [offer(call).engine_id for call in rig.decode[0].calls] == ["P0", "P1"]
+        await until(lambda: rig.in_flight() == 0)
+
+
+@pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
+async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) -> None:
+    """A decode server of another secret is offered nothing more, one that failed is."""
+    behaviours = iter([refusal, decodes, decodes])
+    d = fake(lambda call: next(behaviours)(call))
+    async with early([fake(prefills)], [d]) as rig:
+        for _ in range(2):
+            response = await rig.client.post("/v1/completions", json=BODY)
+            assert response.json() == {"text": "onetwo"}
+        early_ones = [kv_params.is_offer(call.body["kv_transfer_params"]) for call in d.calls]
+        assert early_ones == [True, False, refusal is not refuses]
+
+
+@pytest.mark.parametrize("loses", [drops, fails(503, "overloaded")])
+async def test_another_decode_server_gets_the_same_offer(loses: Behave) -> None:
+    p = Waits(prefills)
+    async with early([fake(p)], [fake(loses), fake(decodes)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY)
+        assert response.json() == {"text": "onetwo"}
+        offers = [offer(call) for one in rig.decode for call in one.calls]
+        assert len(offers) in (1, 2) and offers[0] == offers[-1]
+        p.go.set()
+
+
+async def test_what_no_decode_server_does_ends_the_prefill() -> None:
+    p = Waits()
+    async with early([fake(p)], [fake(fails(503, "overloaded"))]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY)
+        assert response.status_code == 503
+        await p.left.wait()
+        await until(lambda: bool(rig.prefill[0].releases))
+        await until(lambda: rig.in_flight() == 0)
+
+
+@pytest.mark.parametrize("is_prefilled", [False, True])
+async def test_a_client_that_leaves_ends_both_legs(is_prefilled: bool) -> None:
+    p, d = Waits(prefills if is_prefilled else None), Waits()
+    async with early([fake(p)], [fake(d)]) as rig:
+        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+        await asyncio.gather(p.begun.wait(), d.begun.wait())
+        if is_prefilled:
+            p.go.set()
+            await until(lambda: rig.in_flight() == 1)
+        asked.cancel()
+        await d.left.wait()
+        await until(lambda: bool(rig.prefill[0].releases))
+        await until(lambda: rig.in_flight() == 0)
+
+
+async def test_a_stream_that_breaks_off_gives_its_kv_back() -> None:
+    async def breaks(call: Call) -> None:
+        await call.start()
+        await call.write(b'data: {"text": "one"}\n\n')
+        raise Drop
+
+    async with early([fake(prefills)], [fake(breaks)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY | {"stream": True})
+        assert b"error" in response.content
+        await until(lambda: bool(rig.prefill[0].releases))

@@ -83,9 +83,12 @@ class EarlyDecode:
 
 def _is_served(prefill: "asyncio.Task[Leg | None]") -> bool:
     """Whether a prefill server computes the prompt, or has."""
-    if not prefill.done():
-        return True
-    if prefill.cancelled() or prefill.exception():
-        return False
+    return not prefill.done() or lender_of(prefill) is not None
+
+
+def lender_of(prefill: "asyncio.Task[Leg | None]") -> Server | None:
+    """Who has computed the prompt, if the leg has ended well."""
+    if not prefill.done() or prefill.cancelled() or prefill.exception():
+        return None
     leg = prefill.result()
-    return leg is not None and leg.response.status == 200
+    return leg.server if leg is not None and leg.response.status == 200 else None

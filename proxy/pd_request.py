@@ -32,7 +32,7 @@ from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
 from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER, Offer
 from proxy import body as bodies
-from proxy.early_decode import EarlyDecode
+from proxy.early_decode import EarlyDecode, lender_of
 from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
@@ -102,8 +102,8 @@ class PDRequest:
             self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        call = self._call(Kind.DECODE, self.data)
-        await self._have_answered(self.upstreams.run(call, self._trace))
+        asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
+        await self._have_answered(asked)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -178,9 +178,7 @@ class PDRequest:
         if self._ask is not None and not self._losses.num:  # or P would work in vain
             urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
-        is_answered, leg = False, None
-        if not is_scored:
-            is_answered, leg = await self._prefill_or_both()
+        is_answered, leg = (False, None) if is_scored else await self._prefill_or_both()
         if is_answered:
             return
         if leg is not None:
@@ -213,9 +211,8 @@ class PDRequest:
     def _open_early(self, prefill: Server) -> Coroutine[Any, Any, Leg] | None:
         """The decode leg beside a prefill at this server; None where it has to come after it."""
         channel, secret = prefill.health.side_channel, self.upstreams.secret
-        if channel is None or not secret or self._losses.num:
-            return None
-        if bodies.tells_of_prompt(self._plain):
+        is_late = self._losses.num > 0 or bodies.tells_of_prompt(self._plain)
+        if channel is None or not secret or is_late:
             return None
         pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
         decodes = pool.ready(Kind.DECODE)
@@ -244,16 +241,11 @@ class PDRequest:
             return True, None
         finally:
             self._early.end()
-            if leg is None and not self.reply.has_succeeded:
-                self._take_back(prefill)
-            prefill.cancel()  # which tells its server, if it has not answered
-
-    def _take_back(self, prefill: "asyncio.Task[Leg | None]") -> None:
-        """The KV of a prefill that has ended, and that nobody will read."""
-        if prefill.done() and not prefill.cancelled() and not prefill.exception():
-            if leg := prefill.result():
+            is_over = leg is not None or self.reply.has_succeeded
+            if not is_over and (lender := lender_of(prefill)):
                 named = {"do_remote_decode": True, "transfer_id": self._transfer_id}
-                self.upstreams.give_back(leg.server, self.headers, named, _LEFT_S)
+                self.upstreams.give_back(lender, self.headers, named, _LEFT_S)
+            prefill.cancel()  # which tells its server, if it has not answered
 
     async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
         """The decode leg; unless it ends well, the prefill server is told to take its KV back."""

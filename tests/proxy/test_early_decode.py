@@ -11,7 +11,6 @@ from tests.proxy.fakes import (
     LENT,
     Behave,
     Call,
-    Drop,
     Fake,
     Rig,
     Waits,
@@ -68,17 +67,6 @@ async def test_the_decode_server_answers_while_the_prefill_server_has_not() -> N
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_nothing_is_given_back_where_both_legs_end_well() -> None:
-    d = Waits(decodes)
-    async with early([fake(prefills)], [fake(d)]) as rig:
-        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
-        await until(lambda: bool(d.begun.is_set() and rig.in_flight() == 1))
-        d.go.set()
-        assert (await asked).json() == {"text": "onetwo"}
-        assert len(rig.decode[0].calls) == 1 and not rig.prefill[0].releases
-        assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
-
-
 @pytest.mark.parametrize(
     ("who", "told"),
     [
@@ -96,15 +84,6 @@ async def test_servers_that_cannot_subscribe_are_asked_one_after_the_other(
         await rig.client.post("/v1/completions", json=BODY)
         (to_d,) = rig.decode[0].calls
         assert to_d.body["kv_transfer_params"] == LENT
-
-
-@pytest.mark.parametrize(
-    "members", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 0}]
-)
-async def test_logprobs_of_a_prompt_come_after_it(members: dict[str, Any]) -> None:
-    async with early([fake(prefills)], [fake(decodes)]) as rig:
-        await rig.client.post("/v1/completions", json=BODY | members)
-        assert rig.decode[0].calls[0].body["kv_transfer_params"] == LENT
 
 
 async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer() -> None:
@@ -147,27 +126,6 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) 
         assert early_ones == [True, False, refusal is not refuses]
 
 
-@pytest.mark.parametrize("loses", [drops, fails(503, "overloaded")])
-async def test_another_decode_server_gets_the_same_offer(loses: Behave) -> None:
-    p = Waits(prefills)
-    async with early([fake(p)], [fake(loses), fake(decodes)]) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY)
-        assert response.json() == {"text": "onetwo"}
-        offers = [offer(call) for one in rig.decode for call in one.calls]
-        assert len(offers) in (1, 2) and offers[0] == offers[-1]
-        p.go.set()
-
-
-async def test_what_no_decode_server_does_ends_the_prefill() -> None:
-    p = Waits()
-    async with early([fake(p)], [fake(fails(503, "overloaded"))]) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY)
-        assert response.status_code == 503
-        await p.left.wait()
-        await until(lambda: bool(rig.prefill[0].releases))
-        await until(lambda: rig.in_flight() == 0)
-
-
 @pytest.mark.parametrize("is_prefilled", [False, True])
 async def test_a_client_that_leaves_ends_both_legs(is_prefilled: bool) -> None:
     p, d = Waits(prefills if is_prefilled else None), Waits()
@@ -181,15 +139,3 @@ async def test_a_client_that_leaves_ends_both_legs(is_prefilled: bool) -> None:
         await d.left.wait()
         await until(lambda: bool(rig.prefill[0].releases))
         await until(lambda: rig.in_flight() == 0)
-
-
-async def test_a_stream_that_breaks_off_gives_its_kv_back() -> None:
-    async def breaks(call: Call) -> None:
-        await call.start()
-        await call.write(b'data: {"text": "one"}\n\n')
-        raise Drop
-
-    async with early([fake(prefills)], [fake(breaks)]) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY | {"stream": True})
-        assert b"error" in response.content
-        await until(lambda: bool(rig.prefill[0].releases))

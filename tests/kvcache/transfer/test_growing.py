@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvcache.offers import KNOWN_S
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
-from protocol.errors import KVCorrupt, LeaseGone, PeerUnreachable, PullTimeout
+from protocol.errors import KVCorrupt, LeaseGone, PeerUnreachable
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     PATIENT,
@@ -191,13 +190,6 @@ def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:
     assert isinstance(decode.failed("a"), PeerUnreachable)
 
 
-def test_a_prompt_that_gets_no_further_fails_its_pull_though_its_server_lives(rig: Any) -> None:
-    prefill, decode, _ = subscribed(rig, fence_timeout_s=1e6)
-    decode.skip(31.0)
-    assert isinstance(decode.failed("a"), PullTimeout)
-    assert prefill.outcomes() == ["aborted"]
-
-
 def test_a_borrower_that_leaves_ends_its_lease_and_hears_no_more(rig: Any) -> None:
     prefill, decode, prompt = subscribed(rig)
     decode.coordinator.cancel("a")
@@ -219,22 +211,6 @@ def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:
         decode if done.pull_id == "a" else other, prompt.whole, local_blocks(decode), 0, 61
     )
     assert prefill.outcomes() == ["completed"]
-
-
-def test_a_prompt_that_never_comes_is_waited_for_only_so_long(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode)
-    decode.coordinator.hold("a", Prompt(prefill, comes=False).remote)
-    decode.until(lambda: prefill.server.wanted("t") is not None)
-    prefill.clock.skip(KNOWN_S)
-    assert isinstance(decode.failed("a"), LeaseGone)
-
-
-def test_kv_of_another_prompt_is_not_told_of(rig: Any) -> None:
-    prefill, decode = rig(Prefill), rig(Decode)
-    prompt = Prompt(prefill)
-    decode.coordinator.hold("a", replace(prompt.remote, prompt_digest="another"))
-    assert isinstance(decode.failed("a"), LeaseGone)
-    assert prefill.server.wanted(prompt.name) is None
 
 
 def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig: Any) -> None:

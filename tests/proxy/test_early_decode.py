@@ -8,7 +8,6 @@ from pydantic import SecretStr
 
 from protocol import kv_params
 from tests.proxy.fakes import (
-    LENT,
     Behave,
     Call,
     Fake,
@@ -67,25 +66,6 @@ async def test_the_decode_server_answers_while_the_prefill_server_has_not() -> N
         await until(lambda: rig.in_flight() == 0)
 
 
-@pytest.mark.parametrize(
-    ("who", "told"),
-    [
-        ("P", {"subscribes": 0}),
-        ("D", {"subscribes": 0}),
-        ("P", {"side_channel_host": ""}),
-        ("P", {"side_channel_port": None}),
-    ],
-)
-async def test_servers_that_cannot_subscribe_are_asked_one_after_the_other(
-    who: str, told: dict[str, Any]
-) -> None:
-    ours, theirs = (told if who == name else {} for name in "PD")
-    async with early([fake(prefills, **ours)], [fake(decodes, **theirs)]) as rig:
-        await rig.client.post("/v1/completions", json=BODY)
-        (to_d,) = rig.decode[0].calls
-        assert to_d.body["kv_transfer_params"] == LENT
-
-
 async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer() -> None:
     p, d = Waits(fails(400, "no_such_model")), Waits()
     async with early([fake(p)], [fake(d)]) as rig:
@@ -124,18 +104,3 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) 
             assert response.json() == {"text": "onetwo"}
         early_ones = [kv_params.is_offer(call.body["kv_transfer_params"]) for call in d.calls]
         assert early_ones == [True, False, refusal is not refuses]
-
-
-@pytest.mark.parametrize("is_prefilled", [False, True])
-async def test_a_client_that_leaves_ends_both_legs(is_prefilled: bool) -> None:
-    p, d = Waits(prefills if is_prefilled else None), Waits()
-    async with early([fake(p)], [fake(d)]) as rig:
-        asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
-        await asyncio.gather(p.begun.wait(), d.begun.wait())
-        if is_prefilled:
-            p.go.set()
-            await until(lambda: rig.in_flight() == 1)
-        asked.cancel()
-        await d.left.wait()
-        await until(lambda: bool(rig.prefill[0].releases))
-        await until(lambda: rig.in_flight() == 0)

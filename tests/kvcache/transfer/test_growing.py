@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullDrained, PullFailed, PullSealed
-from protocol.errors import KVCorrupt, LeaseGone, PeerUnreachable
+from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
+from protocol.errors import KVCorrupt, PeerUnreachable
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     PATIENT,
@@ -163,14 +163,6 @@ def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
     return prefill, decode, prompt
 
 
-def test_a_prompt_that_is_given_up_between_two_chunks_fails_its_pull(rig: Any) -> None:
-    prefill, decode, prompt = subscribed(rig)
-    prefill.server.withdraw(prompt.name)
-    assert isinstance(decode.failed("a"), LeaseGone)
-    assert prefill.outcomes() == ["aborted"]
-    assert not prompt.compute(8)  # nobody hears, and the blocks stay the engine's
-
-
 def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig: Any) -> None:
     prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
     prompt = Prompt(prefill)
@@ -188,14 +180,6 @@ def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:
     prefill, decode, _ = subscribed(rig, connection_timeout_s=0.1)
     prefill.close()
     assert isinstance(decode.failed("a"), PeerUnreachable)
-
-
-def test_a_borrower_that_leaves_ends_its_lease_and_hears_no_more(rig: Any) -> None:
-    prefill, decode, prompt = subscribed(rig)
-    decode.coordinator.cancel("a")
-    assert decode.wait(PullDrained)
-    assert prefill.outcomes() == ["aborted"]
-    assert prefill.server.wanted(prompt.name) is None and not prompt.compute(99)
 
 
 def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:

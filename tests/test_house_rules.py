@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2521,
-    "decode_server": 396,
+    "decode_server": 392,
     "deploy": 900,
-    "engine": 10568,
+    "engine": 10570,
     "kvcache": 7645,
     "kvcache/transfer": 5841,
     "model": 3740,
     "prefill_server": 192,
-    "protocol": 6747,
-    "proxy": 4717,
-    "tests": 39318,
+    "protocol": 6749,
+    "proxy": 4915,
+    "tests": 39400,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

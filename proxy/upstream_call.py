@@ -225,7 +225,6 @@ class Upstreams:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
             trace.legs.append((server.name, trace.elapsed_s()))
-            call.on_ask(server)
             failure: Failure | None
             try:
                 leg = await self._attempt(server, call)
@@ -304,6 +303,7 @@ class Upstreams:
             )  # fmt: skip
 
     async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:
+        call.on_ask(server)
         self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
         self.fleet.begun(server)
         work = None

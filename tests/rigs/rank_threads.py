@@ -68,7 +68,7 @@ class Ranks:
 
 def _runner(rank: int, *, size: int, dcp: int, meeting: str, **options: Any) -> ModelRunner:
     model = ensure_model("gqa")
-    config = make_config(model_dir=str(model), tp=size, dcp=dcp, **options)
+    config = make_config(model_dir=str(model), role="decode", tp=size, dcp=dcp, **options)
     parallel = Parallel()
     if size > 1:
         parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)

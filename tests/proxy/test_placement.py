@@ -62,7 +62,7 @@ def test_a_cached_prefix_is_worth_the_queue_that_it_saves() -> None:
     having, idle, decode = Load(0, free_at=4000 * 25e-6), Load(1), Load(2, running=32, held=32_000)
     near = place(ask, [having, idle], [decode], {0: 12})
     assert near is not None and (near.prefill, near.uncached) == (0, 8192 - 12 * 512)
-    having.free_at = 20_000 * 25e-6
+    having.free_at = 30_000 * 25e-6
     far = place(ask, [having, idle], [decode], {0: 12})
     assert far is not None and far.prefill == 1
 

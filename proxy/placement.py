@@ -248,6 +248,8 @@ def _cheapest_prefill(
     best, least, most, now, block = 0, float("inf"), 0, ask.now, ask.block_tokens
     if depths:
         most = max([depths.get(each.index, 0) for each in servers])
+        if (anywhere := max(depths.values())) > 2 * most:  # it lacks more than the last answers
+            most = anywhere
     tokens = ask.tokens * (1 + _WORK) + most * block * _COPY  # of one that has none of it
     for place, server in enumerate(servers):
         seconds = tokens * server.token_s

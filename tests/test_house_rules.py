@@ -29,7 +29,7 @@ MAX_LINES = {
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6749,
-    "proxy": 4915,
+    "proxy": 4917,
     "tests": 39400,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

@@ -117,7 +117,8 @@ class Offers(Generic[R]):
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
-        self._name(transfer_id, offer, lease_id)
+        if offer.lease_id != lease_id:  # which may have ended, and then is no name any more
+            self._name(transfer_id, offer, lease_id)
         offer.block_ids, offer.reference = list(block_ids), reference
         self._news.add(transfer_id)
 

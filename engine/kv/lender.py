@@ -32,6 +32,7 @@ class Lender(KVConnector):
         self._config = config
         self._leases = leases
         self._by_request: dict[str, str] = {}  # lease ids of ended requests and of lookups
+        self._named: dict[str, str] = {}  # whose a transfer id is: two requests may come with one
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
 
     def on_add(self, sequence: Sequence) -> None:
@@ -44,11 +45,17 @@ class Lender(KVConnector):
             digest, config = kv_params.prompt_digest(sequence.request.token_ids), self._config
             size = config.block_size
             self._leases.expect(name, sequence.request_id, digest, config.lease_s, size)
+            self._named[name] = sequence.request_id
+
+    def _name_of(self, sequence: Sequence) -> str:
+        """Its transfer id; empty where it has none, or has lost it to a later request."""
+        name = sequence.request.transfer_id or ""
+        return name if self._named.get(name) == sequence.request_id else ""
 
     def on_computed(self, sequence: Sequence, num_before: int) -> None:
         """Leases what is full of the prompt to who listens. It stays so though the sequence be
         preempted: it finds these blocks in the prefix index then, so that it needs no others."""
-        name, size = sequence.request.transfer_id or "", self._config.block_size
+        name, size = self._name_of(sequence), self._config.block_size
         num_tokens = num_before if self._config.tp > 1 else sequence.num_computed
         if self.core.scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
             return  # as another one would, or on_finish does
@@ -68,13 +75,15 @@ class Lender(KVConnector):
         return False
 
     def on_end(self, sequence: Sequence) -> None:
-        self._leases.withdraw(sequence.request.transfer_id or "")
+        if name := self._name_of(sequence):
+            del self._named[name]
+            self._leases.withdraw(name)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
             return None
         num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
-        name = sequence.request.transfer_id or ""
+        name = self._name_of(sequence)
         lease_id, leased = self._leases.leased(name) or ("", [])
         block_ids = [*leased, *sequence.block_ids[len(leased) : num_blocks]]
         if lease_id:  # who gave it up wants no more
@@ -137,7 +146,8 @@ class Lender(KVConnector):
     def poll(self) -> None:
         for ended in self._leases.drain_ended():
             self.core.scheduler.allocator.end_lease(ended.block_ids)
-            self._by_request.pop(ended.request_id, None)
+            if self._by_request.get(ended.request_id) == ended.lease_id:
+                del self._by_request[ended.request_id]
         for _ in range(_MAX_LOOKUPS):
             if not self._leases.asked:
                 return

@@ -341,6 +341,7 @@ class Pair:
         *,
         order: str = "pd",
         p_sampling: SamplingParams | None = None,
+        transfer_id: str = "",
         **members: Any,
     ) -> tuple[str, str]:
         """Asks P and D at once, or in this order with rounds between; returns their names of it."""
@@ -349,7 +350,7 @@ class Pair:
         asked = {name: value for name, value in members.items() if name in told}
         asked |= {"sampling": p_sampling} if p_sampling else {}
         offer = kv_params.Offer(
-            transfer_id=names[0],
+            transfer_id=transfer_id or names[0],
             engine_id=self.config.engine_id,
             incarnation=self.config.incarnation,
             host=host,

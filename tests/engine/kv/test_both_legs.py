@@ -81,6 +81,21 @@ def test_an_abort_of_either_leg_ends_both(make_pair: MakePair, who: str, num_rou
     pair.settle()
 
 
+@pytest.mark.parametrize("order", ["pd", "dp"])
+def test_a_transfer_id_is_the_latest_request_s(pair: Pair, order: str) -> None:
+    """Another router's may come twice: neither reference names the other prompt's blocks."""
+    first, second = [9, *PROMPT[1:30]], PROMPT
+    pair.p.core.round([add("first", first, 1, retain_kv=True, transfer_id="x-0")])
+    ours, theirs = pair.both(second, order=order, transfer_id="x")
+    assert pair.answer(theirs) == expected_output(second, 6)
+    for prompt, one in ((first, "first"), (second, ours)):
+        pair.until(lambda one=one: bool(pair.p.out.terminals(one)))
+        params = pair.p.out.terminals(one)[0].kv_transfer_params
+        asked = pair.ask(prompt, params)
+        assert pair.answer(asked) == expected_output(prompt, 6)
+    pair.settle()
+
+
 class SlowPair(Pair):
     """Two tokens of a prompt beside two streams."""
 

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2521,
     "decode_server": 392,
     "deploy": 900,
-    "engine": 10570,
-    "kvcache": 7645,
+    "engine": 10580,
+    "kvcache": 7646,
     "kvcache/transfer": 5841,
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6749,
     "proxy": 4917,
-    "tests": 39400,
+    "tests": 39450,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

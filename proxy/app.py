@@ -18,12 +18,12 @@ from proxy.discovery.members import Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
-from proxy.pd_request import PDRequest, known_series
+from proxy.pd_request import PDRequest
 from proxy.poller import Poller
 from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site
 from proxy.upstream import HttpUpstream
-from proxy.upstream_call import Upstreams
+from proxy.upstream_call import Upstreams, known_series
 
 logger = get_logger(__name__)
 

@@ -10,9 +10,13 @@ from typing import Any
 
 from proxy.body import error_of
 from proxy.membership import Server
+from proxy.relay import Losses
 from proxy.upstream import Failure
 from proxy.upstream_call import Leg, LegFailed, Upstreams
 
+# For which an answer's head waits for the prefill server's, which is on its way by then, and tells
+# where that had its KV from.
+HEAD_WAIT_S = 0.005
 _OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
 
 
@@ -20,12 +24,16 @@ class EarlyDecode:
     """
     Args:
         ask: asks decode servers, which a prefill server is named to; None where that cannot be.
+        losses: count those that failed with an offer.
     """
 
     def __init__(
-        self, upstreams: Upstreams, ask: Callable[[Server], Coroutine[Any, Any, Leg] | None]
+        self,
+        upstreams: Upstreams,
+        ask: Callable[[Server], Coroutine[Any, Any, Leg] | None],
+        losses: Losses,
     ) -> None:
-        self._upstreams, self._ask = upstreams, ask
+        self._upstreams, self._ask, self._losses = upstreams, ask, losses
         self._news = asyncio.Event()
         self._is_over = False
         self._answer: asyncio.Task[Leg] | None = None
@@ -50,6 +58,7 @@ class EarlyDecode:
         if self._answer is None or not _is_served(prefill) or await self._is_refused(self._answer):
             self._cancel()
             return None
+        await asyncio.wait({prefill}, timeout=HEAD_WAIT_S)
         answer, self._answer = self._answer, None
         return answer
 
@@ -59,10 +68,12 @@ class EarlyDecode:
         self._cancel()
 
     async def _is_refused(self, answer: asyncio.Task[Leg]) -> bool:
-        """Whether the decode server does not take an offer, or has failed with it."""
+        """Whether the decode server does not take an offer, or has failed with it, and another one
+        may be given the request."""
         await asyncio.wait({answer})
         if failed := answer.exception():
-            return isinstance(failed, LegFailed) and failed.failure is Failure.ERROR
+            has_failed = isinstance(failed, LegFailed) and failed.failure is Failure.ERROR
+            return has_failed and self._losses.take_failure()
         body = answer.result().response.body
         if body is None or not error_of(body, "param").startswith(_OFFER):
             return False

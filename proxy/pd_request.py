@@ -12,7 +12,7 @@ the way is replaced: see `_generate`.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from protocol.errors import (
     Forbidden,
     NoServerAvailable,
     PayloadTooLarge,
-    RequestError,
 )
 from protocol.http.access import visit_of
 from protocol.http.connections import read_body
@@ -33,10 +32,10 @@ from protocol.http.deadlines import Deadline, deadline_of, within
 from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER, Offer
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
-from proxy.errors import DecodeServerLost, DecodeServerTimeout, MethodNotAllowed
+from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
-from proxy.relay import LOSS_REASONS, HandedBack, Loss, Losses, Reply
+from proxy.relay import HandedBack, Loss, Losses, Reply
 from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
 from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 
@@ -78,7 +77,7 @@ class PDRequest:
         self._visit = visit_of({})
         ups = self.upstreams
         self._losses = Losses(self.reply, ups.metrics, ups.max_resumes, ups.secret)
-        self._early = EarlyDecode(self.upstreams, self._open_early)
+        self._early = EarlyDecode(self.upstreams, self._open_early, self._losses)
         self._transfer_id = ""  # of the latest prefill leg
 
     async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
@@ -235,7 +234,7 @@ class PDRequest:
                 leg = await prefill
                 return False, leg
             self._count("pd", "routed")
-            if prefill.done() and (done := prefill.result()):  # else the head does not wait for it
+            if lender_of(prefill) and (done := prefill.result()):
                 self._tell_prefill_kv(done.response)
             await self._have_answered(decode)
             return True, None
@@ -460,41 +459,3 @@ def _is_beyond(answer: Response, own: int | None, context: int | None) -> bool:
     which the longest has `context`."""
     is_too_long = bodies.error_of(answer.body or b"") == ContextLengthExceeded.code
     return is_too_long and own is not None and context is not None and own < context
-
-
-def known_series() -> Iterator[tuple[str, dict[str, str]]]:
-    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
-    see the event with which a series appears, and what alerts wait for may happen once."""
-    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = (
-        "placed",
-        "incompatible",
-        "no_prefill_server",
-        "no_kv_params",
-        "prefill_body",
-        "prefill_context",
-    )
-    ways = {
-        "pd": ["routed"],
-        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
-    }
-    for path, reasons in ways.items():
-        for reason in reasons:
-            yield "baton_proxy_requests", {"path": path, "reason": reason}
-    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
-        yield "baton_proxy_responses", {"status": str(status)}
-    for kind in Kind:
-        yield "baton_proxy_retries", {"leg": kind.value}
-        for failure in Failure:
-            labels = {"leg": kind.value, "reason": failure.value}
-            yield "baton_proxy_upstream_failures", labels
-    for failure in LOSS_REASONS:
-        for outcome in ("resumed", "lost_again", "failed", "spent", "unkept"):
-            yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
-
-
-def _statuses(root: type[BatonError]) -> set[int]:
-    """HTTP statuses of the errors below `root`, the proxy's own among them."""
-    below = [_statuses(kind) for kind in root.__subclasses__()]
-    return {root.status}.union(*below)

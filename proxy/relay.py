@@ -32,7 +32,6 @@ _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
     b"upgrade content-length date server x-request-id".split()
 ) | {_FRAMED}
-MAX_DELIVERIES = 2
 LOSS_REASONS = (Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.BUSY, Failure.ERROR)
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
@@ -321,6 +320,7 @@ class Losses:
         self.avoided: list[Server] = []  # asked again only where there is no other
         self.may_go_on = False  # of an answer that is generated
         self._reason: str | None = None  # of the last loss, until somebody has taken over
+        self._failures = 0  # of servers that took the request and were not lost
 
     def begin(self) -> None:
         self.may_go_on = self._limit > 0
@@ -331,7 +331,12 @@ class Losses:
 
     def max_deliveries(self) -> int:
         """To how many servers the request may be given before one of them has begun to answer."""
-        return max(1, 1 + self._limit - self.num) if self.may_go_on else MAX_DELIVERIES
+        return max(1, 1 + self._limit - self.num - self._failures)
+
+    def take_failure(self) -> bool:
+        """Whether another server may be given the request, after one that failed with it."""
+        self._failures += 1
+        return self.num + self._failures <= self._limit
 
     def headers(self) -> Headers:
         """By which a server of ours is asked for a stream that can go on elsewhere."""

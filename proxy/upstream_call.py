@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,16 +17,17 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from protocol.errors import EngineDied, QueueFull
+from protocol.errors import BatonError, EngineDied, QueueFull, RequestError
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_of
+from proxy.errors import MethodNotAllowed
 from proxy.knowledge import Knowledge, Work
 from proxy.membership import Fleet, Kind, Pool, Server
 from proxy.placement import Ask
-from proxy.relay import MAX_DELIVERIES, RequestTrace
+from proxy.relay import LOSS_REASONS, RequestTrace
 from proxy.upstream import (
     Exhausted,
     Failure,
@@ -41,6 +42,7 @@ from proxy.upstream import (
 logger = get_logger(__name__)
 
 MANY_ALONE = 50
+MAX_DELIVERIES = 2  # of what is not generated
 GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
 MAX_GIVING_BACK = 1024  # at once; beyond, the lease's end frees KV
 CLOSE_TIMEOUT_S = 2.0
@@ -436,3 +438,41 @@ class Upstreams:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*self._giving_back, return_exceptions=True)
+
+
+def known_series() -> Iterator[tuple[str, dict[str, str]]]:
+    """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
+    see the event with which a series appears, and what alerts wait for may happen once."""
+    refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
+    alone = (
+        "placed",
+        "incompatible",
+        "no_prefill_server",
+        "no_kv_params",
+        "prefill_body",
+        "prefill_context",
+    )
+    ways = {
+        "pd": ["routed"],
+        "prefill": ["scored", *(f"status_{status}" for status in refusals)],
+        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
+    }
+    for path, reasons in ways.items():
+        for reason in reasons:
+            yield "baton_proxy_requests", {"path": path, "reason": reason}
+    for status in (*sorted({200, *_statuses(BatonError)}), "broken", "none"):
+        yield "baton_proxy_responses", {"status": str(status)}
+    for kind in Kind:
+        yield "baton_proxy_retries", {"leg": kind.value}
+        for failure in Failure:
+            labels = {"leg": kind.value, "reason": failure.value}
+            yield "baton_proxy_upstream_failures", labels
+    for failure in LOSS_REASONS:
+        for outcome in ("resumed", "lost_again", "failed", "spent", "unkept"):
+            yield "baton_proxy_resumes", {"reason": failure.value, "outcome": outcome}
+
+
+def _statuses(root: type[BatonError]) -> set[int]:
+    """HTTP statuses of the errors below `root`, the proxy's own among them."""
+    below = [_statuses(kind) for kind in root.__subclasses__()]
+    return {root.status}.union(*below)

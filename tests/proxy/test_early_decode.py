@@ -7,7 +7,10 @@ import pytest
 from pydantic import SecretStr
 
 from protocol import kv_params
+from proxy import early_decode
 from tests.proxy.fakes import (
+    LENT,
+    P_KV,
     Behave,
     Call,
     Fake,
@@ -33,6 +36,10 @@ def fake(behave: Behave, name: str = "engine", **told: Any) -> Fake:
 
 def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
     return Rig(prefill, decode, cluster_secret=SecretStr(SECRET), **settings)
+
+
+def params_of(call: Call) -> Any:
+    return call.body["kv_transfer_params"]
 
 
 def offer(call: Call) -> kv_params.Offer:
@@ -102,5 +109,77 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) 
         for _ in range(2):
             response = await rig.client.post("/v1/completions", json=BODY)
             assert response.json() == {"text": "onetwo"}
-        early_ones = [kv_params.is_offer(call.body["kv_transfer_params"]) for call in d.calls]
+        early_ones = [kv_params.is_offer(params_of(call)) for call in d.calls]
         assert early_ones == [True, False, refusal is not refuses]
+
+
+@pytest.mark.parametrize(
+    ("told", "asked"),
+    [
+        ({"subscribes": 0}, {}),  # a server of another make, or version
+        ({"side_channel_port": None}, {}),
+        ({}, {"prompt_logprobs": 1}),
+        ({}, {"echo": True, "logprobs": 1}),
+    ],
+    ids=str,
+)
+async def test_the_old_order_serves_what_cannot_be_begun_early(told: Any, asked: Any) -> None:
+    async with early([fake(prefills, **told)], [fake(decodes, **told)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY | asked)
+        assert response.json() == {"text": "onetwo"}
+        (to_d,) = rig.decode[0].calls
+        assert to_d.body["kv_transfer_params"] == LENT
+
+
+def fails_in_turn(*outcomes: Behave) -> list[Fake]:
+    """As many decode servers, the first one asked of which behaves as the first, and so on."""
+    turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
+    return [fake(lambda call: next(turns)(call), str(at)) for at in range(len(outcomes) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "max_resumes", "offers", "told"),
+    [
+        ([drops, decodes], 3, [1, 1], "onetwo"),  # another one is given the same offer
+        ([drops, drops], 1, [1, 1], "decode_server_lost"),  # no other is left that may have it
+        ([drops], 0, [1], "decode_server_lost"),
+        ([fails(502, "x"), decodes], 3, [1, 0], "onetwo"),
+        ([fails(502, "x")], 0, [1], "x"),
+        ([drops, fails(502, "x")], 1, [1, 1], "x"),
+        ([drops, fails(502, "x"), drops], 2, [1, 1, 0], "decode_server_lost"),
+        ([drops, fails(502, "x"), drops, decodes], 3, [1, 1, 0, 0], "onetwo"),
+    ],
+)
+async def test_so_many_decode_servers_are_given_a_request(
+    outcomes: list[Behave], max_resumes: int, offers: list[int], told: str
+) -> None:
+    """At most 1 + --max-resumes, by an offer or after it; then P has its KV back."""
+    p = fake(prefills)
+    async with early([p], fails_in_turn(*outcomes), max_resumes=max_resumes) as rig:
+        said = (await rig.client.post("/v1/completions", json=BODY)).json()
+        assert told in (said.get("text"), said.get("error", {}).get("code"))
+        calls = [call for d in rig.decode for call in d.calls]
+        early_ones = [kv_params.is_offer(params_of(call)) for call in calls]
+        assert sorted(early_ones) == sorted(map(bool, offers))
+        assert len({offer(c).transfer_id for c in calls if kv_params.is_offer(params_of(c))}) == 1
+        await until(lambda: bool(p.releases) == (told != "onetwo"))
+        await until(lambda: rig.in_flight() == 0)
+
+
+async def test_both_legs_end_well_and_nothing_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream's head has waited for what P tells of its KV."""
+    monkeypatch.setattr(early_decode, "HEAD_WAIT_S", 60.0)
+    p = Waits(prefills)
+
+    async def streams(call: Call) -> None:
+        p.go.set()
+        await decodes(call)
+
+    async with early([fake(p)], [fake(streams)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY | {"stream": True})
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert response.headers["x-baton-kv-prefill"] == P_KV["x-baton-kv"]
+        await until(lambda: rig.in_flight() == 0)
+        assert not rig.prefill[0].releases

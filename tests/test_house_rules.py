@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6749,
-    "proxy": 4917,
-    "tests": 39450,
+    "proxy": 4934,
+    "tests": 39529,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -20,12 +20,15 @@ _SHORT_WINDOW_S = 0.1  # where nothing waits any more: a server that has caught 
 _WEIGHT = 0.5  # of the newest sample
 
 
+def waits_elsewhere(request: AddRequest) -> bool:
+    """Whether another server computes its prompt meanwhile."""
+    return request.remote is not None and request.remote.transfer_id is not None
+
+
 def num_queued(request: AddRequest) -> int:
-    """The tokens that a request counts as while it waits: for a prompt that another server computes
-    meanwhile it waits there."""
-    if request.remote is not None and request.remote.transfer_id is not None:
-        return MIN_TOKENS * request.num_choices
-    return max(len(request.token_ids), MIN_TOKENS * request.num_choices)
+    """The tokens that a request counts as while it waits."""
+    least = MIN_TOKENS * request.num_choices
+    return least if waits_elsewhere(request) else max(len(request.token_ids), least)
 
 
 class Admission:
@@ -91,13 +94,13 @@ class Admission:
             del self._tokens[place.priority]
 
     def _take_out(self, place: "Place", num_tokens: int, *, served: bool) -> None:
-        if place not in self._places:
-            return
         self._count(place, place.num_tokens - num_tokens)
+        if place not in self._places:  # it waits elsewhere
+            return
+        waited_s, enough_s = self._window_s(), _WINDOW_S
         if place.num_tokens == 0:
             del self._places[place]
         self._served += num_tokens if served else 0
-        waited_s, enough_s = self._window_s(), _WINDOW_S
         if not self._places:
             self._waited_s, self._kept_up, enough_s = waited_s, True, _SHORT_WINDOW_S
         if waited_s >= enough_s and served:
@@ -136,7 +139,10 @@ class Place:
 
     def is_of(self, requests: Iterable[AddRequest]) -> None:
         """What it was a guess for. Raises QueueFull where they have too many tokens."""
+        requests = list(requests)
         num_tokens = sum(map(num_queued, requests))
+        if all(map(waits_elsewhere, requests)):  # which tells nothing of the rate here
+            self._queue._take_out(self, self.num_tokens, served=False)
         self._queue._count(self, 0)
         if not self._goes_on:
             self._queue._check_room(num_tokens)

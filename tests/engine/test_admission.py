@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.process import client
 from engine.text.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
 from tests.rigs.http_server import Server, events, serving
+from tests.rigs.memory_pair import REMOTE
 from tests.rigs.scripted_engine import count_up, hang
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -69,6 +71,20 @@ def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is() 
     while queue.places:
         queue.serve()
     assert queue.admission.num_tokens == 0 and queue.fill()[0] == 11
+
+
+def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here() -> None:
+    queue = Queue(max_queue_s=10.0)
+    queue.ask()
+    queue.serve(token_s=0.001)
+    for _ in range(20):  # long ones, each of which takes that server two seconds
+        queue.ask()
+        queue.places[-1][0].is_of([replace(add(8000), remote=replace(REMOTE, transfer_id="t"))])
+        queue.now_s += 2.0
+        if len(queue.places) > 1:  # the next one waits already
+            queue.places.pop(0)[0].served(8000)
+    queue.places.pop()[0].leave()
+    assert queue.fill()[0] == 11
 
 
 def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second() -> None:

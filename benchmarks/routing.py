@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from engine.core import pace
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import Ask, Limits, Load, cheapest_decode, place
+from proxy.placement import Ask, Depths, Limits, Load, cheapest_decode, place
 
 POLL_S = 1.0  # between two health checks
 HEAD = (
@@ -322,9 +322,9 @@ class Known:
     def told(self, request: Request, what: str) -> None:
         pass
 
-    def _seen(self, request: Request) -> tuple[Ask, dict[int, int], list[Load], list[Load]]:
+    def _seen(self, request: Request) -> tuple[Ask, Depths, list[Load], list[Load]]:
         fleet = self._fleet
-        depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
+        depths: Depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
         ask = Ask(request.tokens, request.hashes, BLOCK, request.answer, fleet.now)
         prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
         return ask, depths, prefills, decodes

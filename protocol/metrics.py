@@ -153,6 +153,9 @@ TABLE = (
     Spec("baton_proxy_stripped_kv_transfer_params", "counter", "proxy",
          "Requests whose client had sent kv_transfer_params, or what else proxies send, which were "
          "dropped."),
+    Spec("baton_proxy_hints", "counter", "proxy",
+         "Legs that were told of another server that may have the beginning of their prompt.",
+         ("leg",)),
     Spec("baton_proxy_client_disconnects", "counter", "proxy",
          "Clients gone before their answer was complete."),
     Spec("baton_proxy_prefill_seconds", "histogram", "proxy", "Duration of the prefill leg."),

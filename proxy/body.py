@@ -152,6 +152,13 @@ def decode_leg(
     return _encode({**body, "kv_transfer_params": params if foreign else _lent(params)})
 
 
+def with_kv_member(leg: bytes, name: str, value: object) -> bytes:
+    """A leg whose kv_transfer_params, an object if there are any, say this as well."""
+    body = _decode_object(leg)
+    said = _decode_object(body["kv_transfer_params"]) if "kv_transfer_params" in body else {}
+    return _encode({**body, "kv_transfer_params": {**said, name: value}})
+
+
 def _lent(params: msgspec.Raw) -> msgspec.Raw:
     text = bytes(params).strip()
     if text.startswith(b"["):

@@ -45,7 +45,7 @@ class SideChannel:
 
     engine_id: str
     incarnation: str
-    host: str
+    host: str  # empty: that of its URL
     port: int
 
 

@@ -5,6 +5,7 @@ what it does not see it feels in the times it measures. Does no I/O.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from proxy.placement import (
     DOUBLING,
     USUAL,
     Ask,
+    Depths,
     Limits,
     Load,
     PrefixIndex,
@@ -20,6 +22,7 @@ from proxy.placement import (
     cheapest_prefill,
     place,
     share_for_prompts,
+    step_s,
 )
 
 Routing = Literal["auto", "least_loaded", "round_robin"]
@@ -31,6 +34,8 @@ BLOCK_BYTES = 1024  # of a prompt's JSON text
 _TOKEN_BYTES = 4.0  # of text, about
 _FASTEST_S = 1e-7  # of a token, and of a step
 _KEPT = 0.8  # of what all samples before said, with each new one
+WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
+_MAX_ENDS = 16_384  # of prompts and their answers, of all servers
 _DOUBT = 0.02  # how much of it speaks for what was believed already
 
 
@@ -47,7 +52,7 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
         chained = hash((chained, text[start : start + BLOCK_BYTES]))
         hashes.append(chained)
     block_tokens = tokens * BLOCK_BYTES / max(len(text), 1)
-    return Ask(max(int(tokens), 1), hashes, block_tokens, answer)
+    return Ask(max(int(tokens), 1), hashes, block_tokens, answer, text=text)
 
 
 class Totals(NamedTuple):
@@ -93,6 +98,7 @@ class Work:
         computes: its prompt is not computed yet.
         takes_s: that, as predicted.
         end: of that, by what was known when it began; `load.late_s` is to be added.
+        begun: when it was given.
     """
 
     load: Load
@@ -101,6 +107,25 @@ class Work:
     generates: bool
     takes_s: float
     end: float
+    begun: float
+
+
+class _End(NamedTuple):
+    """What a server has beyond the last whole block of a prompt: the rest of it, and the answer.
+
+    Attributes:
+        size, text: of that rest, without what closes its JSON: bytes, and their hash.
+        tokens: from the prompt's first to the answer's last, about.
+    """
+
+    size: int
+    text: int
+    tokens: float
+
+    def goes_on(self, text: bytes, start: float) -> bool:
+        """Whether a prompt has the same after its block that begins there."""
+        at = int(start)
+        return hash(text[at : at + self.size]) == self.text
 
 
 class _Loads(dict[object, Load]):
@@ -138,6 +163,9 @@ class Knowledge:
         self.loads = _Loads()
         self._totals: dict[object, Totals] = {}
         self._speeds: dict[object, _Speed] = {}
+        self._lenders: dict[int, object] = {}  # by index
+        self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
+        self.pulls = False  # servers are told whose KV to pull
         self._streams: dict[object, int] = {}  # when it was asked; 1 for some since, after none
 
     def forget(self, server: object) -> None:
@@ -153,6 +181,7 @@ class Knowledge:
         load = self.loads.pop(server, None)
         if load is not None and not any(each is load for each in self.loads.values()):
             self._prefixes.forget(load.index)
+            self._lenders.pop(load.index, None)
         self._totals.pop(server, None)
         self._speeds.pop(server, None)
         self._streams.pop(server, None)
@@ -163,7 +192,8 @@ class Knowledge:
             return self._disaggregate == "never"
         ask = replace(ask, now=self._clock())
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
-        found = place(ask, p, d, self._prefixes.depths(ask.hashes), limits=self._limits)
+        depths = self._depths(ask)
+        found = place(ask, p, d, depths, self._lent(depths), limits=self._limits)
         return found is not None and found.prefill is None
 
     def first(
@@ -174,18 +204,60 @@ class Knowledge:
             return servers[0]
         ask = replace(ask, now=self._clock())
         loads = [self.loads[server] for server in servers]
-        depths = self._prefixes.depths(ask.hashes) if self._routing == "auto" else {}
+        depths = self._depths(ask) if self._routing == "auto" else {}
+        known = ask, loads, depths, self._limits, self._lent(depths)
         if not generates:
-            return servers[cheapest_prefill(ask, loads, depths, self._limits)]
-        return servers[cheapest_decode(ask, loads, depths, self._limits, alone=computes)]
+            return servers[cheapest_prefill(*known)]
+        return servers[cheapest_decode(*known, alone=computes)]
+
+    def lends(self, server: object, does: bool) -> None:
+        """Whether others may pull its KV."""
+        index = self.loads[server].index
+        if does:
+            self._lenders[index] = server
+        else:
+            self._lenders.pop(index, None)
+
+    def lenders(self, server: object, ask: Ask) -> list[tuple[object, int]]:
+        """Who has more of a prompt than the server that shall compute it, and how many tokens; who
+        has most comes first."""
+        if not self.pulls:
+            return []
+        depths, size = self._depths(ask), ask.block_tokens
+        least = depths.get(self.loads[server].index, 0) + WORTH_A_HINT / max(size, 1.0)
+        found = [(depth, i) for i, depth in depths.items() if i in self._lenders and depth >= least]
+        return [(self._lenders[i], int(depth * size)) for depth, i in sorted(found, reverse=True)]
+
+    def _lent(self, depths: Depths) -> float:
+        lent = [depth for i, depth in depths.items() if i in self._lenders] if self.pulls else []
+        return max(lent, default=0)
+
+    def _depths(self, ask: Ask) -> Depths:
+        """Blocks of its prompt by server, the answer before its latest question among them."""
+        depths = self._prefixes.depths(ask.hashes)
+        for index, depth in depths.items() if ask.text else ():
+            end = self._ends.get((ask.hashes[int(depth) - 1], index))
+            if end is not None and end.goes_on(ask.text, depth * BLOCK_BYTES):
+                depths[index] = max(depth, min(end.tokens, ask.tokens) / ask.block_tokens)
+        return depths
+
+    def _has_all(self, load: Load, ask: Ask, num_generated: float = 0) -> None:
+        """The server has a prompt, and so much of its answer."""
+        if not ask.hashes or not ask.text:
+            return
+        key = ask.hashes[-1], load.index
+        rest = ask.text[len(ask.hashes) * BLOCK_BYTES : -1]
+        self._ends.pop(key, None)
+        self._ends[key] = _End(len(rest), hash(rest), ask.tokens + num_generated)
+        if len(self._ends) > _MAX_ENDS:
+            self._ends.popitem(last=False)
 
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
         load, now = self.loads[server], self._clock()
         takes_s = 0.0
         if computes:
-            cached = self._prefixes.depths(ask.hashes).get(load.index, 0)
-            takes_s = ask.uncached(cached) * load.token_s
+            takes_s = ask.uncached(self._depths(ask).get(load.index, 0)) * load.token_s
             if generates:
                 takes_s /= share_for_prompts(load, self._limits)
             load.free_at = max(load.free_at, now) + takes_s
@@ -197,7 +269,8 @@ class Knowledge:
         size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
         most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
-        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s)
+        self._has_all(load, ask)
+        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s, now)
 
     def wait_s(self, server: object) -> float:
         """Until the server has computed the prompts that it was sent, as predicted."""
@@ -210,6 +283,10 @@ class Knowledge:
     def ended(self, work: Work) -> None:
         """The server has nothing more to do for it."""
         self._computed(work, late_s=-work.takes_s)
+        if work.generates:  # as many tokens as there was time for
+            took_s = self._clock() - work.begun
+            num = min(work.ask.answer, took_s / max(step_s(work.load), _FASTEST_S))
+            self._has_all(work.load, work.ask, num)
         work.load.running -= work.generates
         work.load.held -= work.ask.tokens * work.generates
 

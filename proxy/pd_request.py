@@ -211,7 +211,7 @@ class PDRequest:
         """The decode leg beside a prefill at this server; None where it has to come after it."""
         channel, secret = prefill.health.side_channel, self.upstreams.secret
         is_late = self._losses.num > 0 or bodies.tells_of_prompt(self._plain)
-        if channel is None or not secret or is_late:
+        if channel is None or not channel.host or not secret or is_late:
             return None
         pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
         decodes = pool.ready(Kind.DECODE)

@@ -7,7 +7,7 @@ server computes its prompts in turn is the whole model.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
@@ -21,6 +21,10 @@ _COPY = 2.0  # as that, of computing again what another server has: it takes roo
 DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
+_PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
+
+
+Depths = dict[int, float]  # by server: how many blocks of a prompt it has
 
 
 @dataclass(slots=True)
@@ -59,10 +63,12 @@ class Limits:
         step_s: what a step may take while streams are generated, where the server has not said:
             prompts are cut to fit.
         harm: seconds of first token that one second less for one stream is worth.
+        pulled_s: what a token takes that is pulled from another server: that of an 8B over 25 GB/s.
     """
 
     step_s: float = 0.025
     harm: float = 0.2
+    pulled_s: float = 5e-6
 
 
 USUAL = Limits()
@@ -141,9 +147,9 @@ class PrefixIndex:
                 del self._gone[server]
                 self._hidden &= ~(1 << server)
 
-    def depths(self, hashes: Sequence[int]) -> dict[int, int]:
+    def depths(self, hashes: Sequence[int]) -> Depths:
         """By server: how many blocks of this prefix it has, without those that have none."""
-        found: dict[int, int] = {}
+        found: Depths = {}
         left = ~self._hidden
         depth = 0
         for depth, block in enumerate(hashes):
@@ -187,6 +193,7 @@ class Ask:
         hashes: of its prompt's blocks, chained, of `block_tokens` each.
         answer: tokens that it may generate.
         now: by the clock of Load.free_at.
+        text: what the blocks are of.
     """
 
     tokens: int
@@ -194,8 +201,9 @@ class Ask:
     block_tokens: float = 512
     answer: int = 256
     now: float = 0.0
+    text: bytes = field(default=b"", repr=False)
 
-    def uncached(self, depth: int) -> int:
+    def uncached(self, depth: float) -> int:
         """Tokens to compute where so many blocks are cached; the last one always is."""
         return max(int(self.tokens - depth * self.block_tokens), 1)
 
@@ -204,7 +212,8 @@ def place(
     ask: Ask,
     prefills: Sequence[Load],
     decodes: Sequence[Load],
-    depths: dict[int, int],
+    depths: Depths,
+    lent: float = 0,
     *,
     limits: Limits = USUAL,
 ) -> Placement | None:
@@ -213,16 +222,17 @@ def place(
     Args:
         prefills, decodes: servers that may be given it, each pair of which is compatible.
         depths: of PrefixIndex, for `ask.hashes`.
+        lent: blocks that the server has which lends most of them.
     """
     if not decodes:
         return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
-    at, cost = _cheapest_alone(ask, decodes, depths, limits, coming)
+    at, cost = _cheapest_alone(ask, decodes, depths, limits, lent, coming)
     own = decodes[at]
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
-    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits)
+    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits, lent)
     p, seconds = prefills[at], seconds + _HANDOFF_S
     if cost < _felt_s(seconds) + lost:
         return alone
@@ -233,19 +243,19 @@ def place(
 
 
 def cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits = USUAL
+    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits = USUAL, lent: float = 0
 ) -> int:
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already. One with streams (it takes either leg) counts what
     these lose."""
-    return _cheapest_prefill(ask, servers, depths, limits)[0]
+    return _cheapest_prefill(ask, servers, depths, limits, lent)[0]
 
 
 def _cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits
+    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits, lent: float
 ) -> tuple[int, float, float]:
     """That, when it would have computed the prompt, and what is lost by that, in seconds."""
-    best, least, most, now, block = 0, float("inf"), 0, ask.now, ask.block_tokens
+    best, least, most, now, block = 0, float("inf"), 0.0, ask.now, ask.block_tokens
     if depths:
         most = max([depths.get(each.index, 0) for each in servers])
         if (anywhere := max(depths.values())) > 2 * most:  # it lacks more than the last answers
@@ -258,6 +268,10 @@ def _cheapest_prefill(
             left = ask.tokens - depth * block
             seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
             seconds *= server.token_s
+        if lent:
+            saved = _saved_s(ask, server, depths, lent, limits)
+            again = (most - depths.get(server.index, 0)) * block * server.token_s
+            seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
         if server.free_at > now:
             seconds += server.free_at - now
         if server.running:
@@ -266,17 +280,26 @@ def _cheapest_prefill(
             best, least = place, seconds
     depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
     lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
+    if lent:
+        saved = _saved_s(ask, servers[best], depths, lent, limits)
+        lost -= _WORK * saved + _COPY * min(saved, (most - depth) * block * token_s)
     lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
     return best, least - lost, lost
 
 
 def cheapest_decode(
-    ask: Ask, servers: Sequence[Load], depths: dict[int, int], limits: Limits, *, alone: bool
+    ask: Ask,
+    servers: Sequence[Load],
+    depths: Depths,
+    limits: Limits,
+    lent: float = 0,
+    *,
+    alone: bool,
 ) -> int:
     """The place of the server with the least KV, which sets how long its steps take, that has room
     for more; `alone`: of the one that would compute the prompt itself at the least cost."""
     if alone:
-        return _cheapest_alone(ask, servers, depths, limits)[0]
+        return _cheapest_alone(ask, servers, depths, limits, lent)[0]
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
         if server.held >= least:
@@ -292,13 +315,14 @@ def cheapest_decode(
 def _cheapest_alone(
     ask: Ask,
     servers: Sequence[Load],
-    depths: dict[int, int],
+    depths: Depths,
     limits: Limits,
+    lent: float,
     coming: float = 0.0,
 ) -> tuple[int, float]:
     """The place of the decode server that would compute the prompt itself at the least cost, and
     that: how late its first token feels, and what streams lose, those included that are `coming`
-    from prefill servers. One loop without calls: it is taken for each request."""
+    from prefill servers. One loop with hardly a call: it is taken for each request."""
     best, least, wanted, now = 0, float("inf"), ask.tokens + ask.answer, ask.now
     block, most = ask.block_tokens, max(depths.values(), default=0)
     tokens, copied = ask.tokens, most * block * _COPY  # of one that has none of it
@@ -310,6 +334,10 @@ def _cheapest_alone(
             left = tokens - depth * block
             seconds = (left if left > 1 else 1) * server.token_s
             lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
+        if lent:
+            saved = _saved_s(ask, server, depths, lent, limits)
+            seconds -= saved
+            lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:
             harm = limits.harm * seconds * streams
             interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
@@ -330,6 +358,12 @@ def _cheapest_alone(
             if cost < least:
                 best, least = place, cost
     return best, least
+
+
+def _saved_s(ask: Ask, server: Load, depths: Depths, lent: float, limits: Limits) -> float:
+    """Of what this server would compute, where it pulls what others lend if that is quicker."""
+    tokens = (lent - depths.get(server.index, 0)) * ask.block_tokens
+    return max(tokens * (server.token_s - limits.pulled_s) - _PULL_S, 0.0)
 
 
 def _felt_s(seconds: float) -> float:

@@ -103,6 +103,9 @@ class Poller:
             self.fleet.silent(server, "the health check failed")
         else:
             self.fleet.polled(server, said, started_at)
+            health = server.health
+            if not server.has_left:
+                self.knowledge.lends(server, health.ready and health.side_channel is not None)
             if said.ready and said.totals is not None:
                 known = said.capacity, said.totals, said.itl_target_s
                 self.knowledge.told(server, *known)
@@ -192,6 +195,6 @@ def _side_channel(said: dict[str, Any]) -> SideChannel | None:
     told = {name: said.get(name) for name in ("engine_id", "incarnation")}
     told |= {name: said.get(f"side_channel_{name}") for name in ("host", "port")}
     with contextlib.suppress(msgspec.ValidationError):
-        if said.get("subscribes") and told["host"]:
+        if said.get("subscribes"):
             return msgspec.convert(told, SideChannel)
     return None

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,8 +20,10 @@ import msgspec
 from protocol.errors import BatonError, EngineDied, QueueFull, RequestError
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import RELEASE_PATH
+from protocol.messages import KVHint
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
+from proxy import hints
 from proxy.body import error_of
 from proxy.errors import MethodNotAllowed
 from proxy.knowledge import Knowledge, Work
@@ -190,6 +192,7 @@ class Upstreams:
         # Of those that keep waiting for it, and whether another server would do.
         self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
+        self.knowledge.pulls = bool(self.secret)
         self._num_alone = 0  # requests in a row that found no prefill server to take them
 
     async def run(
@@ -308,14 +311,16 @@ class Upstreams:
         call.on_ask(server)
         self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
         self.fleet.begun(server)
-        work = None
+        work = told = None
         if call.ask is not None:
+            if call.computes:
+                told = hints.hint(server, call.ask, self.knowledge)
             work = self.knowledge.begin(
                 server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
             )
         goes_on = False
         try:
-            sending = self._send(server, call)
+            sending = self._send_hinted(server, call, told) if told else self._send(server, call)
             response = await self.unless_given_up(server, sending, goes_on=call.goes_on)
             goes_on = response.body is None
             if work is not None and response.status == 200:
@@ -331,6 +336,18 @@ class Upstreams:
         finally:
             if not goes_on:
                 self.release(server, work)
+
+    async def _send_hinted(self, server: Server, call: UpstreamCall, told: KVHint) -> Response:
+        """Without it once more, if the server does not believe it."""
+        body = hints.hinted(call.body, told, self.secret)
+        response = await self._send(server, replace(call, body=body))
+        if response.status == 400:
+            if error_of(await response.read(), "param").startswith(hints.PARAM):
+                self.distrust_secret()
+                return await self._send(server, call)
+            return response
+        self.metrics.inc("baton_proxy_hints", leg=server.kind.value)
+        return response
 
     async def _send(self, server: Server, call: UpstreamCall) -> Response:
         make = call.foreign_body if server.health.is_foreign else None
@@ -391,10 +408,11 @@ class Upstreams:
         """A decode server does not believe what this proxy signs: it is offered no more KV."""
         if self.secret:
             logger.warning(
-                "decode servers have another cluster secret than this proxy: their requests are "
-                "sent when the prefill is done, not at once (give all of them BATON_CLUSTER_SECRET)"
+                "servers have another cluster secret than this proxy: decode servers are asked "
+                "when the prefill is done, not at once, and nobody is told whose KV to pull (give "
+                "all of them BATON_CLUSTER_SECRET)"
             )
-        self.secret = b""
+        self.secret, self.knowledge.pulls = b"", False
 
     def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""
@@ -464,6 +482,7 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
         yield "baton_proxy_responses", {"status": str(status)}
     for kind in Kind:
         yield "baton_proxy_retries", {"leg": kind.value}
+        yield "baton_proxy_hints", {"leg": kind.value}
         for failure in Failure:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels

@@ -38,7 +38,7 @@ def test_any_knowledge_leads_to_a_server_that_may_be_used(
     prefills: list[Load],
     decodes: list[Load],
     tokens: int,
-    depths: dict[int, int],
+    depths: dict[int, float],
 ) -> None:
     servers(decodes, len(servers(prefills, 0)))
     found = place(Ask(tokens), prefills, decodes, depths)

@@ -10,7 +10,9 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.kv_params import CLIENT_MEMBERS, REMOTE_DECODE, SENDER_RELEASES
+from protocol.kv_hint import signed_hint
+from protocol.kv_params import CLIENT_MEMBERS, HINT, REMOTE_DECODE, SENDER_RELEASES
+from protocol.messages import KVHint
 from protocol.resume import MEMBER
 from proxy.knowledge import ask_of
 from proxy.placement import Ask
@@ -152,11 +154,12 @@ def decode_leg(
     return _encode({**body, "kv_transfer_params": params if foreign else _lent(params)})
 
 
-def with_kv_member(leg: bytes, name: str, value: object) -> bytes:
-    """A leg whose kv_transfer_params, an object if there are any, say this as well."""
+def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
+    """A leg whose kv_transfer_params, an object if there are any, hint at who has more KV."""
     body = _decode_object(leg)
     said = _decode_object(body["kv_transfer_params"]) if "kv_transfer_params" in body else {}
-    return _encode({**body, "kv_transfer_params": {**said, name: value}})
+    signed = signed_hint(hint, secret)
+    return _encode({**body, "kv_transfer_params": {**said, HINT: signed}})
 
 
 def _lent(params: msgspec.Raw) -> msgspec.Raw:

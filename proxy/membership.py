@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.handshake import may_pair
+from protocol.messages import KVHint
 from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, Said
@@ -25,6 +27,8 @@ class Kind(Enum):
 
 
 _TOLD = 64  # names in an error
+_MAX_TOKENS = 1 << 24
+_MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
 LISTED = "listed"  # the source that is the command line
 TWIN = "role both"  # the source that is the same server, as one of the other kind
 
@@ -364,6 +368,33 @@ class Fleet(Pool):
             self._watch.on_circuit(server)
         if (old.ready, old.reason) != (new.ready, new.reason):
             self._watch.on_change(server, old, new)
+
+
+def hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint | None:
+    """What a server is told that computes a prompt: the first of some servers that can lend it KV.
+    One that is wrong costs a question, one whose lender is dead a second.
+
+    Args:
+        lenders: each with the tokens of the prompt that it may have.
+    """
+    own = reader.health
+    if own.is_foreign or not own.subscribes:
+        return None
+    for lender, num_tokens in lenders:
+        if not isinstance(lender, Server) or lender.url == reader.url:
+            continue
+        told = lender.health
+        channel, is_well = told.side_channel, told.ready and told.open_until is None
+        is_known = told.kv_digest and own.kv_digest
+        if channel and is_well and is_known and may_pair(told.kv_digest, own.kv_digest):
+            return KVHint(
+                host=channel.host or urlsplit(lender.url).hostname or "",
+                port=channel.port,
+                engine_id=channel.engine_id,
+                incarnation=channel.incarnation,
+                num_tokens=min(num_tokens * _MAY_HAVE, _MAX_TOKENS),
+            )
+    return None
 
 
 def _named(models: Sequence[str]) -> str:

@@ -19,15 +19,14 @@ import msgspec
 
 from protocol.errors import BatonError, EngineDied, QueueFull, RequestError
 from protocol.http.deadlines import Deadline
-from protocol.kv_params import RELEASE_PATH
+from protocol.kv_params import HINT, RELEASE_PATH
 from protocol.messages import KVHint
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
-from proxy import hints
-from proxy.body import error_of
+from proxy.body import error_of, hinted
 from proxy.errors import MethodNotAllowed
 from proxy.knowledge import Knowledge, Work
-from proxy.membership import Fleet, Kind, Pool, Server
+from proxy.membership import Fleet, Kind, Pool, Server, hint
 from proxy.placement import Ask
 from proxy.relay import LOSS_REASONS, RequestTrace
 from proxy.upstream import (
@@ -59,6 +58,8 @@ _RETRIED = {
 }
 LOSSES = frozenset({Failure.LOST, Failure.DIED})  # after which another server may go on
 _DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
+
+_HINT = f"kv_transfer_params.{HINT}"  # what a server names that refuses one
 
 WorkT = TypeVar("WorkT")
 
@@ -314,7 +315,7 @@ class Upstreams:
         work = told = None
         if call.ask is not None:
             if call.computes:
-                told = hints.hint(server, call.ask, self.knowledge)
+                told = hint(server, self.knowledge.lenders(server, call.ask))
             work = self.knowledge.begin(
                 server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
             )
@@ -339,10 +340,10 @@ class Upstreams:
 
     async def _send_hinted(self, server: Server, call: UpstreamCall, told: KVHint) -> Response:
         """Without it once more, if the server does not believe it."""
-        body = hints.hinted(call.body, told, self.secret)
+        body = hinted(call.body, told, self.secret)
         response = await self._send(server, replace(call, body=body))
         if response.status == 400:
-            if error_of(await response.read(), "param").startswith(hints.PARAM):
+            if error_of(await response.read(), "param").startswith(_HINT):
                 self.distrust_secret()
                 return await self._send(server, call)
             return response

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5841,
     "model": 3740,
     "prefill_server": 192,
-    "protocol": 6755,
-    "proxy": 4934,
-    "tests": 39545,
+    "protocol": 6758,
+    "proxy": 5116,
+    "tests": 39796,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -9,9 +9,8 @@ import pytest
 from decode_server.hint import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
-from proxy.hints import hint
 from proxy.knowledge import Knowledge, ask_of
-from proxy.membership import Kind, Server
+from proxy.membership import Kind, Server, hint
 from proxy.placement import Ask, Load, place
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
 
@@ -55,7 +54,7 @@ class Fleet:
             self.knowledge.ended(work)
 
     def named(self, reader: Server, messages: Any = TURN_2) -> str | None:
-        found = hint(reader, ask(messages), self.knowledge)
+        found = hint(reader, self.knowledge.lenders(reader, ask(messages)))
         return found.engine_id if found else None
 
 
@@ -69,7 +68,7 @@ def test_whoever_lacks_something_is_told_of_who_has_it() -> None:
     assert fleet.named(fleet.p, branch) is None, "it is no answer to that"
     assert fleet.named(fleet.q, branch) in ("engine prefill0", "engine decode0")
     assert fleet.named(fleet.q, [{"content": "new"}]) is None
-    found = hint(fleet.q, ask(TURN_2), fleet.knowledge)
+    found = hint(fleet.q, fleet.knowledge.lenders(fleet.q, ask(TURN_2)))
     assert found is not None and (found.host, found.port) == ("host-decode0", 7000)
 
 

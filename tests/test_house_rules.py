@@ -29,8 +29,8 @@ MAX_LINES = {
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6758,
-    "proxy": 5116,
-    "tests": 39796,
+    "proxy": 5109,
+    "tests": 39795,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

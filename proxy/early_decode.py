@@ -35,11 +35,13 @@ class EarlyDecode:
     ) -> None:
         self._upstreams, self._ask, self._losses = upstreams, ask, losses
         self._news = asyncio.Event()
-        self._is_over = False
+        self._is_over = self._is_taken = False
         self._answer: asyncio.Task[Leg] | None = None
 
     def follow(self, prefill: Server) -> None:
-        """The prompt is to be computed there now."""
+        """The prompt is to be computed there now. Raises CancelledError where nobody wants it."""
+        if self._is_taken:  # it goes on by itself, whatever became of the prefill server
+            raise asyncio.CancelledError
         if self._is_over:
             return
         self._cancel()
@@ -59,6 +61,7 @@ class EarlyDecode:
             self._cancel()
             return None
         await asyncio.wait({prefill}, timeout=HEAD_WAIT_S)
+        self._is_taken = True
         answer, self._answer = self._answer, None
         return answer
 

@@ -183,3 +183,16 @@ async def test_both_legs_end_well_and_nothing_is_given_back(
         assert response.headers["x-baton-kv-prefill"] == P_KV["x-baton-kv"]
         await until(lambda: rig.in_flight() == 0)
         assert not rig.prefill[0].releases
+
+
+async def test_no_other_prefill_server_works_for_an_answer_that_has_begun() -> None:
+    p, d = Waits(drops), Waits(decodes, sends=b'data: {"text": "one"}\n\n')
+    async with early([fake(p, "P0"), fake(prefills, "P1")], [fake(d)]) as rig:
+        asked = rig.client.stream("POST", "/v1/completions", json=BODY | {"stream": True})
+        async with asked as response:
+            lines = response.aiter_lines()
+            assert "one" in await anext(lines)
+            p.go.set()
+            await until(lambda: rig.in_flight() == 1)
+        assert sum(len(one.calls) for one in rig.prefill) == 1
+        await until(lambda: rig.in_flight() == 0)

@@ -40,6 +40,7 @@ class _Offer(Generic[R]):
     lease_id: str = ""
     block_ids: list[int] = field(default_factory=list)
     reference: bytes = b""  # once it is sealed
+    is_given_up: bool = False  # by its last reader: nobody comes for what is not leased yet
     has_ended: bool = False  # nothing of it may be read any more
     readers: dict[str, _Reader[R]] = field(default_factory=dict)  # by nonce
 
@@ -69,10 +70,11 @@ class Offers(Generic[R]):
         self.withdraw(transfer_id, now)
         awaited = self._offers.get(transfer_id)
         is_awaited = self._known_until.pop(transfer_id, None) and awaited and not awaited.has_ended
-        readers = awaited.readers if awaited and is_awaited else {}
-        self._offers[transfer_id] = _Offer(
-            request_id, prompt_digest, lease_s, block_size, readers=readers
-        )
+        readers, is_given_up = {}, False
+        if awaited and is_awaited:
+            readers, is_given_up = awaited.readers, awaited.is_given_up
+        own = request_id, prompt_digest, lease_s, block_size
+        self._offers[transfer_id] = _Offer(*own, readers=readers, is_given_up=is_given_up)
         self._news.add(transfer_id)
 
     def wanted(self, transfer_id: str) -> int | None:
@@ -111,15 +113,23 @@ class Offers(Generic[R]):
         return True
 
     def tell_end(
-        self, transfer_id: str, lease_id: str, block_ids: Iterable[int], reference: bytes
+        self,
+        transfer_id: str,
+        lease_id: str,
+        block_ids: Iterable[int],
+        reference: bytes,
+        now: float,
     ) -> None:
-        """The prompt is computed, and all of its blocks are under this lease."""
+        """The prompt is computed, and all of its blocks are under this lease, which ends at once
+        where readers have come and given it up."""
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
         if offer.lease_id != lease_id:  # which may have ended, and then is no name any more
             self._name(transfer_id, offer, lease_id)
         offer.block_ids, offer.reference = list(block_ids), reference
+        if offer.is_given_up:
+            self._table.abort(lease_id, now)
         self._news.add(transfer_id)
 
     def withdraw(self, transfer_id: str, now: float) -> None:
@@ -157,13 +167,16 @@ class Offers(Generic[R]):
             return Gone(nonce=asked.nonce, reason="it has too many readers")
         if offer.lease_id:
             self._table.renew(offer.lease_id, now)
+        offer.is_given_up = False
         offer.readers[asked.nonce] = _Reader(reader, asked.prompt_digest, asked.num_blocks)
         self._news.add(asked.transfer_id)
         return Ok(nonce=asked.nonce)
 
-    def unsubscribe(self, nonce: str) -> None:
+    def unsubscribe(self, nonce: str, *, lends: bool) -> None:
+        """`lends`: another one may subscribe."""
         for offer in self._offers.values():
-            offer.readers.pop(nonce, None)
+            if offer.readers.pop(nonce, None):
+                offer.is_given_up = not (lends or offer.readers)
 
     def leave(self, reader: R) -> None:
         """All subscriptions of one."""

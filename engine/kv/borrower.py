@@ -249,7 +249,7 @@ class Borrower(KVConnector):
                     self._on_sealed(event)
                 case PeerFailed():
                     for sequence in self._connected(event):
-                        self._release_remote(sequence)
+                        self._release_remote(sequence, lend=not self._may_recompute(sequence))
                         self._give_up_remote(sequence, event.error)
                 case LookedUp():
                     self._on_looked_up(event)

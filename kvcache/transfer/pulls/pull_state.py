@@ -145,10 +145,11 @@ class PullState:
         engine: to give this pull up takes no abort."""
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
-    def abort(self) -> AbortLease:
-        """Nobody waits for its answer. Where there is no lease yet, it ends a subscription."""
+    def abort(self, how: str = "abort") -> AbortLease:
+        """Nobody waits for its answer. Where there is no lease yet, it ends a subscription; "lend":
+        another engine may subscribe."""
         lease = self._lease | ({} if self._has_lease else {"lease_id": self.attempt_id})
-        return AbortLease(nonce=f"abort-{self.attempt_id}", **lease)
+        return AbortLease(nonce=f"{how}-{self.attempt_id}", **lease)
 
     @property
     def _has_lease(self) -> bool:
@@ -320,7 +321,7 @@ class PullState:
             self._lease["lease_id"] = (
                 ""  # the subscription ends, the lease may serve another engine
             )
-            unsubscribe = [self.abort()] if self._grows else []
+            unsubscribe = [self.abort("lend")] if self._grows else []
             return self._ended(self._tell_drained(), *unsubscribe)
         if self.phase is Phase.DRAINING:
             return [PullStuck(self.pull_id)] if self._failure_told else []

@@ -154,7 +154,7 @@ class LeaseServer:
         self, transfer_id: str, lease_id: str, block_ids: Iterable[int], reference: bytes
     ) -> None:
         with self._lock:
-            self._offers.tell_end(transfer_id, lease_id, block_ids, reference)
+            self._offers.tell_end(transfer_id, lease_id, block_ids, reference, self._clock())
         self._waker.wake()
 
     def withdraw(self, transfer_id: str) -> None:
@@ -340,5 +340,6 @@ class LeaseServer:
             return self._table.renew(request.lease_id, now)
         if isinstance(request, Complete):
             return self._table.complete(request.lease_id, request.attempt_id, now)
-        self._offers.unsubscribe(f"subscribe-{request.nonce.partition('-')[2]}")
+        how, _, attempt_id = request.nonce.partition("-")
+        self._offers.unsubscribe(f"subscribe-{attempt_id}", lends=how == "lend")
         return self._table.abort(request.lease_id, now)

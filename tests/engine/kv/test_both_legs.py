@@ -4,9 +4,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, SamplingParams
 from tests.engine.kv.conftest import MakePair
 from tests.rigs.engine_pair import Pair
+from tests.rigs.memory_pair import compat
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
@@ -79,6 +81,22 @@ def test_an_abort_of_either_leg_ends_both(make_pair: MakePair, who: str, num_rou
     pair.until(lambda: bool(pair.p.out.terminals(ours)))
     pair.p.core.round([AbortRequest(ours)])  # as the proxy's: nobody will come
     pair.settle()
+
+
+@pytest.mark.parametrize(("policy", "held"), [("recompute", 0), ("fail", 12)])
+def test_what_d_will_not_read_comes_home_unless_another_d_may(
+    make_pair: MakePair, policy: str, held: int
+) -> None:
+    """D gives the offer up before P has leased anything; P's answer may serve another D."""
+    pair = make_pair(policy=policy, p_compat=compat(model_fingerprint="another"))
+    ours, theirs = pair.both(PROMPT, order="d")
+    pair.until(lambda: bool(pair.d.out.terminals(theirs)))
+    pair.until(lambda: pair.leases.counters()["gone"] == 1)  # it has said so
+    pair.p.core.round([add(ours, PROMPT, 1, retain_kv=True, transfer_id=f"{ours}-0")])
+    pair.until(lambda: bool(pair.p.out.terminals(ours)))
+    pair.p.core.round([])
+    assert pair.p.core.scheduler.allocator.counts()[BlockState.LEASED] == held
+    pair.p.core.round([AbortRequest(ours)])
 
 
 @pytest.mark.parametrize("order", ["pd", "dp"])

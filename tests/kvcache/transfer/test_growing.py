@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
-from protocol.errors import KVCorrupt, PeerUnreachable
+from protocol.errors import KVCorrupt, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import (
     PATIENT,
@@ -180,6 +180,13 @@ def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:
     prefill, decode, _ = subscribed(rig, connection_timeout_s=0.1)
     prefill.close()
     assert isinstance(decode.failed("a"), PeerUnreachable)
+
+
+def test_a_lender_that_computes_no_more_fails_its_pull(rig: Any) -> None:
+    """Though its side channel says that it lives; what was leased of the prompt comes home."""
+    prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
+    assert isinstance(decode.failed("a"), PullTimeout)
+    decode.until(lambda: prefill.server.counters()["held"] == 0)
 
 
 def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:

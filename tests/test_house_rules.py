@@ -24,13 +24,13 @@ MAX_LINES = {
     "decode_server": 392,
     "deploy": 900,
     "engine": 10580,
-    "kvcache": 7646,
-    "kvcache/transfer": 5841,
+    "kvcache": 7661,
+    "kvcache/transfer": 5843,
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6758,
-    "proxy": 5109,
-    "tests": 39795,
+    "proxy": 5112,
+    "tests": 39833,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -45,6 +45,7 @@ class Times:
     pair: float = 0.16e-9  # of a prompt's token and one before it
     handoff: float = 4e-3  # of a disaggregated request
     sent_token: float = 131072 / 200e9  # of KV, over the link
+    looked_up: float = 5e-3  # a prefix that another server has, before anything is sent
     capacity: int = 880_000  # tokens of KV
     streams: int = 256
     batch: int = 8192  # tokens of prompts in one step of a prefill server
@@ -218,6 +219,17 @@ class Fleet:
     def _arrive(self, request: Request) -> None:
         engine = self.router.computes(request)
         request.alone = not engine.prefills
+        if not (lender := self.router.lender):
+            self._admit(engine, request)
+            return
+        found = lender.cache.depth(request.hashes)
+        lacks = found - engine.cache.depth(request.hashes)
+        if lacks > 0:  # as the server reckons itself; while it comes it is not used
+            engine.cache.add(request.hashes[:found])
+        sent_s = max(lacks, 0) * BLOCK * self.times.sent_token
+        self._at(self.now + self.times.looked_up + sent_s, partial(self._admit, engine, request))
+
+    def _admit(self, engine: Engine, request: Request) -> None:
         engine.admit(request)
         self._begin(engine)
 
@@ -260,9 +272,20 @@ class Fleet:
 class Knowing:
     """The proxy's own choices, by what it sent where and when that was answered."""
 
-    def __init__(self, fleet: Fleet, routing: Routing, disaggregate: Disaggregate, limits: Limits):
+    def __init__(
+        self,
+        fleet: Fleet,
+        routing: Routing,
+        disaggregate: Disaggregate,
+        limits: Limits,
+        pulls: bool = False,
+    ):
         step_s, harm, clock = limits.step_s, limits.harm, lambda: fleet.now
         self.knowledge = Knowledge(routing, disaggregate, step_s=step_s, harm=harm, clock=clock)
+        self.knowledge.pulls = pulls
+        self.lender: Engine | None = None
+        for each in fleet.engines:
+            self.knowledge.lends(each, True)
         self._fleet = fleet
         self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
         self._work: dict[int, tuple[Work, Ask]] = {}
@@ -285,6 +308,8 @@ class Knowing:
         self, request: Request, ask: Ask, servers: list[Engine], computes: bool, generates: bool
     ) -> Engine:
         engine = self.knowledge.first(servers, ask, computes=computes, generates=generates)
+        lenders = self.knowledge.lenders(engine, ask) if computes else []
+        self.lender = next((at for at, _ in lenders if isinstance(at, Engine)), None)
         work = self.knowledge.begin(engine, ask, computes=computes, generates=generates)
         self._work[id(request)] = work, ask
         servers.append(servers.pop(servers.index(engine)))
@@ -305,6 +330,8 @@ class Knowing:
 
 class Known:
     """Placement by the servers' own state."""
+
+    lender: Engine | None = None
 
     def __init__(self, fleet: Fleet, limits: Limits) -> None:
         self._fleet, self._limits = fleet, limits
@@ -337,12 +364,14 @@ class Known:
         )
 
 
-POLICIES: dict[str, tuple[Routing, Disaggregate] | None] = {
-    "round_robin": ("round_robin", "always"),
-    "least_loaded": ("least_loaded", "always"),
-    "always": ("auto", "always"),
-    "never": ("auto", "never"),
-    "auto": ("auto", "auto"),
+POLICIES: dict[str, tuple[Routing, Disaggregate, bool] | None] = {
+    "round_robin": ("round_robin", "always", False),
+    "least_loaded": ("least_loaded", "always", False),
+    "always": ("auto", "always", False),
+    "never": ("auto", "never", False),
+    "auto": ("auto", "auto", False),
+    "always_pulls": ("auto", "always", True),
+    "auto_pulls": ("auto", "auto", True),
     "known": None,
 }
 
@@ -389,7 +418,7 @@ def simulate(
     engines = [Engine(i, i < num_prefills, times, args.itl_target_s) for i in range(count)]
     fleet = Fleet(engines, times, then)
     given = POLICIES[policy]
-    fleet.router = Knowing(fleet, *given, limits) if given else Known(fleet, limits)
+    fleet.router = Knowing(fleet, *given[:2], limits, given[2]) if given else Known(fleet, limits)
     fleet.run(requests)
     return figures(fleet, args)
 

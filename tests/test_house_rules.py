@@ -20,7 +20,7 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2291,
-    "benchmarks": 2521,
+    "benchmarks": 2550,
     "decode_server": 392,
     "deploy": 900,
     "engine": 10580,

@@ -138,11 +138,11 @@ class Engine:
                 self.cache.add(first.hashes)
         if room < most:
             seconds = max(seconds, t.prompts)
-        steps, tokens, took = self.totals
+        steps, tokens, prompts, took = self.totals
         if self.streams and not self.prefills:
             self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
         tokens += len(self.streams) + most - room
-        self.totals = Totals(steps + 1, tokens, took + seconds)
+        self.totals = Totals(steps + 1, tokens, prompts + most - room, took + seconds)
         return now + seconds, ended
 
     def generate(self, now: float) -> list[Request]:

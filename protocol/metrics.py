@@ -23,8 +23,14 @@ from prometheus_client.registry import Collector
 
 from protocol.version import VERSION
 
-# What an engine has done since its start, as told by GET /ready: steps, tokens in them, seconds.
-ENGINE_TOTALS = ("engine_steps", "engine_step_tokens", "engine_step_seconds")
+# What an engine has done since its start, as told by GET /ready: steps, tokens in them, those of
+# prompts, seconds.
+ENGINE_TOTALS = (
+    "engine_steps",
+    "engine_step_tokens",
+    "engine_step_prompt_tokens",
+    "engine_step_seconds",
+)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -85,6 +91,7 @@ TABLE = (
     Spec("baton_preemptions", "counter", "engine", "Sequences preempted and computed again."),
     Spec("baton_engine_steps", "counter", "engine", "Forward steps."),
     Spec("baton_engine_step_tokens", "counter", "engine", "Tokens computed in forward steps."),
+    Spec("baton_engine_step_prompt_tokens", "counter", "engine", "Tokens of prompts among these."),
     Spec("baton_engine_step_seconds", "counter", "engine", "Time spent in forward steps."),
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels loaded, perhaps compiled, after the server was ready: should stay 0."),

@@ -56,10 +56,12 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
 
 
 class Totals(NamedTuple):
-    """Of an engine since its start: steps, the tokens in them, and their seconds."""
+    """Of an engine since its start: steps, the tokens in them, those of prompts among these, and
+    the steps' seconds."""
 
     steps: float = 0.0
     tokens: float = 0.0
+    prompts: float = 0.0
     seconds: float = 0.0
 
 
@@ -166,7 +168,6 @@ class Knowledge:
         self._lenders: dict[int, object] = {}  # by index
         self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
         self.pulls = False  # servers are told whose KV to pull
-        self._streams: dict[object, int] = {}  # when it was asked; 1 for some since, after none
 
     def forget(self, server: object) -> None:
         """What it had cached is not there any more: it has restarted, or left."""
@@ -184,7 +185,6 @@ class Knowledge:
             self._lenders.pop(load.index, None)
         self._totals.pop(server, None)
         self._speeds.pop(server, None)
-        self._streams.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
@@ -264,8 +264,6 @@ class Knowledge:
             load.prompts += 1
         load.running += generates
         load.held += ask.tokens * generates
-        if generates:
-            self._streams[server] = self._streams.get(server) or 1
         size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
         most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
@@ -313,12 +311,10 @@ class Knowledge:
         one with streams take."""
         load, before = self.loads[server], self._totals.get(server, Totals())
         load.capacity, load.target_s, self._totals[server] = capacity, itl_target_s, totals
-        steps, tokens, seconds = (b - a for a, b in zip(before, totals, strict=True))
-        streams = (self._streams.get(server, 0) + load.running) / 2
-        self._streams[server] = load.running
-        if steps <= 0 or tokens <= 0 or seconds <= 0:
+        steps, tokens, prompts, seconds = (b - a for a, b in zip(before, totals, strict=True))
+        if steps <= 0 or tokens <= 0 or prompts < 0 or seconds <= 0:
             return
-        prompts = max(tokens - streams * steps, 0.0)
+        streams = max(tokens - prompts, 0.0) / steps
         weighed = steps * (1.0 + streams / DOUBLING) if streams else 0.0
         speed = self._speeds.setdefault(server, _Speed())
         load.step_s, load.token_s = speed.learn(

@@ -190,7 +190,8 @@ class EngineCore(CoreServices):
             output = step.pending.result()
             now_s = time.perf_counter()
             seconds = now_s - max(step.started_s, self._last_finish_s)
-            self._stats.step_ended(step.num_tokens, seconds)
+            num_of_prompts = sum(item.num_tokens for item in step.scheduled if item.is_prompt)
+            self._stats.step_ended(step.num_tokens, num_of_prompts, seconds)
             if step.num_tokens >= _MANY_TOKENS:
                 self._seconds_per_token = seconds / step.num_tokens
             self._last_finish_s = now_s

@@ -15,6 +15,7 @@ _INTERVAL_S: Final = 0.25
 _NAMES: Final = (
     "baton_engine_steps",
     "baton_engine_step_tokens",
+    "baton_engine_step_prompt_tokens",
     "baton_engine_step_seconds",
     "baton_prefix_cache_query_tokens",
     "baton_prefix_cache_hit_tokens",
@@ -93,9 +94,10 @@ class CoreStats:
         self._told: dict[str, float] = {}
         self._due_s = 0.0
 
-    def step_ended(self, num_tokens: int, seconds: float) -> None:
+    def step_ended(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         self._totals["baton_engine_steps"] += 1
         self._totals["baton_engine_step_tokens"] += num_tokens
+        self._totals["baton_engine_step_prompt_tokens"] += num_prompt_tokens
         self._totals["baton_engine_step_seconds"] += seconds
 
     def admitted(self, sequence: Sequence) -> None:

@@ -7,19 +7,16 @@ Policy, in order:
 3. Waiting sequences are admitted in the order of `waiting.py`, when blocks for all their tokens
    are available; each takes what the prefix index holds and only allocates the rest. One that would
    not even fit into what is not quarantined, or is to be pulled beside too much that is being
-   written to, lets others pass until it does. So does one whose beginning a running sequence is
-   computing just now, until that has computed it or runs no more: it finds it in the index then.
-When a running sequence needs a block and none is available, the latest admitted one is preempted:
-its blocks are released and it waits, at the head of the queue, to be computed again. A sequence
-that fits the pool alone therefore always ends.
+   written to, lets others pass until it does. So does one whose beginning a running sequence
+   computes just now: it finds it in the index then.
+When a running sequence needs a block and there is none, the latest admitted one is preempted: it
+gives its blocks back and waits at the head of the queue. One that fits the pool alone always ends.
 
 A sequence with a `remote` reference is not computed: its new blocks become RECEIVING, a pull fills
-them, and `received`, `recompute_in_place` or `abandon` brings it back. A pull ends or times out by
-itself, so neither receiving nor running sequences block the other.
+them, and `received`, `recompute_in_place` or `abandon` brings it back. It ends or times out alone.
 
-A step may be planned while the one before it has not finished. Blocks that a sequence gives up go
-back to the allocator only when every launched step that refers to them has finished (I8), and a
-sequence is preempted only when no step is under way (`may_preempt`).
+A step may be planned while others have not finished. Blocks go back to the allocator only when
+every launched step that refers to them has (I8); none is preempted under a step (`may_preempt`).
 """
 
 from collections import deque
@@ -62,6 +59,11 @@ class Scheduled:
         start = sequence.num_computed + sequence.num_launched
         is_last = num_tokens == sequence.num_uncomputed
         return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
+
+    @property
+    def is_prompt(self) -> bool:
+        """Else it is a stream's: one token after the prompt."""
+        return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property
     def scored(self) -> range:
@@ -493,8 +495,6 @@ class Scheduler:
 
 
 def _load_of(scheduled: Sequenceable[Scheduled]) -> Load:
-    """A token after the prompt is a stream's."""
-    streams = [item for item in scheduled if item.start >= item.sequence.num_prompt_tokens]
+    prompts = [item.num_tokens for item in scheduled if item.is_prompt]
     held = sum(item.start + item.num_tokens for item in scheduled)
-    num_tokens = sum(item.num_tokens for item in scheduled)
-    return Load(len(streams), held, num_tokens - len(streams))
+    return Load(len(scheduled) - len(prompts), held, sum(prompts))

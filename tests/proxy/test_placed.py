@@ -115,14 +115,16 @@ def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain() 
 def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
     knowledge = Knowledge("auto", "auto")
     for poll in range(60):
-        knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 0.5 * poll))
+        knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 10_000 * poll, 0.5 * poll))
     assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
         knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
     prompts, totals = random.Random(1), Totals()
     for _ in range(60):  # up to 100 tokens of prompts a step beside the streams
         tokens = prompts.randrange(100)
-        steps = 50, 50 * (8 + tokens), 50 * (0.012 + tokens * 4e-4)
+        streams, even = prompts.choice([2, 14]), 0.012 / (1 + 8 / 96)  # who came and went meanwhile
+        seconds = even * (1 + streams / 96) + tokens * 4e-4
+        steps = 50, 50 * (streams + tokens), 50 * tokens, 50 * seconds
         totals = Totals(*(before + more for before, more in zip(totals, steps, strict=True)))
         knowledge.told("d", 1000, totals)
     assert step_s(knowledge.loads["d"]) == pytest.approx(0.012, rel=0.01)

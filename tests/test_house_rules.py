@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2550,
     "decode_server": 392,
     "deploy": 900,
-    "engine": 10580,
+    "engine": 10583,
     "kvcache": 7661,
     "kvcache/transfer": 5843,
     "model": 3740,
     "prefill_server": 192,
-    "protocol": 6758,
-    "proxy": 5112,
-    "tests": 39833,
+    "protocol": 6765,
+    "proxy": 5108,
+    "tests": 39835,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

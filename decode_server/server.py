@@ -125,10 +125,12 @@ class DecodeLeg(ServerHooks):
 def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -> None:
     """Raises KVParamsRejected where the KV is another prompt's or another model's, or what only a
     prefill finds out about this one is missing."""
-    num_tokens = len(add.token_ids)
-    if params.remote_num_tokens != num_tokens:
-        _reject("remote_num_tokens", f"is {params.remote_num_tokens}, the prompt has {num_tokens}")
-    if params.prompt_digest != kv_params.prompt_digest(add.token_ids):
+    num_tokens, ids = params.remote_num_tokens, add.token_ids
+    if len(add.known) == 1:  # of a stream that was moved here
+        ids = [*ids, *add.known[0].token_ids]
+    if not len(add.token_ids) <= num_tokens <= len(ids):
+        _reject("remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}")
+    if params.prompt_digest != kv_params.prompt_digest(ids[:num_tokens]):
         _reject("prompt_digest", "is of another prompt")
     wanted, rows = add.num_prompt_logprobs, params.prompt_logprobs
     if wanted is not None and (rows is None or any(r and len(r.top_ids) < wanted for r in rows)):

@@ -43,6 +43,7 @@ logger = logging.getLogger("baton.serve")
 _START_TIMEOUT_S = 600.0
 _LEASES = "baton_leases_held"  # among an engine's stats
 _LEASES_POLL_INTERVAL_S = 0.02
+_SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
 _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
@@ -120,7 +121,11 @@ class _Server:
             self.processes.kill()
             lifecycle.report_failure("told twice to end: killed")
             os._exit(_KILLED)
-        self.stop.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        if not self.stop.done():
+            self.stop.set_result(None)
 
     def _engine_ended(self, reason: str) -> None:
         def tell() -> None:
@@ -146,6 +151,7 @@ class _Server:
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             how = self.hooks, fingerprint, prepared.defaults, self.secret
             api = Api(client, tokenizer, self.settings, *how)
+            api.on_drain = self._end
             app = create_app(api)
             try:
                 await api.grammars.start()
@@ -202,8 +208,10 @@ class _Server:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hung.cancel()
         await leave()  # first of all: what proxies send from now on would be refused
+        until = self.loop.time() + self.settings.shutdown_grace_s / 2
+        await self._hand_over(serving, client, until)
         server.should_exit = True  # accepts nothing more; open requests may finish for a while
-        await self._drain(serving, client)
+        await self._drain(serving, client, until)
         failed = self.failure.result() if self.failure.done() else None
         if failed is not None:
             client.fail(failed)  # the clients are told that, not that the server is ending
@@ -223,11 +231,25 @@ class _Server:
         registrar.start()
         return registrar.leave
 
-    async def _drain(self, serving: asyncio.Future[None], client: EngineClient) -> None:
+    async def _hand_over(
+        self, serving: asyncio.Future[None], client: EngineClient, until: float
+    ) -> None:
+        """Has other decode servers go on with streams. It listens meanwhile: a stream for which
+        there is no other comes back, to end here."""
+        client.is_draining = True
+        settled = self.loop.time() + _SETTLE_S if client.migrate() else 0.0
+        while not (serving.done() or self.failure.done()) and self.loop.time() < until:
+            is_going = client.moving or (settled and client.stats.get(_LEASES, 0))
+            if self.loop.time() >= settled and not is_going:
+                return
+            await asyncio.sleep(_LEASES_POLL_INTERVAL_S)
+
+    async def _drain(
+        self, serving: asyncio.Future[None], client: EngineClient, until: float
+    ) -> None:
         """Lets open requests finish, and decode servers come for the KV they were promised, while
         the engine lives and for half of the grace time."""
-        limit_s = self.settings.shutdown_grace_s / 2
-        until = self.loop.time() + limit_s
+        limit_s = max(0.0, until - self.loop.time())
         ends: set[asyncio.Future[Any]] = {serving, self.failure}
         await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         while client.stats.get(_LEASES, 0) and not self.failure.done():

@@ -74,7 +74,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     block_ids: list[int]
     block_size: int  # tokens
-    num_tokens: int  # tokens whose KV the blocks hold: the whole prompt
+    num_tokens: int  # tokens whose KV the blocks hold: the whole prompt, or known outputs as well
     cached_tokens: int  # of those, what the prefill server did not compute
     tp_size: int
     first_tokens: list[FirstToken]  # one per choice, or none: the decode server draws them itself
@@ -129,6 +129,12 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     choice: int | None = None  # None: all of them
 
 
+class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
+    """The request, of one choice, ends as MOVED once it has an output and its KV is here."""
+
+    request_id: str
+
+
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
     """Decode role: the request that brought this reference was refused; nobody will use its KV."""
 
@@ -139,7 +145,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish nothing, free everything, exit."""
 
 
-EngineInput = AddRequest | AbortRequest | ReleaseRemote | Shutdown
+EngineInput = AddRequest | AbortRequest | Migrate | ReleaseRemote | Shutdown
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -166,6 +172,9 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # prompt tokens that no server computed for this request
 
 
+MOVED = "moved"  # what a request ends as that goes on at another server, with the KV it has here
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. `times` are set on the last delta; so is `usage`, which the first
     token of a choice also has, as far as it is known by then."""
@@ -176,11 +185,12 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token when asked for
     # One per prompt token in order, over one or more deltas of choice 0; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | MOVED
     error: ErrorInfo | None = None
     usage: KVUsage | None = None
     times: PhaseTimes | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # prefill role, on the last delta
+    # On the last delta, of a prompt that is to be decoded elsewhere, or of one that is MOVED.
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):

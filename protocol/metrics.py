@@ -58,7 +58,7 @@ TABLE = (
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests; outcome: stop, length, tool_calls, abort (client gone), rejected "
-         "(4xx), error (5xx).", ("endpoint", "outcome")),
+         "(4xx), error (5xx), moved (handed over to another server).", ("endpoint", "outcome")),
     Spec("baton_requests_in_progress", "gauge", "server",
          "Requests accepted and not yet answered in full."),
     Spec("baton_queue_tokens", "gauge", "server", "Tokens of prompts that wait for their turn."),
@@ -143,7 +143,8 @@ TABLE = (
     Spec("baton_proxy_requests_in_progress", "gauge", "proxy", "Requests not yet answered."),
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),
     Spec("baton_proxy_resumes", "counter", "proxy",
-         "Decode servers lost in mid-answer, by reason (lost, timeout, died, busy, error) and "
+         "Decode servers lost in mid-answer, by reason (lost, timeout, died, busy, error; moved: "
+         "it handed the stream over) and "
          "outcome: resumed (another one went on), lost_again (it was lost, too), failed (none "
          "could), spent (--max-resumes), unkept (the stream cannot go on elsewhere).",
          ("reason", "outcome")),

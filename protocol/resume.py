@@ -8,7 +8,8 @@ stream is one SSE comment and what it says of the bytes behind it:
 The proxy passes on what is behind a comment and keeps the comments' texts, whose meaning it does
 not know. When the server is lost, it sends the request again with the texts, signed, as
 `baton_resume`. A first text tells what else the answer depends on; one that begins with `!` is in
-front of an error event, after which another server may go on.
+front of an error event, after which another server may go on; `!moved` is, with where the KV of
+all these tokens is.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ MEMBER = "baton_resume"  # of a request's body
 MAX_KEPT_BYTES = 1 << 20  # of a stream's texts; one that has more ends with its server
 HANDED_BACK = b"!"
 DIED, BUSY = b"!died", b"!busy"  # the engine has ended; the server does not go on with this one
+MOVED = b"!moved "  # and kv_transfer_params: the server has handed its stream over
 _ASKED, _SIGNED = b"baton frames\n", b"baton resume\n"
 _MARK = b":baton "
 _SIZE_AT, _TEXT_AT = len(_MARK), len(_MARK) + 9

@@ -145,10 +145,13 @@ class PDRequest:
         while loss is None or self._losses.take(loss, self._fleet.of[Kind.DECODE]):
             if loss is not None:
                 self._trace.rotation, self._trace.decode_only = "pair", "-"
-                await self._until_ready(() if loss.has_begun else self._losses.avoided)
+                if loss.params is None:
+                    await self._until_ready(() if loss.has_begun else self._losses.avoided)
                 self._pool = self._own_pool()
             try:
-                await self._generate_once(is_scored)
+                await (
+                    self._go_on(loss) if loss and loss.params else self._generate_once(is_scored)
+                )
                 return
             except Loss as another:
                 loss = another
@@ -170,6 +173,13 @@ class PDRequest:
 
     def _own_pool(self) -> Pool:
         return self._fleet.pool(bodies.model_of(self._plain))
+
+    async def _go_on(self, loss: Loss) -> None:
+        """Another server does with a stream that its server has handed over; without another one
+        that server itself, as long as it lives."""
+        assert loss.params is not None
+        readers = self._pool.readers_of(loss.server.health.kv_digest)
+        await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
 
     async def _generate_once(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):
@@ -246,19 +256,21 @@ class PDRequest:
                 self.upstreams.give_back(lender, self.headers, named, _LEFT_S)
             prefill.cancel()  # which tells its server, if it has not answered
 
-    async def _decode_prefilled(self, prefill: Server, params: msgspec.Raw, readers: Pool) -> None:
-        """The decode leg; unless it ends well, the prefill server is told to take its KV back."""
+    async def _decode_prefilled(
+        self, lender: Server, params: msgspec.Raw, readers: Pool, **options: Any
+    ) -> None:
+        """The decode leg; unless it ends well, the lender is told to take its KV back."""
         after_s = 0.0
         self._pool = readers
         try:
             unfit = self._unfit(Kind.DECODE, bodies.num_tokens(self._body, params))
-            await self._decode(params, unfit)
+            await self._decode(params, unfit, **options)
         except asyncio.CancelledError:
             after_s = _LEFT_S
             raise
         finally:
             if not self.reply.has_succeeded:
-                self.upstreams.give_back(prefill, self.headers, params, after_s)
+                self.upstreams.give_back(lender, self.headers, params, after_s)
 
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
@@ -338,10 +350,10 @@ class PDRequest:
         return None
 
     async def _decode(
-        self, params: msgspec.Raw | None, unfit: Sequence[Server] = (), *, computes: bool = False
+        self, params: msgspec.Raw | None, unfit: Sequence[Server] = (), **options: Any
     ) -> None:
         """A decode server generates, or goes on with what others have generated."""
-        call = self._decode_call(params, computes=computes)
+        call = self._decode_call(params, **options)
         unfit = [*unfit, *self._losses.avoided]
         await self._have_answered(self.upstreams.run(call, self._trace, unfit))
 
@@ -384,7 +396,7 @@ class PDRequest:
 
     async def _relay(self, leg: Leg) -> None:
         server, response, kind = leg.server, leg.response, leg.server.kind.value
-        failure, event = Failure.ERROR, None
+        failure, event, params = Failure.ERROR, None, None
         error: BatonError
         try:
             relaying = self.reply.relay(response)
@@ -396,10 +408,11 @@ class PDRequest:
             error = DecodeServerLost(f"the {kind} server ended the stream before its last event")
         except UpstreamError as broken:
             if isinstance(broken, HandedBack):
-                failure, event = broken.why, broken.event
+                failure, event, params = broken.why, broken.event, broken.params
             else:
                 failure = broken.failure
-            self.upstreams.failed(server, failure, str(broken), None)
+            if params is None:
+                self.upstreams.failed(server, failure, str(broken), None)
             told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost
             error = told(f"the {kind} server broke off its answer: {broken}")
         finally:
@@ -407,8 +420,10 @@ class PDRequest:
             self.upstreams.release(server, leg.work)
         if not self._losses.may_go_on:
             raise error
-        self._trace.num_lost += 1
-        raise Loss(error, failure, server, event, has_begun=self.reply.status is not None)
+        self._trace.num_moved += params is not None
+        self._trace.num_lost += params is None
+        has_begun = self.reply.status is not None
+        raise Loss(error, failure, server, event, has_begun=has_begun, params=params)
 
     async def _relay_refusal(self, answer: Response) -> None:
         self.upstreams.count("prefill", f"status_{answer.status}")

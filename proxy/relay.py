@@ -16,7 +16,7 @@ from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
-from protocol.resume import DIED, HANDED_BACK, HEADER, Frames, Kept, asking
+from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, asking
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
@@ -32,7 +32,15 @@ _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
     b"upgrade content-length date server x-request-id".split()
 ) | {_FRAMED}
-LOSS_REASONS = (Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.BUSY, Failure.ERROR)
+MAX_MOVES = 16  # of a stream, that its servers hand over
+LOSS_REASONS = (
+    Failure.MOVED,
+    Failure.LOST,
+    Failure.TIMEOUT,
+    Failure.DIED,
+    Failure.BUSY,
+    Failure.ERROR,
+)
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
@@ -54,6 +62,7 @@ class RequestTrace:
     prefill_s: float | None = None
     legs: list[tuple[str, float]] = field(default_factory=list)  # servers asked, and when (s)
     num_lost: int = 0  # decode servers, that had been given it
+    num_moved: int = 0  # times that one has handed it over
     first_byte_s: float | None = None
 
     def begin(self) -> None:
@@ -120,12 +129,17 @@ class HandedBack(UpstreamError):
 
     Args:
         event: that error's, for a client whose stream does not go on.
+
+    Attributes:
+        params: of the KV that it has lent to who goes on.
     """
 
     def __init__(self, text: bytes, event: bytes) -> None:
         super().__init__("its engine ended" if text == DIED else "it does not go on with this")
         self.why = Failure.DIED if text == DIED else Failure.BUSY
-        self.event = event
+        self.event, self.params = event, None
+        if text.startswith(MOVED):
+            self.why, self.params = Failure.MOVED, msgspec.Raw(text[len(MOVED) :])
 
 
 class FramedEvents(EventBuffer):
@@ -291,6 +305,7 @@ class Loss(Exception):
         told: what the client is told if no other server goes on.
         event: the server's own error event, to be told instead.
         has_begun: the client has some of the answer.
+        params: of the KV that the server has lent to who goes on.
     """
 
     def __init__(
@@ -301,10 +316,11 @@ class Loss(Exception):
         event: bytes | None,
         *,
         has_begun: bool,
+        params: msgspec.Raw | None = None,
     ) -> None:
         super().__init__(told.message)
         self.told, self.reason, self.server, self.event = told, reason, server, event
-        self.has_begun = has_begun
+        self.has_begun, self.params = has_begun, params
 
 
 class Losses:
@@ -327,16 +343,17 @@ class Losses:
 
     @property
     def num(self) -> int:
-        return self._reply.trace.num_lost
+        """Of all, those that were moves among them."""
+        return self._reply.trace.num_lost + self._reply.trace.num_moved
 
     def max_deliveries(self) -> int:
         """To how many servers the request may be given before one of them has begun to answer."""
-        return max(1, 1 + self._limit - self.num - self._failures)
+        return max(1, 1 + self._limit - self._reply.trace.num_lost - self._failures)
 
     def take_failure(self) -> bool:
         """Whether another server may be given the request, after one that failed with it."""
         self._failures += 1
-        return self.num + self._failures <= self._limit
+        return self._reply.trace.num_lost + self._failures <= self._limit
 
     def headers(self) -> Headers:
         """By which a server of ours is asked for a stream that can go on elsewhere."""
@@ -353,7 +370,8 @@ class Losses:
         self.count("lost_again")
         self._reason = loss.reason.value
         health = loss.server.health
-        if self.num > self._limit:
+        trace = self._reply.trace
+        if trace.num_lost > self._limit or trace.num_moved > MAX_MOVES:
             self.count("spent")
         elif health.is_foreign or (loss.has_begun and not self._reply.kept.is_whole):
             self.count("unkept")

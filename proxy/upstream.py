@@ -49,6 +49,7 @@ class Failure(Enum):
     TIMEOUT = "timeout"  # delivered; silent for too long
     FULL = "full"  # 429: refused, its queue is full
     BUSY = "busy"  # 503: refused, or handed back
+    MOVED = "moved"  # handed over to another one, with its KV
     DIED = "died"  # 503: delivered; the server's engine ended before there was an answer
     ERROR = "error"  # any other 5xx
 

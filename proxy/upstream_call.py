@@ -56,6 +56,7 @@ _RETRIED = {
     # wait for another one. Nor is a decode server's own error: it has its failure policy.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
+_FAILURES = [each for each in Failure if each.value != "moved"]  # of a server
 LOSSES = frozenset({Failure.LOST, Failure.DIED})  # after which another server may go on
 _DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
@@ -108,6 +109,7 @@ class UpstreamCall:
         max_deliveries: that may be lost.
         goes_on: another server may take over at any time; nobody waits for one that is silent.
         is_admitted: it had begun elsewhere: it is refused for no queue.
+        back_to: asked where no other server is ready, though it may not be, either.
         on_ask: called with each server before it is asked.
     """
 
@@ -128,7 +130,11 @@ class UpstreamCall:
     max_deliveries: int = MAX_DELIVERIES
     goes_on: bool = False
     is_admitted: bool = False
+    back_to: Server | None = None
     on_ask: Callable[[Server], None] = lambda server: None
+
+    def last(self, tried: Sequence[Server]) -> Server | None:
+        return None if self.back_to in tried else self.back_to
 
 
 class LegFailed(Exception):
@@ -226,7 +232,8 @@ class Upstreams:
             servers = pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[_Refused] = []
-        while server := pool.choose(kind, [*unfit, *tried], trace.rotation, first):
+        choose = partial(pool.choose, kind, rotation=trace.rotation, first=first)
+        while server := choose([*unfit, *tried]) or call.last(tried):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             tried.append(server)
@@ -237,8 +244,7 @@ class Upstreams:
             except UpstreamError as error:
                 answer, failure, detail, told = None, error.failure, str(error), error.told
             else:
-                answer = leg.response
-                failure = failure_of(answer.status, answer.body)
+                failure = failure_of((answer := leg.response).status, answer.body)
                 detail = told = str(answer.status)
                 if failure is None:
                     if answer.body is not None:
@@ -464,17 +470,12 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
     see the event with which a series appears, and what alerts wait for may happen once."""
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
     alone = (
-        "placed",
-        "incompatible",
-        "no_prefill_server",
-        "no_kv_params",
-        "prefill_body",
-        "prefill_context",
+        "placed incompatible no_prefill_server no_kv_params prefill_body prefill_context".split()
     )
     ways = {
         "pd": ["routed"],
         "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in Failure)],
+        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in _FAILURES)],
     }
     for path, reasons in ways.items():
         for reason in reasons:
@@ -484,7 +485,7 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
     for kind in Kind:
         yield "baton_proxy_retries", {"leg": kind.value}
         yield "baton_proxy_hints", {"leg": kind.value}
-        for failure in Failure:
+        for failure in _FAILURES:
             labels = {"leg": kind.value, "reason": failure.value}
             yield "baton_proxy_upstream_failures", labels
     for failure in LOSS_REASONS:

@@ -21,16 +21,16 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 MAX_LINES = {
     "attention": 2291,
     "benchmarks": 2550,
-    "decode_server": 392,
+    "decode_server": 394,
     "deploy": 900,
-    "engine": 10583,
+    "engine": 10758,
     "kvcache": 7661,
     "kvcache/transfer": 5843,
     "model": 3740,
     "prefill_server": 192,
-    "protocol": 6765,
-    "proxy": 5108,
-    "tests": 39835,
+    "protocol": 6786,
+    "proxy": 5132,
+    "tests": 40160,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -36,7 +36,15 @@ from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError
-from protocol.messages import AbortRequest, AddRequest, EngineInput, ReleaseRemote, TokenLogprobs
+from protocol.messages import (
+    MOVED,
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    Migrate,
+    ReleaseRemote,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger("baton.engine")
 
@@ -77,6 +85,7 @@ class EngineCore(CoreServices):
         self._shape_book = ShapeBook()
         self._output = OutputProcessor()
         self._launched: deque[_Launched] = deque()
+        self._moving: dict[str, Sequence] = {}  # that go on elsewhere, as soon as they run
         self._last_finish_s = 0.0
         self._is_last = False  # whether the link asked to end while a step was waited for
         self._stats = CoreStats()
@@ -108,6 +117,8 @@ class EngineCore(CoreServices):
         was_under_way = bool(self._launched)
         if was_under_way and (self._is_long(self._launched[-1]) or self.scheduler.may_preempt()):
             self.finish_steps(0)
+        if self._moving:
+            self._move()
         for sequence in list(self.grammars.compiling):
             self.enqueue(sequence)
         for sequence, error in self.grammars.overdue():
@@ -234,6 +245,10 @@ class EngineCore(CoreServices):
                 self._add(message)
             case AbortRequest(request_id, choice):
                 self._abort(request_id, choice)
+            case Migrate(request_id):
+                found = self.sequences.get(request_id)
+                if found is not None and len(found.choices) == 1:
+                    self._moving[request_id] = found
             case ReleaseRemote(remote):
                 self.connector.on_release(remote)
 
@@ -249,6 +264,22 @@ class EngineCore(CoreServices):
             self._end_choices([(sequence, "abort") for sequence in wanted])
         elif choice is None:
             self.connector.on_abort_unknown(request_id)
+
+    def _move(self) -> None:
+        """Hands over what runs and has an output: its client knows all that its KV is of."""
+        self.finish_steps(0)
+        for name, sequence in list(self._moving.items()):
+            if sequence.phase is Phase.RUNNING and sequence.is_decoding:
+                sequence.is_moving = True
+                self.grammars.forget(sequence)
+                try:
+                    self._end_choices([(sequence, MOVED)])
+                except (BlockError, AssertionError):
+                    raise
+                except Exception as error:
+                    self._give_up(sequence, error)
+            if sequence.phase is Phase.FINISHED:
+                del self._moving[name]
 
     # -- services to the connector -----------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Scheduler:
             if not (is_remote or plan.budget):
                 return
             if is_remote and not is_locked_out:
-                needed = sequence.num_blocks_for(sequence.num_prompt_tokens, self.limits.block_size)
+                needed = sequence.num_blocks_for(sequence.num_to_hold, self.limits.block_size)
                 pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
             if is_locked_out or (is_remote and pulls_wait) or self._awaits_prefix(sequence):
                 passed += 1
@@ -277,9 +277,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
-        num_tokens = len(sequence.token_ids)
-        if sequence.remote is not None:
-            num_tokens = sequence.num_prompt_tokens  # what needs blocks now
+        is_remote = sequence.remote is not None  # what needs blocks now
+        num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
         hits = self._match(sequence)
         self.allocator.share(hits)
         needed = -(-num_tokens // self.limits.block_size) - len(hits)
@@ -319,7 +318,7 @@ class Scheduler:
             return []
         max_tokens = len(sequence.token_ids) - 1
         if sequence.remote is not None:
-            max_tokens = min(max_tokens, sequence.num_prompt_tokens)
+            max_tokens = min(max_tokens, sequence.num_to_hold)
         elif sequence.children:  # they fork off what it computes
             max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
         if sequence.is_scoring:
@@ -339,7 +338,8 @@ class Scheduler:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
         num_received = max(sequence.num_to_receive, sequence.num_computed)
         self.recompute_in_place(sequence)
-        sequence.num_transferred = num_received - sequence.num_computed
+        ends = [min(n, sequence.num_prompt_tokens) for n in (sequence.num_computed, num_received)]
+        sequence.num_transferred = ends[1] - ends[0]
         sequence.num_computed = num_received
         self.publish(sequence)
         self.fork_choices(sequence)

@@ -73,6 +73,7 @@ class Sequence:
     num_overtaken: int = 0  # while it waits, by those that came later; see core/waiting.py
     was_admitted: bool = False
     has_ended: bool = False  # its terminal event is out, or about to be
+    is_moving: bool = False  # it ends here, and its KV is lent to where it goes on
     is_parent_only: bool = False  # it has ended, and computes its prompt for its children
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -136,12 +137,19 @@ class Sequence:
 
     @property
     def num_to_receive(self) -> int:
-        """Prompt tokens whose KV is pulled, while that is to come: as many as there are elsewhere,
-        but for the last where a first token is drawn here, from its logits."""
+        """Tokens whose KV is pulled, while that is to come: as many as there are elsewhere, but for
+        the last of a prompt where a first token is drawn here, from its logits, or of outputs that
+        were drawn elsewhere."""
         assert self.remote is not None
         known = self.request.known or [Known()]
         draws = not all(self.remote.first_tokens or one.token_ids or one.has_ended for one in known)
-        return min(self.remote.num_tokens, self.num_prompt_tokens - draws)
+        num_known = max(self.num_prompt_tokens - draws, len(self.token_ids) - 1)
+        return min(self.remote.num_tokens, num_known)
+
+    @property
+    def num_to_hold(self) -> int:
+        """Tokens that need blocks before the KV that is elsewhere can be pulled."""
+        return max(self.num_prompt_tokens, self.num_to_receive)
 
     @property
     def num_uncomputed(self) -> int:

@@ -102,6 +102,9 @@ class Api:
         fingerprint: the `system_fingerprint` of answers.
         generation_config: the defaults for fields that a request leaves out.
         secret: of the cluster, with which proxies sign.
+
+    Attributes:
+        on_drain: has the server end in order.
     """
 
     client: EngineClient
@@ -113,6 +116,7 @@ class Api:
     secret: bytes = b""
 
     def __post_init__(self) -> None:
+        self.on_drain: Callable[[], None] = nothing
         self.metrics = ServerMetrics()
         self.access = Access(self.settings, self.metrics)
         self.texts = TextEncoder(self.tokenizer)

@@ -3,6 +3,8 @@
 POST /v1/completions, /v1/chat/completions, /v1/responses     engine/http/generate.py
 POST /tokenize, /detokenize
 POST /release_kv                               nobody will use the KV of these kv_transfer_params
+POST /drain                                    as SIGTERM: other servers go on with the streams
+POST /migrate    {"requests": N}               they go on with so many of them
 GET  /v1/models, /v1/models/{name}
 GET  /openapi.json, /docs                      protocol/openai/openapi.py
 GET  /health     this process and its engine are alive
@@ -14,7 +16,7 @@ GET  /stats      numbers and the times of the last requests, for the proxy's pag
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI
@@ -37,7 +39,8 @@ from engine.http.middleware import (
 )
 from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
-from protocol.errors import ModelNotFound
+from protocol.errors import InvalidRequest, ModelNotFound
+from protocol.http.access import check_may_operate, visit_of
 from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
@@ -46,6 +49,10 @@ from protocol.openai.requests import validate
 from protocol.openai.responses import model_card, model_list
 from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
+
+
+class _Migrate(msgspec.Struct, forbid_unknown_fields=True):
+    requests: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def create_app(api: Api) -> FastAPI:
@@ -61,6 +68,8 @@ def create_app(api: Api) -> FastAPI:
         "/tokenize": partial(pages.on_text, work=pages.tokenize),
         "/detokenize": partial(pages.on_text, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
+        "/drain": pages.drain,
+        "/migrate": pages.migrate,
     }
     read = {
         "/v1/models": pages.models,
@@ -132,7 +141,11 @@ class _Pages:
             reason = self._client.failure or "the engine is starting"
             return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
         if bare:
-            return JSONResponse({"ready": True, **bare})
+            is_ready = not self._client.is_draining
+            return JSONResponse({"ready": is_ready, **bare}, 200 if is_ready else 503)
+        if self._client.is_draining:
+            told = {"reason": "the server is ending", **self._about()}
+            return JSONResponse({"ready": False, **told}, 503)
         stats = self._client.stats
         work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
         return JSONResponse({"ready": True, **self._about(), **work})
@@ -175,6 +188,26 @@ class _Pages:
         for message in messages:
             self._client.tell(message)
         return JSONResponse({"released": len(messages)})
+
+    async def drain(self, request: Request) -> Response:
+        self._check_may_operate(request)
+        self._api.on_drain()
+        return JSONResponse({"draining": True})
+
+    async def migrate(self, request: Request) -> Response:
+        self._check_may_operate(request)
+        members, _ = await read_json(request, self._api.settings.max_body_bytes)
+        try:
+            asked = msgspec.convert(members, _Migrate)
+        except msgspec.ValidationError as error:
+            told = f'the body of /migrate: {error}; send {{"requests": N}}'
+            raise InvalidRequest(told, param="requests") from None
+        return JSONResponse({"moving": self._client.migrate(asked.requests)})
+
+    @staticmethod
+    def _check_may_operate(request: Request) -> None:
+        if not visit_of(request.scope).has_key:
+            check_may_operate(request.scope)
 
     async def on_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]

@@ -23,7 +23,7 @@ from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError
 from protocol.http import sse
 from protocol.http.connections import ClientDisconnected, is_closing
-from protocol.messages import AddRequest, TokenDelta
+from protocol.messages import MOVED, AddRequest, TokenDelta
 from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
@@ -71,6 +71,7 @@ class HttpRequestState:
         self.stats = stats
         self._num_open = n * len(adds)
         self._num_told = 0  # tokens of a stream so far
+        self.moved: dict[str, Any] | None = None  # where its KV is, once it goes on elsewhere
 
     @property
     def done(self) -> bool:
@@ -126,14 +127,17 @@ class HttpRequestState:
         return pieces
 
     async def next_pieces(self) -> list[ChoicePiece]:
-        """What has arrived since the last call, at least one piece until `done`.
+        """What has arrived since the last call, at least one piece until `done` or `moved`.
 
         Raises:
             BatonError: a sequence failed; the call cannot go on.
         """
         while True:
-            pieces = []
+            pieces: list[ChoicePiece] = []
             for delta in await self.subscription.next_batch():
+                if delta.finish_reason == MOVED:
+                    self.moved = delta.kv_transfer_params or {}
+                    return pieces
                 piece = self._feed(delta)
                 if piece is None:
                     continue
@@ -270,12 +274,18 @@ class EventStream(Response):
             self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
+        framing = self._framing
+        if framing and framing.is_movable:
+            has_come = framing.resumed is not None
+            call.subscription.let_move(lambda: framing.may_move, has_come=has_come)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with cancelled_on_disconnect(receive):
                 await _send_head(send, self)
                 await self._send_events(send)
+                if self._call.moved is not None:
+                    await self._hand_over(scope, send, self._call.moved)
         except BaseException as error:
             self._call.stats.close(error)
             if not isinstance(error, ClientDisconnected):
@@ -292,7 +302,7 @@ class EventStream(Response):
                     told = before + framing.wrap(data) if framing else data
                     before = b""
                     await _send_body(send, told, more=not call.done)
-                if call.done:
+                if call.done or call.moved is not None:
                     return
                 pieces = await call.next_pieces()
         except BatonError as error:
@@ -303,6 +313,14 @@ class EventStream(Response):
         call.stats.close(failure)
         told = framing.wrap_error(failure) if framing else sse.error_event(failure)
         await _send_body(send, told, more=False)
+
+    async def _hand_over(self, scope: Scope, send: Send, params: dict[str, Any]) -> None:
+        assert self._framing is not None
+        self._call.stats.moved()
+        await _send_body(send, self._framing.moved(params), more=True)
+        if not is_closing(scope):
+            self._call.subscription.answered()
+        await _send_body(send, b"", more=False)
 
 
 async def _send_head(send: Send, response: Response) -> None:

@@ -17,7 +17,7 @@ from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
 
-_OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error")
+_OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error", "moved")
 _SOURCES = ("transferred", "recomputed", "skipped")
 MAX_RECENT = 256
 _TOLD_OF_ENGINE = (  # what the names begin with
@@ -118,6 +118,11 @@ class RequestStats:
         self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens)
         detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
         self._report(finish_reason, detail, times, usage.baton_kv())
+
+    def moved(self) -> None:
+        """Another server goes on."""
+        if self._close():
+            self._report("moved", "another server goes on")
 
     def close(self, error: BaseException) -> None:
         """The request ended in any other way; does nothing once it is finished."""

@@ -17,12 +17,13 @@ from msgspec.structs import replace
 
 from engine.http.api import Api, Endpoint
 from protocol import resume
-from protocol.errors import BatonError, ResumeRefused
+from protocol.errors import BatonError, NoServerAvailable, ResumeRefused
 from protocol.http import sse
 from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, Known, TokenDelta
 from protocol.resume import Origin, Resume
 
+_MARGIN_BYTES = 1 << 12  # of texts, that a stream may send until it has moved
 _COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks may be others
 
 
@@ -90,11 +91,14 @@ class Framing:
     Attributes:
         is_asked: a proxy wants frames.
         resumed: what the stream goes on from.
+        is_movable: so can its KV: it is of one choice of one prompt, and others can read it.
     """
 
     origin: Origin
     is_asked: bool
     resumed: Resume | None = None
+    is_movable: bool = False
+    _num_bytes: int = 0  # of the texts that a proxy keeps
     _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
 
     @classmethod
@@ -111,8 +115,12 @@ class Framing:
         asked = given.get(resume.HEADER.encode())
         request_id = given.get(b"x-request-id", b"")
         is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
+        is_one = len(adds) == 1 and adds[0].num_choices == 1
+        lends = api.settings.advertised_host and api.require_ready().geometry.get("dcp", 1) == 1
+        is_movable = bool(is_asked and is_one and lends)
         if resumed is not None:
-            return cls(resumed.origin, is_asked, resumed)
+            num_bytes = len(resume.text_of(resumed.frames)) if is_movable else 0
+            return cls(resumed.origin, is_asked, resumed, is_movable, num_bytes)
         if not is_asked:
             return None
         origin = Origin(
@@ -122,7 +130,12 @@ class Framing:
             limits=[add.max_tokens for add in adds],
             digest=_digest(api, endpoint, adds),
         )
-        return cls(origin, is_asked)
+        return cls(origin, is_asked, None, is_movable)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the proxy has all of it."""
+        return self._num_bytes < resume.MAX_KEPT_BYTES - _MARGIN_BYTES
 
     def take(self, index: int, delta: TokenDelta) -> None:
         """What a choice got, whose events come next."""
@@ -139,7 +152,14 @@ class Framing:
         if not self.is_asked:
             return events
         entries, self._entries = self._entries, []
-        return resume.frame(resume.text_of(entries), events)
+        text = resume.text_of(entries)
+        self._num_bytes += len(text) + 1
+        return resume.frame(text, events)
+
+    def moved(self, params: dict[str, Any]) -> bytes:
+        """The end of a stream that goes on where its KV is wanted from here."""
+        event = sse.error_event(NoServerAvailable("the server hands its streams over; ask again"))
+        return resume.frame(resume.MOVED + msgspec.json.encode(params), event)
 
     def wrap_error(self, error: BatonError) -> bytes:
         event = sse.error_event(error)

@@ -124,7 +124,8 @@ class Borrower(KVConnector):
         # DecodeLeg sees to it that a reference says what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
         is_offer = remote.transfer_id is not None  # then they come later
-        if not (remote.first_tokens or is_offer) and request.max_tokens:
+        draws = request.max_tokens and not request.known
+        if draws and not (remote.first_tokens or is_offer):
             self._totals["baton_kv_first_tokens_redrawn"] += 1
         self._await(sequence, remote)
 
@@ -271,7 +272,7 @@ class Borrower(KVConnector):
             if sequence.remote is None or scheduler.is_locked_out(sequence):
                 continue
             block_size = scheduler.limits.block_size
-            needed = sequence.num_blocks_for(sequence.num_prompt_tokens, block_size)
+            needed = sequence.num_blocks_for(sequence.num_to_hold, block_size)
             if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
                 self._release_remote(sequence)
                 scheduler.withdraw(sequence)

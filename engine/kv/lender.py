@@ -80,9 +80,11 @@ class Lender(KVConnector):
             self._leases.withdraw(name)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        if not sequence.request.retain_kv or sequence.choice:  # choice 0 answers for all
+        is_moving = sequence.is_moving
+        if not (is_moving or sequence.request.retain_kv) or sequence.choice:  # 0 answers for all
             return None
-        num_blocks = -(-sequence.num_prompt_tokens // self._config.block_size)
+        num_tokens = sequence.num_computed if is_moving else sequence.num_prompt_tokens
+        num_blocks = -(-num_tokens // self._config.block_size)
         name = self._name_of(sequence)
         lease_id, leased = self._leases.leased(name) or ("", [])
         block_ids = [*leased, *sequence.block_ids[len(leased) : num_blocks]]
@@ -93,7 +95,7 @@ class Lender(KVConnector):
             lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
             self._by_request[sequence.request_id] = lease_id
         try:
-            params = self._params(sequence, block_ids, lease_id)
+            params = self._params(sequence, block_ids, lease_id, num_tokens)
         except Exception:
             self._leases.abort(lease_id)  # nobody will hear of it
             raise
@@ -102,8 +104,10 @@ class Lender(KVConnector):
             self._leases.tell_end(name, lease_id, block_ids, msgspec.json.encode(told))
         return params
 
-    def _params(self, sequence: Sequence, block_ids: list[int], lease_id: str) -> dict[str, Any]:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    def _params(
+        self, sequence: Sequence, block_ids: list[int], lease_id: str, num_tokens: int
+    ) -> dict[str, Any]:
+        prompt = sequence.token_ids[:num_tokens]
         sampling = sequence.request.sampling
         tells_ids = bool(sequence.request.text_digest) and len(prompt) <= MAX_TOLD_IDS
         host, port = self._config.side_channel_advertise, self._leases.address[1]
@@ -118,7 +122,7 @@ class Lender(KVConnector):
             lease_id=lease_id,
             lease_s=self._config.lease_s,
             incarnation=self._config.incarnation,
-            remote_num_tokens=sequence.num_prompt_tokens,
+            remote_num_tokens=num_tokens,
             remote_block_size=self._config.block_size,
             remote_cached_tokens=sequence.num_skipped + sequence.num_transferred,
             prompt_digest=kv_params.prompt_digest(prompt),
@@ -128,7 +132,7 @@ class Lender(KVConnector):
                 FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
                 for choice in sequence.choices
             ],
-            prompt_logprobs=sequence.prompt_logprobs,
+            prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
             text_digest=sequence.request.text_digest,
             prompt_token_ids=prompt if tells_ids else None,
         ).to_json()

@@ -15,6 +15,7 @@ from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvail
 from protocol.http.admission import Admission, Place, num_queued
 from protocol.ipc.wire import framed
 from protocol.messages import (
+    MOVED,
     AbortRequest,
     AddRequest,
     EngineFailed,
@@ -23,6 +24,7 @@ from protocol.messages import (
     EngineReady,
     EngineStats,
     ErrorInfo,
+    Migrate,
     Outputs,
     Shutdown,
     TokenDelta,
@@ -77,6 +79,8 @@ class Subscription:
         self._pending.append(delta)
         self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
         self._open[delta.request_id] -= delta.finish_reason is not None
+        if delta.finish_reason == MOVED:
+            self._retaining.append(delta.request_id)
         if delta.error is not None or not self._open[delta.request_id]:  # the end of all choices
             del self._open[delta.request_id]
         self._news.set()
@@ -92,6 +96,14 @@ class Subscription:
         """Asks the engine to end a request, or one choice of it; "abort" still comes of each."""
         if request_id in self._open:
             self._engine.tell(AbortRequest(request_id, choice))
+
+    def let_move(self, may_move: Callable[[], bool], *, has_come: bool) -> None:
+        """Its one request may go on at another server while `may_move`: now, if this one is
+        drained and it has not just come as there is no other."""
+        if request_id := next(iter(self._open), None):
+            self._engine.movable[request_id] = may_move
+            if self._engine.is_draining and not has_come:
+                self._engine.migrate()
 
     def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
         """Ends what is open at a time of the loop's clock, unless the result is called before."""
@@ -129,12 +141,18 @@ class EngineClient:
 
     Attributes:
         queue: where to ask for a place before a request is submitted.
+        movable: open requests that can go on at another server, and whether they may.
+        is_draining: all of these are to go.
+        moving: those that are told to, and have not gone yet.
     """
 
     def __init__(self, address: str, queue: QueueOptions | None = None) -> None:
         self.queue = Admission(queue or QueueOptions())
         self.ready: EngineReady | None = None
         self.stats: dict[str, float] = {}
+        self.movable: dict[str, Callable[[], bool]] = {}
+        self.moving: set[str] = set()
+        self.is_draining = False
         self.failure: str | None = None  # why the engine cannot go on
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
@@ -218,8 +236,19 @@ class EngineClient:
         was_heard, self._was_heard = self._was_heard, False
         return bool(self._subscriptions) and not was_heard
 
+    def migrate(self, limit: int | None = None) -> int:
+        """Has at most so many requests go on at other servers; returns how many are to."""
+        chosen = [name for name, may_move in self.movable.items() if may_move()][:limit]
+        for request_id in chosen:
+            del self.movable[request_id]
+            self.moving.add(request_id)
+            self.tell(Migrate(request_id))
+        return len(chosen)
+
     def forget(self, request_id: str) -> None:
         """Drops what may still come for a request."""
+        self.movable.pop(request_id, None)
+        self.moving.discard(request_id)
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:

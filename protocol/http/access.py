@@ -19,7 +19,7 @@ from protocol.settings.options import AccessOptions, ListenOptions
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/")  # whatever begins so
+ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")  # begin so
 BARE = {"details": "are for admin keys"}  # of an answer that says no more than yes or no
 
 
@@ -90,6 +90,14 @@ _EVERYBODY = Visit(None, is_admin=True)  # where there are no keys
 
 def visit_of(scope: Mapping[str, Any]) -> Visit:
     return cast(Visit, scope.get(_VISIT, _EVERYBODY))
+
+
+def check_may_operate(scope: Mapping[str, Any]) -> None:
+    """Where there are no keys. Raises Forbidden for who is on another machine, and for other sites'
+    pages in a browser."""
+    is_page = any(name == b"origin" for name, _ in scope["headers"])
+    if is_page or not is_local((scope.get("client") or ("",))[0]):
+        raise Forbidden(f"{scope['path']} is for clients on this machine, and no browser")
 
 
 def digest(key: str | bytes) -> bytes:

@@ -1,12 +1,11 @@
 """The members of one proxy: who they are, how each is, and what is shown of that."""
 
-import ipaddress
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from protocol.errors import Forbidden
+from protocol.http.access import check_may_operate
 from protocol.http.connections import read_body
 from protocol.metrics import Metrics
 from protocol.openai.responses import model_card
@@ -83,7 +82,7 @@ class Members:
             told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
         else:
             if not has_key:
-                _check_may_operate(scope)
+                check_may_operate(scope)
             body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)
             told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
         await reply.answer_json(200, told)
@@ -133,15 +132,3 @@ class Members:
         is_expected = self.is_ending or not server.sources
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)
-
-
-def _check_may_operate(scope: dict[str, Any]) -> None:
-    """Raises Forbidden for who is on another machine, and for other sites' pages in a browser."""
-    host = (scope.get("client") or ("",))[0]
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    is_page = any(name == b"origin" for name, _ in scope["headers"])
-    if not is_local or is_page:
-        raise Forbidden(f"{scope['path']} is for clients on this proxy's machine, and no browser")

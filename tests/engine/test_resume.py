@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
-from protocol.messages import AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
+from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
 from tests.engine.test_http_fields import with_template
 from tests.engine.test_http_responses import FLAT, SHOWS
 from tests.engine.test_http_tools import CALL, TOOL
+from tests.proxy.fakes import until
 from tests.rigs.http_server import READY, SECRET, Server, serving
 
 _CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
@@ -199,3 +200,51 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer: Tok
         async with serving(tokenizer, script) as server:
             *_, (told, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
             assert told == text and code.encode() in event
+
+
+async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer: Tokenizer) -> None:
+    """Behind all of its tokens, however late they are read."""
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        name = request.request_id
+        yield TokenDelta(request_id=name, token_ids=[70])
+        for _ in range(50):
+            await asyncio.sleep(0)
+        yield TokenDelta(request_id=name, token_ids=[71])
+        yield TokenDelta(request_id=name, finish_reason=MOVED, kv_transfer_params={"a": [1]})
+
+    async with serving(tokenizer, script) as server:
+        *_, last, (told, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
+        assert last[0] == b"[[0,[71]]]" and told == b'!moved {"a":[1]}'
+        assert b"no_server_available" in event
+        assert not server.engine.aborted, "who goes on comes for it"
+
+
+async def test_only_streams_in_frames_of_one_choice_are_told_to_move(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, hang_after_one) as server:
+        moves = {"prompt": "a"}
+        stay = [{"prompt": "a", "n": 2}, {"prompt": ["a", "b"]}]
+        asked = [asyncio.create_task(_ask(server, _COMPLETIONS, body)) for body in (moves, *stay)]
+        asked.append(asyncio.create_task(server.post(model="m", stream=True, **moves)))
+        await until(lambda: len(server.engine.added) == 5 and bool(server.engine.movable))
+        for wrong in ({}, {"requests": 0}, {"requests": "1"}, {"request": 1}):
+            answer = await server.http.post("/migrate", json=wrong)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "requests"
+        for path in ("/drain", "/migrate"):
+            page = {"origin": "https://a.page"}
+            answer = await server.http.post(path, json={"requests": 1}, headers=page)
+            assert answer.status_code == 403
+        answer = await server.http.post("/migrate", json={"requests": 9})
+        assert answer.json() == {"moving": 1}
+        (name,) = server.engine.moving
+        assert name == server.engine.added[0].request_id
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: not (server.engine.moving or server.engine.num_open))
+
+
+async def hang_after_one(request: AddRequest) -> AsyncIterator[TokenDelta]:
+    for choice in range(request.num_choices):
+        yield TokenDelta(request_id=request.request_id, choice=choice, token_ids=[70])
+    await asyncio.Event().wait()

@@ -8,6 +8,7 @@ import pytest
 
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from proxy.relay import MAX_MOVES
 from tests.proxy.fakes import Behave, Call, Drop, Fake, Rig, decodes, fails, until
 
 _SECRET = "a secret of sixteen bytes"
@@ -157,6 +158,54 @@ async def test_an_answer_that_breaks_off_is_had_again(monkeypatch: pytest.Monkey
         assert (await rig.complete()).json() == {"text": "onetwo"}
 
 
+_REFERENCE = {"do_remote_prefill": True, "remote_num_tokens": 7}
+
+
+def _moves(start: int, stop: int) -> Behave:
+    text = resume.MOVED + json.dumps(_REFERENCE).encode()
+    return _sends(_framed(start, stop) + resume.frame(text, _ERROR))
+
+
+@pytest.mark.parametrize("others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []])
+async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(
+    others: list[Behave],
+) -> None:
+    """However many were lost before; where there is no other server, at its own."""
+    first = _in_turn(_moves(0, 2), *others, _GOES_ON)
+    fakes = _of(*[first] * (1 + len(others)))
+    async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=1) as rig:
+        assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
+        assert len(rig.prefill[0].calls) == 1, "its KV is there"
+        calls = [call for fake in rig.decode for call in fake.calls if MEMBER in call.body]
+        assert len(calls) == max(1, len(others))
+        for call in calls:
+            told = call.body["kv_transfer_params"]
+            assert told == {**_REFERENCE, "sender_releases": True}
+            assert call.body[MEMBER]["texts"] == [_ORIGIN, *_texts(0, 2)]
+        assert all(len(fake.calls) == 1 for fake in rig.decode) or not others
+        assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
+        assert rig.in_flight() == 0
+
+
+@pytest.mark.parametrize(("num", "reason"), [(3, "lost"), (40, "moved")])
+async def test_moves_cost_no_resume_and_have_a_limit(num: int, reason: str) -> None:
+    async def moves(call: Call) -> None:
+        nonlocal num
+        start, num = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1, num - 1
+        await (_moves(start, start + (start == 0)) if num >= 0 else _DROPS_LATER)(call)
+
+    async with Rig(decode=_of(moves, moves), cluster_secret=_SECRET, max_resumes=1) as rig:
+        answer = await rig.complete(stream=True)
+        assert answer.content.count(b"event: error") == 1
+        assert rig.metric("baton_proxy_resumes", reason=reason, outcome="spent") == 1
+        moved = sum(
+            rig.metric("baton_proxy_resumes", reason="moved", outcome=outcome)
+            for outcome in ("resumed", "spent")
+        )
+        assert moved == (3 if reason == "lost" else MAX_MOVES + 1)
+
+
+_DROPS_LATER = _sends(_framed(1, 2), drops=True)
 _REFUSES = fails(503, "resume_refused")
 
 

@@ -32,6 +32,7 @@ READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_s
 @dataclass(frozen=True)
 class Settings:
     role: str = "prefill"
+    advertised_host: str | None = "127.0.0.1"
     model: str = "folder/model"
     served_model_name: str | None = "m"
     max_body_bytes: int = MAX_BODY

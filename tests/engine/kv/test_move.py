@@ -1,0 +1,147 @@
+"""A sequence is handed over to another engine, with all of its KV, and goes on with its tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol import kv_params
+from protocol.messages import MOVED, AbortRequest, Known, Migrate, RemotePrefill
+from tests.rigs.engine_pair import SECRET
+from tests.rigs.lenders import Engine, Group
+from tests.rigs.shadow import VOCAB, expected_output
+
+PROMPT = [(7 * i) % VOCAB for i in range(30)]
+NUM = 25
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    groups: list[Group] = []
+
+    def group(*options: dict[str, Any]) -> Group:
+        groups.append(Group(*(Engine(**each) for each in options)))
+        return groups[-1]
+
+    yield group
+    for each in groups:
+        each.close()
+
+
+def _moved(group: Group, engine: Engine, name: str) -> tuple[list[int], RemotePrefill]:
+    """What the client has by then, and where the KV is."""
+    engine.core.round([Migrate(name)])
+    group.until(lambda: bool(engine.out.terminals(name)))
+    (end,) = engine.out.terminals(name)
+    assert end.finish_reason == MOVED and end.kv_transfer_params is not None
+    params = kv_params.parse(end.kv_transfer_params)
+    params.verify(SECRET)
+    tokens = engine.out.tokens(name)
+    ids = [*PROMPT, *tokens]
+    assert params.remote_num_tokens == len(ids) - 1
+    assert params.prompt_digest == kv_params.prompt_digest(ids[:-1])
+    return tokens, kv_params.to_remote_prefill(params)
+
+
+def _running(group: Group, engine: Engine, num_outputs: int) -> str:
+    name = group.begin(engine, PROMPT, NUM)
+    group.until(lambda: len(engine.out.tokens(name)) >= num_outputs)
+    return name
+
+
+def _computed(engine: Engine) -> float:
+    return engine.core.stats()["baton_engine_step_tokens"]
+
+
+GEOMETRIES = [
+    ({}, {}),
+    ({"depth": 1}, {"depth": 1, "block_size": 8}),
+    ({"block_size": 2, "order": "LBCNHD", "depth": 1}, {"block_size": 4, "dcp": 2}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
+@pytest.mark.parametrize("num_outputs", [1, 2, 3, 9, NUM - 2])
+def test_it_goes_on_with_the_same_tokens_and_computes_no_token_twice(
+    make: Any, ours: dict[str, Any], theirs: dict[str, Any], num_outputs: int
+) -> None:
+    a, b = (group := make(ours, theirs)).engines
+    tokens, remote = _moved(group, a, _running(group, a, num_outputs))
+    assert a.core.is_idle and a.stat("baton_leases_held") == 1
+    name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    group.until(lambda: bool(b.out.terminals(name)))
+    assert tokens + b.out.tokens(name) == expected_output(PROMPT, NUM)
+    assert b.kv(name) == (len(PROMPT), 0, 0)
+    assert _computed(b) == NUM - len(tokens), "one token a step, and nothing of what was pulled"
+    assert b.stat("baton_kv_first_tokens_redrawn") == 0
+    group.until(lambda: a.stat("baton_leases", event="completed") == 1)
+    group.settle()
+
+
+def test_it_may_come_back_and_move_again(make: Any) -> None:
+    a, b = (group := make({}, {"depth": 1})).engines
+    engines, tokens, name = [a, b], list[int](), _running(group, a, 3)
+    for at in range(4):
+        engine, other = engines[at % 2], engines[(at + 1) % 2]
+        engine.core.round([Migrate(name)])
+        group.until(lambda: bool(engine.out.terminals(name)))  # noqa: B023
+        (end,) = engine.out.terminals(name)
+        assert end.kv_transfer_params is not None
+        remote = kv_params.to_remote_prefill(kv_params.parse(end.kv_transfer_params))
+        tokens += engine.out.tokens(name)
+        name = group.begin(other, PROMPT, NUM, remote=remote, known=[Known(list(tokens))])
+        group.until(lambda: bool(other.out.tokens(name)))  # noqa: B023
+    engine = engines[0]
+    group.until(lambda: bool(engine.out.terminals(name)))
+    assert tokens + engine.out.tokens(name) == expected_output(PROMPT, NUM)
+    assert sum(map(_computed, engines)) == len(PROMPT) + NUM - 1
+    group.settle()
+
+
+def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make: Any) -> None:
+    (a,) = (group := make({})).engines
+    tokens, remote = _moved(group, a, _running(group, a, 5))
+    name = group.begin(a, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    group.until(lambda: bool(a.out.terminals(name)))
+    assert tokens + a.out.tokens(name) == expected_output(PROMPT, NUM)
+    group.settle()
+
+
+@pytest.mark.parametrize("num_rounds", range(8))
+def test_an_abort_at_any_time_leaves_nothing(make: Any, num_rounds: int) -> None:
+    a, b = (group := make({"depth": 1}, {})).engines
+    name = group.begin(a, PROMPT, NUM)
+    for _ in range(num_rounds):
+        a.core.round([])
+    a.core.round([Migrate(name), AbortRequest(name)])
+    a.core.round([Migrate(name), Migrate("unknown")])
+    group.settle()
+    name = _running(group, a, 3)
+    tokens, remote = _moved(group, a, name)
+    if num_rounds % 2:  # its client left before it heard of the move
+        a.core.round([AbortRequest(name)])
+    theirs = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    for _ in range(num_rounds):
+        for engine in group.engines:
+            engine.core.round([])
+    b.core.round([AbortRequest(theirs)])
+    group.until(lambda: bool(b.out.terminals(theirs)))
+    so_far = tokens + b.out.tokens(theirs)
+    assert so_far == expected_output(PROMPT, NUM)[: len(so_far)]
+    group.settle()
+    group.until(lambda: a.stat("baton_leases_held") == 0)
+
+
+@pytest.mark.parametrize("fault", ["fails", "dies"])
+def test_a_pull_that_fails_has_the_rest_computed(make: Any, fault: str) -> None:
+    a, b = (group := make({}, {})).engines
+    tokens, remote = _moved(group, a, _running(group, a, 9))
+    if fault == "dies":
+        group.engines.remove(a)
+        a.end()
+    else:
+        b.movers.fail()
+    name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
+    group.until(lambda: bool(b.out.terminals(name)))
+    assert tokens + b.out.tokens(name) == expected_output(PROMPT, NUM)
+    group.settle()

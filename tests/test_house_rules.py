@@ -29,7 +29,7 @@ MAX_LINES = {
     "model": 3740,
     "prefill_server": 192,
     "protocol": 6786,
-    "proxy": 5132,
+    "proxy": 5130,
     "tests": 40160,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

@@ -40,7 +40,6 @@ from engine.http.middleware import (
 from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
-from protocol.http.access import check_may_operate, visit_of
 from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
@@ -190,12 +189,12 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        self._check_may_operate(request)
+        self._api.access.check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
-        self._check_may_operate(request)
+        self._api.access.check_operator(request.scope)
         members, _ = await read_json(request, self._api.settings.max_body_bytes)
         try:
             asked = msgspec.convert(members, _Migrate)
@@ -203,11 +202,6 @@ class _Pages:
             told = f'the body of /migrate: {error}; send {{"requests": N}}'
             raise InvalidRequest(told, param="requests") from None
         return JSONResponse({"moving": self._client.migrate(asked.requests)})
-
-    @staticmethod
-    def _check_may_operate(request: Request) -> None:
-        if not visit_of(request.scope).has_key:
-            check_may_operate(request.scope)
 
     async def on_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]

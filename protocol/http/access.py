@@ -143,6 +143,11 @@ class Access:
                 self._metrics.begin("baton_key_requests", key=name, outcome=outcome)
         self._keys = keys
 
+    def check_operator(self, scope: Mapping[str, Any]) -> None:
+        """As check_may_operate, for who has no key: a key that may not was refused before."""
+        if not visit_of(scope).has_key:
+            check_may_operate(scope)
+
     def bare(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
         """What to say instead of details to who is no admin."""
         return None if visit_of(scope).is_admin else BARE

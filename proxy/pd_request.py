@@ -77,7 +77,6 @@ class PDRequest:
         self._visit = visit_of({})
         ups = self.upstreams
         self._losses = Losses(self.reply, ups.metrics, ups.max_resumes, ups.secret)
-        self._early = EarlyDecode(self.upstreams, self._open_early, self._losses)
         self._transfer_id = ""  # of the latest prefill leg
 
     async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
@@ -237,9 +236,10 @@ class PDRequest:
     async def _prefill_or_both(self) -> tuple[bool, Leg | None]:
         """False and what `_prefill` returns; or True, when a decode leg that was opened together
         with the prefill leg has been relayed. Either of them ends with the other."""
-        prefill, leg = asyncio.ensure_future(self._prefill()), None
+        early = EarlyDecode(self.upstreams, self._open_early, self._losses)
+        prefill, leg = asyncio.ensure_future(self._prefill(early)), None
         try:
-            decode = await self._early.take(prefill)
+            decode = await early.take(prefill)
             if decode is None:
                 leg = await prefill
                 return False, leg
@@ -249,7 +249,7 @@ class PDRequest:
             await self._have_answered(decode)
             return True, None
         finally:
-            self._early.end()
+            early.end()
             is_over = leg is not None or self.reply.has_succeeded
             if not is_over and (lender := lender_of(prefill)):
                 named = {"do_remote_decode": True, "transfer_id": self._transfer_id}
@@ -290,7 +290,7 @@ class PDRequest:
             await self._relay_refusal(asked.response)
         return True
 
-    async def _prefill(self) -> Leg | None:
+    async def _prefill(self, early: EarlyDecode) -> Leg | None:
         """A prefill server's whole answer; None to do without."""
         context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = self._transfer_id = uuid.uuid4().hex
@@ -310,7 +310,7 @@ class PDRequest:
             leg,
             whole_from=0,
             transfer_id=transfer_id,
-            on_ask=self._early.follow,
+            on_ask=early.follow,
             computes=True,
             is_admitted=self._losses.num > 0,
             foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),

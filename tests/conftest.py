@@ -25,10 +25,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# An example may take as long as it likes, since others want the processor. The same commit draws
-# the same examples, so that a run says something about a commit; `make test-all` draws new ones.
-hypothesis.settings.register_profile("exploring", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+# An example, and drawing it, may take as long as it likes, since others want the processor. The same
+# commit draws the same examples, so that a run says something about a commit; `make test-all` draws
+# new ones.
+_untimed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("exploring", **_untimed, print_blob=True)
+hypothesis.settings.register_profile("repeatable", **_untimed, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 

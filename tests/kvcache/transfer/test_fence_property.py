@@ -152,7 +152,9 @@ class FenceMachine(RuleBasedStateMachine):
             return
         engine.growing[name].append(block)
         if seals:
-            engine.offers.tell_end(name, f"0 of {name}", engine.growing.pop(name), b"{}")
+            engine.offers.tell_end(
+                name, f"0 of {name}", engine.growing.pop(name), b"{}", self.p_now
+            )
         if is_heard:
             for pulling, reply in engine.offers.take(self.p_now, lambda reader: False):
                 self.perform(pulling, pulling.state.answered(reply, self.d_now))

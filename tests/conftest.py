@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# An example, and drawing it, may take as long as it likes, since others want the processor. The same
+# An example, and drawing it, may take as long as it likes: others want the processor. The same
 # commit draws the same examples, so that a run says something about a commit; `make test-all` draws
 # new ones.
 _untimed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

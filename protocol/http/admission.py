@@ -103,7 +103,7 @@ class Admission:
         self._served += num_tokens if served else 0
         if not self._places:
             self._waited_s, self._kept_up, enough_s = waited_s, True, _SHORT_WINDOW_S
-        if waited_s >= enough_s and served:
+        if served and self._served and waited_s >= enough_s:
             self._sample(waited_s / self._served)
 
     def _window_s(self) -> float:

@@ -12,11 +12,13 @@ from a slot at or past a sequence's context length, may influence the output of 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kvcache.pool import KVPool
@@ -103,6 +105,40 @@ class AttentionBatch:
         )
 
 
+class Kind(NamedTuple):
+    """What is alike in the layers that one plan of a step serves.
+
+    Attributes:
+        window: tokens that a token sees, itself included; None: all before it.
+        soft_cap: scores become tanh(score / cap) * cap before the softmax; 0: they stay.
+    """
+
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+class LayerAttention(NamedTuple):
+    """How a layer attends.
+
+    Attributes:
+        sinks: float32 [num_q_heads], of this rank: a logit of each query head that takes part in
+            the softmax, and has no value.
+    """
+
+    kind: Kind = Kind()
+    sinks: Tensor | None = None
+
+    @property
+    def is_special(self) -> bool:
+        return self.kind != Kind() or self.sinks is not None
+
+
+def leave_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Takes from out [T, H, D], in place, what sinks [H] have of a softmax whose other scores have
+    the log-sum-exps [T, H]."""
+    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+
+
 class AttentionBackend(ABC):
     """Attention of one rank over its KV pool. One step at a time; not thread-safe.
 
@@ -111,12 +147,22 @@ class AttentionBackend(ABC):
         num_q_heads: query heads of this rank, a multiple of the pool's KV heads.
         head_dim: elements per query head (MLA: of the latent and rope parts together).
         scale: what scores are multiplied by before the softmax.
+        layers: how each of the pool's layers attends; where not given, all see all tokens.
 
     Of FP8 elements those are read that the pool stores: the keys' scale becomes part of the scores'
     and the values' scale is multiplied to the output, so that dequantising costs nothing.
     """
 
-    def __init__(self, pool: KVPool, *, num_q_heads: int, head_dim: int, scale: float) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_q_heads: int,
+        head_dim: int,
+        scale: float,
+        layers: Sequence[LayerAttention] = (),
+    ) -> None:
+        assert len(layers) in (0, pool.layout.num_layers), len(layers)
         assert num_q_heads % pool.layout.num_heads == 0, (num_q_heads, pool.layout.num_heads)
         assert head_dim == pool.layout.head_dim, (head_dim, pool.layout.head_dim)
         self.pool = pool
@@ -124,6 +170,8 @@ class AttentionBackend(ABC):
         self.num_kv_heads = pool.layout.num_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.layers = tuple(layers) or (LayerAttention(),) * pool.layout.num_layers
+        self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.layers))
 
     @property
     def workspace_bytes(self) -> int:
@@ -177,8 +225,8 @@ class AttentionBackend(ABC):
                 what is stored of them.
             cos_sin: float32 [T, head_dim], what to rotate halves of q and k by, cosines, then
                 sines; both may be changed in place. Only where the backend `rotates`.
-            lse: float32 [T, num_q_heads], to be filled with the natural log-sum-exp of the scaled
-                scores.
+            lse: float32 [T, num_q_heads], to be filled with the natural log-sum-exp of the scores
+                that sinks are not among.
 
         Returns:
             [T, num_q_heads, head_dim] in q's dtype.

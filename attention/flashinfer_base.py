@@ -12,16 +12,23 @@ short.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, Int32s, Int64s, Pages
+from attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    Int32s,
+    Int64s,
+    LayerAttention,
+    Pages,
+)
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
-from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
+from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check
 from kvcache.pool import KVPool
 
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
@@ -83,11 +90,18 @@ class FlashInferBase(AttentionBackend):
         num_q_heads: int,
         head_dim: int,
         scale: float,
+        layers: Sequence[LayerAttention] = (),
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
     ) -> None:
         check("flashinfer", _wanted(pool, dtype, num_q_heads), limits)
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        if layers:
+            raise UnsupportedPool(
+                "attention_backend flashinfer does not serve sliding windows, soft caps or sinks "
+                "yet: use --attention-backend torch"
+            )
+        heads = {"num_q_heads": num_q_heads, "head_dim": head_dim}
+        super().__init__(pool, **heads, scale=scale, layers=layers)
         self.device = pool.device
         self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size

@@ -18,56 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention.torch_dense import dense_attention
 from attention.torch_plan import DecodeGroup, Grouping
 from kvcache import fp8
-
-
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + bias) v without ever holding all scores.
-
-    Args:
-        q: [A, B, Tq, D]; k, v: [A, B, Tk, D], where an expanded axis costs no copy.
-        causal: query i sees keys 0..i; needs Tq == Tk.
-        bias: added to the scores, [A, 1, 1, Tk] in q's dtype.
-
-    Returns:
-        The output [A, B, Tq, D] in q's dtype and the log-sum-exp, float32 [A, B, Tq].
-    """
-    full_bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=full_bias, scale=scale
-        )
-    else:
-        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, full_bias, True, 0.0, causal, scale=scale
-        )
-        lse = lse[..., : q.shape[2]]  # the kernel pads its rows
-    return out, lse.float()
-
-
-def merge_attention(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets, from the result over each.
-
-    Args:
-        out_a, out_b: [..., D]; lse_a, lse_b: float32 [...].
-
-    Returns:
-        The merged output in out_a's dtype and its log-sum-exp.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b))
-    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
 class SparseDecode:
@@ -75,8 +28,8 @@ class SparseDecode:
 
     grouping = Grouping(max_padding=0.2, max_tokens=1 << 62)
 
-    def __init__(self, *, num_q_heads: int, num_shared_rows: int) -> None:
-        self._num_q_heads = num_q_heads
+    def __init__(self, *, num_q_heads: int, num_shared_rows: int, soft_cap: float = 0.0) -> None:
+        self._num_q_heads, self._soft_cap = num_q_heads, soft_cap
         self._num_rows = num_shared_rows
 
     def plan(self, groups: list[DecodeGroup]) -> None:
@@ -126,6 +79,8 @@ class SparseDecode:
             alpha=scale,
             out=self._pattern,
         )
+        if self._soft_cap:
+            self._scores.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         parts = torch.split_with_sizes(self._scores, list(map(math.prod, self._shapes)))
         scores = [
             part.view(shape) if bias is None else part.view(shape) + bias
@@ -143,11 +98,13 @@ class SparseDecode:
 class GatherDecode:
     """Copies the context, then a fused kernel. Any dtype and device."""
 
-    def __init__(self, *, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, *, head_dim: int, dtype: torch.dtype, device: str, soft_cap: float = 0.0
+    ) -> None:
         is_cpu = torch.device(device).type == "cpu"
         # On a GPU launches cost more than padding, and the kernel wants biases of 16 elements.
         self.grouping = Grouping(0.2, 1 << 15, 16) if is_cpu else Grouping(0.5, 1 << 19, 16)
-        self._head_dim = head_dim
+        self._head_dim, self._soft_cap = head_dim, soft_cap
         self._dtype = dtype  # of the queries
         self._device = device
         self._buffers = (torch.empty(0), torch.empty(0))
@@ -170,7 +127,9 @@ class GatherDecode:
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
             # The query heads of one KV head become query positions: no KV is repeated.
             group_q = q[start : start + num_seqs].reshape(num_seqs, heads, -1, self._head_dim)
-            out, found = dense_attention(group_q, k, v, scale=scale, bias=bias)
+            out, found = dense_attention(
+                group_q, k, v, scale=scale, bias=bias, soft_cap=self._soft_cap
+            )
             outs.append(out.reshape(num_seqs, -1, self._head_dim))
             if lse is not None:
                 lse[start : start + num_seqs] = found.reshape(num_seqs, -1)

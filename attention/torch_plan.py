@@ -31,7 +31,7 @@ class DecodeGroup:
 
     query_rows: Indices  # [G] rows of the step's query tokens
     pool_rows: Indices  # [G, H, width]
-    context_lens: Indices  # [G] tokens, each <= width
+    context_lens: Indices  # [G] tokens that are seen, each <= width
     width: int  # tokens
 
     @property
@@ -70,13 +70,17 @@ class RowMap:
         return tokens[:, None, :] + self._heads[:, None]
 
 
-def prefill_chunks(batch: AttentionBatch, rows: RowMap) -> Iterator[tuple[slice, Indices]]:
+def prefill_chunks(
+    batch: AttentionBatch, rows: RowMap, window: int | None = None
+) -> Iterator[tuple[slice, Indices]]:
     """For each sequence of several query tokens its rows of the step, and the pool's rows of its
-    tokens from earlier steps [H, cached tokens]."""
+    tokens from earlier steps [H, cached tokens], those that some query sees."""
     stops = np.cumsum(batch.query_lens)
     for seq in np.flatnonzero(batch.query_lens > 1):
         query_len, stop = int(batch.query_lens[seq]), int(stops[seq])
-        cached = np.arange(int(batch.context_lens[seq]) - query_len, dtype=np.int64)
+        num_cached = int(batch.context_lens[seq]) - query_len
+        first = 0 if window is None else max(0, num_cached - window + 1)
+        cached = np.arange(first, num_cached, dtype=np.int64)
         table = batch.block_tables[seq : seq + 1]
         yield slice(stop - query_len, stop), rows.of_context(table, cached[None])[0]
 
@@ -89,17 +93,21 @@ class Grouping(NamedTuple):
     multiple: int = 1  # of tokens, which a group's width is
 
 
-def decode_groups(batch: AttentionBatch, rows: RowMap, grouping: Grouping) -> list[DecodeGroup]:
+def decode_groups(
+    batch: AttentionBatch, rows: RowMap, grouping: Grouping, window: int | None = None
+) -> list[DecodeGroup]:
     """Groups the sequences of one query token, longest first."""
     seqs = np.flatnonzero(batch.query_lens == 1)
-    seqs = seqs[np.argsort(-batch.context_lens[seqs], kind="stable")]
+    seen = batch.context_lens if window is None else np.minimum(batch.context_lens, window)
+    seqs = seqs[np.argsort(-seen[seqs], kind="stable")]
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     groups = []
-    lens = [int(n) for n in batch.context_lens[seqs]]
+    lens = [int(n) for n in seen[seqs]]
     for first, last, width in _split(lens, grouping):
         members = np.sort(seqs[first:last])  # so that a step of one group keeps its order
-        context_lens = batch.context_lens[members].astype(np.int64)
+        context_lens = seen[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
+        positions += (batch.context_lens[members] - context_lens)[:, None]
         pool_rows = rows.of_context(batch.block_tables[members], positions)
         groups.append(DecodeGroup(starts[members].astype(np.int64), pool_rows, context_lens, width))
     return groups

@@ -61,6 +61,7 @@ def make_memory(
             num_q_heads=num_q_heads,
             head_dim=model_config.kv_dim,
             scale=spec.scale,
+            layers=spec.layers,
             dtype=getattr(torch, config.dtype),
             limits=step_limits(config, of_group=num_q_heads > spec.num_q_heads),
         )

@@ -8,13 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch
+from attention.base import AttentionBackend, AttentionBatch, Kind, LayerAttention
 from attention.registry import create_backend
 from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 
 NUM_LAYERS = 2
+SINKS = torch.linspace(-2.0, 3.0, 6)
+# What layers may have beside all tokens before, in pools of two: layers alike, and layers not.
+SPECIAL = {
+    "a window in one layer": (LayerAttention(Kind(5)), LayerAttention()),
+    "windows of one and of two": (LayerAttention(Kind(1)), LayerAttention(Kind(2))),
+    "soft caps": (LayerAttention(Kind(soft_cap=0.7)),) * 2,
+    "sinks beside a window": (LayerAttention(Kind(6), SINKS), LayerAttention(Kind(), -SINKS)),
+    "soft caps, windows, sinks": (
+        LayerAttention(Kind(4, 0.5), SINKS), LayerAttention(Kind(9, 2.0), -SINKS)
+    ),
+}  # fmt: skip
 FP8 = "float8_e4m3fn"
 Span = tuple[int, int, int]  # a sequence, its first token of a step, past its last
 
@@ -35,6 +46,7 @@ class Shape:
     steepness: float = 1.0  # of the softmax
     num_blocks: int = 64
     device: str = "cpu"
+    layers: tuple[LayerAttention, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -58,6 +70,10 @@ def make_pool(shape: Shape) -> KVPool:
 def make(shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any) -> Any:
     """The backend `name` for the problem, over a pool of its own where none is given."""
     heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim, "scale": shape.scale}
+    heads["layers"] = [
+        each._replace(sinks=None if each.sinks is None else each.sinks.to(shape.device))
+        for each in shape.layers
+    ]
     dtype = getattr(torch, shape.dtype)
     return create_backend(name, pool or make_pool(shape), dtype=dtype, **heads, **options)
 
@@ -167,7 +183,8 @@ def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
 def reference(
     shape: Shape, seqs: Sequences, seq: int, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [L, n, Hq, D] of a span, without a latent's rope, and log-sum-exps [L, n, Hq]."""
+    """Outputs [L, n, Hq, D] of a span, without a latent's rope, and log-sum-exps [L, n, Hq], which
+    sinks are not among."""
     repeats = shape.num_q_heads // shape.num_kv_heads
     k, v = (
         stored(shape, values[seq][:, :stop], component)
@@ -177,10 +194,19 @@ def reference(
     )
     q = seqs.q[seq][:, start:stop].double().transpose(1, 2)
     scores = q @ k.mT * shape.scale
-    is_future = torch.arange(stop) > torch.arange(start, stop)[:, None]
-    scores = scores.masked_fill(is_future, float("-inf"))
+    ago = torch.arange(start, stop)[:, None] - torch.arange(stop)
+    for layer, ((window, soft_cap), _) in enumerate(
+        shape.layers or [LayerAttention()] * NUM_LAYERS
+    ):
+        if soft_cap:
+            scores[layer] = (scores[layer] / soft_cap).tanh() * soft_cap
+        scores[layer].masked_fill_((ago < 0) | (ago >= (window or stop)), float("-inf"))
     out = (scores.softmax(-1) @ v).transpose(1, 2)[..., : shape.head_dim - shape.rope_dim]
-    return out, scores.logsumexp(-1).transpose(1, 2)
+    lse = scores.logsumexp(-1).transpose(1, 2)
+    for layer, (_, sinks) in enumerate(shape.layers):
+        if sinks is not None:
+            out[layer] *= (1 / (1 + (sinks.double() - lse[layer]).exp()))[..., None]
+    return out, lse
 
 
 def check_step(

@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.base import Kind, LayerAttention
 from kvcache.layout import NAMED_ORDERS
 from tests.attention.reference import (
     FP8,
     NUM_LAYERS,
+    SPECIAL,
     Shape,
     check_step,
     check_steps,
@@ -39,6 +41,9 @@ SHAPES = {
     "bfloat16": Shape(dtype="bfloat16"),
     "float16": Shape(dtype="float16"),
     "bfloat16 over 8 bits": Shape(dtype="bfloat16", kv_dtype=FP8, scales=SCALES),
+    **{name: Shape(layers=layers) for name, layers in SPECIAL.items()},
+    **{f"{name}, copied, of 8 bits": Shape(num_kv_heads=1, kv_dtype=FP8, scales=SCALES, layers=each)
+       for name, each in SPECIAL.items()},
 }  # fmt: skip
 # Keys are read in place where few query heads share them, else copied.
 both_ways = pytest.mark.parametrize("num_kv_heads", [1, 4], ids=["copied", "in place"])
@@ -67,6 +72,17 @@ def test_lengths_far_apart_share_a_step(num_kv_heads: int) -> None:
     backend = make(shape)
     run_step(backend, shape, seqs, [(i, 0, n - 1) for i, n in enumerate(lens) if n > 1])
     check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
+
+
+@both_ways
+def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads: int) -> None:
+    layers = (LayerAttention(Kind(100)), LayerAttention(Kind(700, 2.0)))
+    sizes = {"num_q_heads": 8, "block_size": 8, "num_blocks": 400, "head_dim": 8}
+    shape = Shape(num_kv_heads=num_kv_heads, layers=layers, **sizes)
+    seqs, backend = make_sequences(shape, [1500, 90]), make(shape)
+    steps = [(0, 1300), (1300, 1399), (1399, 1498), (1498, 1499), (1499, 1500)]
+    for at, (start, stop) in enumerate(steps):
+        check_step(backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)])
 
 
 @settings(max_examples=30)

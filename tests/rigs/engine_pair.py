@@ -447,6 +447,7 @@ class RealPair(Pair):
             num_q_heads=spec.num_q_heads,
             head_dim=self._config.kv_dim,
             scale=spec.scale,
+            layers=spec.layers,
         )
         runner.memory = RankMemory(pool, backend)
         return SimpleNamespace(depth=0, blocks_under_way=set, launch=runner.launch)

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend
+from attention.base import AttentionBackend, Kind, LayerAttention
 from model.config import ModelConfig
 from model.layers import (
     Join,
@@ -31,9 +31,12 @@ class AttentionSpec(NamedTuple):
     num_q_heads: int  # of this rank
     num_kv_heads: int  # of this rank
     scale: float  # of the scores, before the softmax
+    layers: tuple[LayerAttention, ...]  # of a model whose layers do not all see all; else ()
 
 
-def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
+def attention_spec(
+    config: ModelConfig, parallel: Parallel, layers: list[LayerAttention]
+) -> AttentionSpec:
     mla, query_dim, correction = config.mla, config.head_dim, 1.0
     if mla is not None:
         query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
@@ -42,6 +45,7 @@ def attention_spec(config: ModelConfig, parallel: Parallel) -> AttentionSpec:
         num_q_heads=config.num_heads // parallel.size,
         num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
         scale=(config.score_scale or query_dim**-0.5) * correction,
+        layers=tuple(layers) if any(each.is_special for each in layers) else (),
     )
 
 
@@ -91,6 +95,11 @@ class HeadAttention:
         )
         self._norms = _load_head_norms(loader, prefix, config, turned)
         self._parallel = parallel if config.qk_norm == "row" else None
+        sinks, count = None, config.num_heads
+        if config.declared.sinks:
+            rows = even_share(parallel, count)
+            sinks = loader.load(f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32)
+        self.attends = LayerAttention(Kind(config.window_of(layer), config.score_cap), sinks)
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Tensor:
         """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
@@ -151,6 +160,8 @@ class LatentAttention:
     roped key. The up-projections of keys and values are absorbed into the query and the output, so
     that attention reads latents as they lie and every rank keeps the same, whole cache.
     """
+
+    attends = LayerAttention()
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ from model.architectures.quantization import parse_block
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
 from model.architectures.table import ARCHITECTURES, Architecture, nearest
 from model.architectures.values import number, size, unsupported, wrong
-from model.errors import ModelError, ModelLoadError, UnsupportedModel
+from model.architectures.windows import parse_windows
+from model.errors import ModelError, ModelLoadError
 from model.hub import resolve_model
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
@@ -64,9 +65,11 @@ class ModelConfig:
     qk_norm: str = ""  # "head", "row": see Architecture
     other_ropes: tuple[RopeConfig, ...] = ()
     layer_ropes: tuple[int, ...] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
+    layer_windows: tuple[int | None, ...] = ()  # tokens, see `window_of`; () all see all
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and feed-forward add
     score_scale: float | None = None  # of attention scores; None: 1 / sqrt(elements of a query)
+    score_cap: float = 0.0  # tanh(score / cap) * cap, of the scaled ones; 0: none
     logit_divisor: float = 1.0
     logit_cap: float = 0.0  # tanh(logit / cap) * cap; 0: none
     mla: MLAConfig | None = None
@@ -93,6 +96,20 @@ class ModelConfig:
         """Its index in `ropes`; None where positions do not matter."""
         index = self.layer_ropes[layer] if self.layer_ropes else 0
         return None if index == NOT_ROTATED else index
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a token of this layer sees, itself included; None: all before it."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def special_attention(self) -> str:
+        """How layers attend beside to all tokens before, in words; empty where they do not."""
+        found = {
+            "sliding windows": self.layer_windows,
+            "soft caps of scores": self.score_cap,
+            "attention sinks": self.declared.sinks,
+        }
+        return " and ".join(name for name, has in found.items() if has)
 
     @property
     def num_dense_layers(self) -> int:
@@ -189,7 +206,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
     raw = {**declared.defaults, **raw}
-    _refuse_unsupported(raw, architecture)
+    _refuse_unsupported(raw, declared)
     num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None
     head_dim = _head_dim(raw, mla)
@@ -220,6 +237,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         qk_norm=declared.qk_norm if has_qk_norm else "",
         other_ropes=tuple(ropes[1:]),
         layer_ropes=layer_ropes,
+        layer_windows=parse_windows(raw, declared.windows),
         **_scales(raw, math.sqrt(hidden_size) if declared.scales_embedding else None),
         mla=mla,
         moe=moe,
@@ -268,13 +286,19 @@ def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any
         score_scale = number(raw, "attention_multiplier", 1.0)
     if raw.get("query_pre_attn_scalar"):
         score_scale = number(raw, "query_pre_attn_scalar", 1.0) ** -0.5
-    cap = raw.get("final_logit_softcapping")
+    caps = {
+        field: number(raw, name, 1.0) if raw.get(name) else 0.0
+        for field, name in (
+            ("score_cap", "attn_logit_softcapping"),
+            ("logit_cap", "final_logit_softcapping"),
+        )
+    }
     return {
         "embedding_scale": embedding_scale or number(raw, "embedding_multiplier", 1.0),
         "residual_scale": number(raw, "residual_multiplier", 1.0),
         "score_scale": score_scale,
         "logit_divisor": number(raw, "logits_scaling", 1.0),
-        "logit_cap": number(raw, "final_logit_softcapping", 1.0) if cap else 0.0,
+        **caps,
     }
 
 
@@ -285,32 +309,13 @@ def _activation(raw: dict[str, Any]) -> str:
     return _ACTIVATIONS[value]
 
 
-def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
-    for name in ("clip_qkv", "use_bidirectional_attention", "attn_logit_softcapping"):
+def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:
+    names = ["clip_qkv", "use_bidirectional_attention"]
+    if "attn_logit_softcapping" not in declared.defaults:
+        names.append("attn_logit_softcapping")
+    for name in names:
         if raw.get(name):
             raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
-    _refuse_sliding_window(raw, architecture)
-
-
-def _refuse_sliding_window(raw: dict[str, Any], architecture: str) -> None:
-    """A window as wide as the context is none."""
-    kinds = set(raw.get("layer_types") or []) - {"full_attention"}
-    if others := kinds - {"sliding_attention"}:
-        raise unsupported(f"layer_types {short_repr(sorted(others))}", "full attention")
-    window = raw.get("sliding_window")
-    if "use_sliding_window" in raw or architecture.startswith("Qwen"):
-        late = raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
-        window = window if raw.get("use_sliding_window") and (late or kinds) else None
-    elif architecture == "LlamaForCausalLM":
-        window = None
-    limit = raw.get("max_position_embeddings") or 0
-    if window and window < limit:
-        told = short_repr(sorted(kinds)) if kinds else "all"
-        raise UnsupportedModel(
-            f"sliding_window {short_repr(window)} (layer types {told}) is not supported below "
-            f"max_position_embeddings {limit}; supported: full attention in every layer, or "
-            f"--hf-overrides '{{\"max_position_embeddings\": {window}}}'"
-        )
 
 
 def _mla(raw: dict[str, Any]) -> MLAConfig:

@@ -48,7 +48,8 @@ class CausalLM:
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        return attention_spec(self.config, self.parallel)
+        layers = [layer.attention.attends for layer in self._layers]
+        return attention_spec(self.config, self.parallel, layers)
 
     def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
         config, prefix, parallel = self.config, f"model.layers.{index}", self.parallel

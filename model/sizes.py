@@ -203,6 +203,10 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
         sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
         fix = f"use {' or '.join(map(str, sizes))}" if sizes else "use another --ep"
         raise InvalidParallelism(f"--tp {size} {problem}; {fix}")
+    if dcp > 1 and (special := config.special_attention):
+        raise InvalidParallelism(
+            f"--dcp {dcp} does not serve {special}, which this model has; use --dcp 1"
+        )
     groups, kv_heads = size // dcp, config.kv_heads_total
     if kv_heads % groups and groups % kv_heads:
         raise InvalidParallelism(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from model.architectures.values import each_layer, number, size, unsupported, wrong
+from model.architectures.windows import FULL, SLIDING, layer_kinds
 from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -39,18 +40,18 @@ def parse_ropes(
     """The distinct ropes of a model, and the index of each layer's; () where all use the first."""
     # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
     stored = raw.get("rope_parameters") or {}
-    kinds = _kinds(raw)
-    if "full_attention" in stored:  # by kind of layer
+    kinds = layer_kinds(raw)
+    if FULL in stored:  # by kind of layer
         of_kinds = {kind: {"rope_theta": None, **found} for kind, found in stored.items()}
     else:
-        of_kinds = {"full_attention": {**(raw.get("rope_scaling") or {}), **stored}}
+        of_kinds = {FULL: {**(raw.get("rope_scaling") or {}), **stored}}
         if "rope_local_base_freq" in raw:
-            of_kinds["sliding_attention"] = {"rope_theta": raw["rope_local_base_freq"]}
+            of_kinds[SLIDING] = {"rope_theta": raw["rope_local_base_freq"]}
     unknown = {kind for kind in kinds if kind not in of_kinds}
     if len(of_kinds) > 1 and unknown:
         raise wrong(f"rope_parameters has none for layer_types {short_repr(sorted(unknown))}")
     ropes, of_layer = [], {}
-    for kind in sorted({"full_attention", *(set(kinds) & set(of_kinds))}):
+    for kind in sorted({FULL, *(set(kinds) & set(of_kinds))}):
         rope = _rope(raw, of_kinds[kind], head_dim, interleaved=interleaved)
         if rope not in ropes:
             ropes.append(rope)
@@ -67,15 +68,6 @@ def parse_ropes(
             f"num_hidden_layers is {wanted}, but {len(layers)} layers have a kind or a rope"
         )
     return ropes, tuple(layers) if any(layers) else ()
-
-
-def _kinds(raw: dict[str, Any]) -> list[str]:
-    """Of each layer, where not all are alike: Gemma 3 has a global one after each few local."""
-    kinds, every = raw.get("layer_types"), raw.get("sliding_window_pattern")
-    if kinds is not None or not every:
-        return kinds or []
-    local, whole = "sliding_attention", "full_attention"
-    return [local if (n + 1) % every else whole for n in range(each_layer(raw))]
 
 
 def _rotated(raw: dict[str, Any]) -> list[bool]:

@@ -68,6 +68,10 @@ class Architecture:
         fused: of "qkv_proj" and "gate_up_proj", those that are one weight in the files.
         interleaved: rope rotates neighbours, not halves.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
+        windows: which layers have the window of sliding_window: "all"; "typed": those that
+            layer_types or sliding_window_pattern say; "late": else those from max_window_layers
+            on; "": none, whatever config.json says.
+        sinks: each layer has a logit for each query head that takes part in the softmax.
     """
 
     proof: str
@@ -81,6 +85,8 @@ class Architecture:
     fused: tuple[str, ...] = ()
     interleaved: bool = False
     scales_embedding: bool = False
+    windows: str = ""
+    sinks: bool = False
     mla: bool = False
     mixture: Mixture | None = None
 
@@ -104,6 +110,7 @@ _GLM: Final = {
     "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
     "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
 }
+_QWEN: Final = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA: Final = {
     "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }
@@ -114,20 +121,29 @@ _GEMMA_2: Final = {
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": Architecture("llama"),
     "MistralForCausalLM": Architecture(
-        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096},
+        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", {"attention_bias": True}, output_bias=False),
-    "Qwen3ForCausalLM": Architecture("qwen3", {"head_dim": 128}, qk_norm="head"),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", {**_QWEN, "attention_bias": True}, output_bias=False, windows="late",
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", {**_QWEN, "head_dim": 128}, qk_norm="head", windows="late",
+    ),
     "Phi3ForCausalLM": Architecture(
         "phi3", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        fused=("qkv_proj", "gate_up_proj"),
+        fused=("qkv_proj", "gate_up_proj"), windows="all",
     ),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", {"rms_norm_eps": 1e-5}, qk_norm="row",
         norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     "SmolLM3ForCausalLM": Architecture(
-        "smollm3", {"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+        "smollm3",
+        {
+            "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+        windows="typed",
     ),
     "GraniteForCausalLM": Architecture("granite", {"attention_multiplier": 1.0}),
     "GlmForCausalLM": Architecture(
@@ -143,16 +159,19 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "GemmaForCausalLM": Architecture("gemma", _GEMMA, norm_offset=1.0, scales_embedding=True),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
-        {**_GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        _SANDWICH, norm_offset=1.0, scales_embedding=True,
+        {
+            **_GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        _SANDWICH, norm_offset=1.0, scales_embedding=True, windows="typed",
     ),
     "Gemma3ForCausalLM": Architecture(
         "gemma3",
         {
             **_GEMMA_2, "sliding_window_pattern": 6, "rope_theta": 1e6,
-            "rope_local_base_freq": 10000.0,
+            "rope_local_base_freq": 10000.0, "attn_logit_softcapping": None,
         },
-        _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True,
+        _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True, windows="typed",
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -160,17 +179,19 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "norm_topk_prob": True, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        mixture=_MIXTRAL,
+        mixture=_MIXTRAL, windows="all",
     ),
     "Qwen2MoeForCausalLM": Architecture(
-        "qwen2-moe", {"qkv_bias": True}, bias="qkv_bias", output_bias=False,
+        "qwen2-moe", {**_QWEN, "qkv_bias": True}, bias="qkv_bias", output_bias=False,
+        windows="typed",
         mixture=Mixture(
             shared_width="shared_expert_intermediate_size", shared="shared_expert",
             shared_gate="shared_expert_gate",
         ),
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3-moe", {"num_key_value_heads": 4}, qk_norm="head", mixture=Mixture(),
+        "qwen3-moe", {**_QWEN, "num_key_value_heads": 4}, qk_norm="head", mixture=Mixture(),
+        windows="all",
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe", {"rms_norm_eps": 1e-5}, qk_norm="row", mixture=Mixture(width="intermediate_size"),

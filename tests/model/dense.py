@@ -1,9 +1,16 @@
-"""A reference attention for one sequence: keeps plain K and V, no pool, no blocks."""
+"""A reference attention for one sequence: keeps plain K and V, no pool, no blocks. And the torch
+backend for one sequence."""
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
+from attention.base import AttentionBackend, AttentionBatch, LayerAttention
+from attention.registry import create_backend
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
 from model.attention_layers import AttentionSpec
+
+BLOCK_SIZE = 16
 
 
 class DenseAttention:
@@ -21,38 +28,57 @@ class DenseAttention:
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, k)
         values = self._append(self._values, layer, v)
-        return self._attend(q, keys, values)
+        return self._attend(layer, q, keys, values)
 
     def forward_latent(
         self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, latent[:, None])
         q = torch.cat((q_latent, q_rope), dim=-1)
-        return self._attend(q, keys, keys[..., : q_latent.shape[-1]])
+        return self._attend(layer, q, keys, keys[..., : q_latent.shape[-1]])
 
     @staticmethod
     def _append(store: dict[int, torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
         store[layer] = torch.cat((store[layer], new)) if layer in store else new.clone()
         return store[layer]
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        (window, soft_cap), sinks = (self._spec.layers or [LayerAttention()] * (layer + 1))[layer]
         group = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
         total, new = keys.shape[1], q.shape[0]
-        mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), keys, values, attn_mask=mask, scale=self._spec.scale
-        )
-        return out.transpose(0, 1)
+        scores = q.transpose(0, 1) @ keys.mT * self._spec.scale
+        scores = (scores / soft_cap).tanh() * soft_cap if soft_cap else scores
+        ago = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        scores = scores.masked_fill((ago < 0) | (ago >= (window or total)), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1)
+        return (scores.softmax(-1)[..., :total].to(q.dtype) @ values).transpose(0, 1)
+
+
+def paged(model, num_tokens: int) -> AttentionBackend:
+    """The torch backend over a pool for one sequence of so many tokens."""
+    config, spec = model.config, model.attention_spec
+    sizes = (spec.num_kv_heads, config.num_layers, config.kv_components, BLOCK_SIZE, config.kv_dim)
+    layout = KVLayout("BHLCND", 1 + -(-num_tokens // BLOCK_SIZE), *sizes, "float32")
+    heads = {"num_q_heads": spec.num_q_heads, "head_dim": config.kv_dim}
+    return create_backend("torch", KVPool(layout), **heads, scale=spec.scale, layers=spec.layers)
 
 
 def greedy(model, prompt: list[int], num_tokens: int, chunk: int | None = None) -> list[int]:
-    """Generates with `model` and a DenseAttention, the prompt in chunks of `chunk` tokens."""
-    attention, ids = DenseAttention(model.attention_spec), list(prompt)
+    """Generates with `model` and the torch backend, the prompt in chunks of `chunk` tokens."""
+    ids = list(prompt)
+    attention = paged(model, len(prompt) + num_tokens)
+    table = np.arange(1, attention.pool.layout.num_blocks, dtype=np.int32)
     with torch.inference_mode():
         start, step = 0, chunk or len(prompt)
         while len(ids) < len(prompt) + num_tokens:
             stop = min(start + step, len(ids))
+            lens = (np.array([n], np.int32) for n in (stop - start, stop))
+            slots = BLOCK_SIZE + np.arange(start, stop, dtype=np.int64)
+            attention.plan(AttentionBatch(*lens, table[None], slots))
             hidden = model.forward(
                 torch.tensor(ids[start:stop]), torch.arange(start, stop), attention
             )

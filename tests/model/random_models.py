@@ -9,37 +9,18 @@ import transformers
 from model.config import load_config
 from model.decoder import load_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,  # others lie outside of the vocabulary
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
+SIZES: dict[str, Any] = {  # other token ids lie outside of the vocabulary
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
 MLA_SIZES: dict[str, Any] = {
-    **SIZES,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 3,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "routed_scaling_factor": 1.5,
-    "n_group": 4,
-    "topk_group": 2,
-}
+    **SIZES, "num_key_value_heads": 8, "num_hidden_layers": 3, "kv_lora_rank": 32, "q_lora_rank":
+    None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
+    "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 
 
 def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):

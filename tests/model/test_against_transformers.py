@@ -14,17 +14,21 @@ from tests.model.random_models import load, make
 
 STORY = "Anna found the red ball near the river. Anna"
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-MSCALE = {**YARN, "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1}
+EAGER = {"experts_implementation": "eager"}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DEEPSEEK, DENSE = "DeepseekV2ForCausalLM", {"first_k_dense_replace": 3}
+
+
+def yarn(**scales):
+    return {
+        "rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 32, "beta_slow": 1, **scales}
+    }
+
+
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -40,48 +44,52 @@ CASES = {
     "deepseek-dense": (DEEPSEEK, DENSE),
     "deepseek-moe": (DEEPSEEK, {}),
     # Rows of 23 floats are none that a grouped product takes: every expert sees every token then.
-    "deepseek-moe-odd": (
-        DEEPSEEK,
-        {"moe_intermediate_size": 23, "experts_implementation": "eager"},
-    ),
+    "deepseek-moe-odd": (DEEPSEEK, {"moe_intermediate_size": 23, **EAGER}),
     "deepseek-moe-groups": (DEEPSEEK, {"topk_method": "group_limited_greedy"}),
     "deepseek-q-lora": (DEEPSEEK, {"q_lora_rank": 24, **DENSE}),
     "deepseek-bias": (DEEPSEEK, {"q_lora_rank": 24, "attention_bias": True, **DENSE}),
-    "deepseek-yarn": (
-        DEEPSEEK,
-        {"rope_parameters": {**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.707}},
-    ),
-    "deepseek-yarn-mscale": (
-        DEEPSEEK,
-        {"rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 0.8}},
-    ),
-    "deepseek-yarn-plain": (
-        DEEPSEEK,
-        {"rope_parameters": MSCALE, "q_lora_rank": 24, "tie_word_embeddings": True},
-    ),
+    "deepseek-yarn": (DEEPSEEK, yarn(mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek-yarn-mscale": (DEEPSEEK, yarn(mscale=1.0, mscale_all_dim=0.8)),
+    "deepseek-yarn-plain": (DEEPSEEK, {**yarn(), "q_lora_rank": 24, "tie_word_embeddings": True}),
 }
 
 SHORT = [1.0 + pair / 8 for pair in range(4)]
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": SHORT,
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT,
     "long_factor": [4 * factor for factor in SHORT],
-}
+}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QWEN = {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}
 GROUPS = {**EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
 MULTIPLIERS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4,
     "logits_scaling": 2.5,
-}
+}  # fmt: skip
 ONE_BLOCK = {"num_local_experts": 8, "num_experts_per_tok": 3}
-ALL_LAYERS = {"sliding_window": 512, "query_pre_attn_scalar": 20, "head_dim": 16}
+GEMMA = {"sliding_window": 40, "query_pre_attn_scalar": 20, "head_dim": 16}
+WINDOW, LOCAL, GLOBAL = {"sliding_window": 40}, "sliding_attention", "full_attention"
 # fmt: off
 CASES |= {
+    "mistral-window": ("MistralForCausalLM", WINDOW),
+    "mixtral-window": ("MixtralForCausalLM", {**ONE_BLOCK, **WINDOW}),
+    "phi3-window": ("Phi3ForCausalLM", WINDOW),
+    "qwen2-window": ("Qwen2ForCausalLM", {
+        **WINDOW, "use_sliding_window": True, "max_window_layers": 1,
+    }),
+    "qwen3-window": ("Qwen3ForCausalLM", {
+        **WINDOW, "use_sliding_window": True, "layer_types": [LOCAL, GLOBAL], "head_dim": 16,
+    }),
+    "qwen3-moe-window": ("Qwen3MoeForCausalLM", {
+        **QWEN, **WINDOW, "use_sliding_window": True, "head_dim": 16,
+    }),
+    "qwen2-moe-window": ("Qwen2MoeForCausalLM", {
+        **QWEN, **WINDOW, "use_sliding_window": True, "layer_types": [LOCAL, GLOBAL],
+        "shared_expert_intermediate_size": 40,
+    }),
+    "smollm3-window": ("SmolLM3ForCausalLM", {
+        **WINDOW, "use_sliding_window": True, "num_hidden_layers": 3, "no_rope_layer_interval": 2,
+    }),
     "llama-dynamic": ("LlamaForCausalLM", {"rope_parameters": DYNAMIC}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
     "phi3-longrope": ("Phi3ForCausalLM", {
@@ -101,13 +109,15 @@ CASES |= {
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16, "attention_bias": True}),
     "gemma": ("GemmaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2ForCausalLM", {
-        **ALL_LAYERS, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0,
+        **GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+    }),
+    "gemma2-plain": ("Gemma2ForCausalLM", {
+        **GEMMA, "sliding_window": 512, "attn_logit_softcapping": None,
     }),
     "gemma3": ("Gemma3ForCausalLM", {
-        **ALL_LAYERS, "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {**LINEAR, "rope_theta": 1e6},
+        **GEMMA, "num_hidden_layers": 7, "rope_parameters": {
+            LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
+            GLOBAL: {**LINEAR, "rope_theta": 1e6},
         },
     }),
     "mixtral": ("MixtralForCausalLM", ONE_BLOCK),
@@ -130,8 +140,7 @@ CASES |= {
     }),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {"q_lora_rank": 24}),
     "deepseek-v3-halves": ("DeepseekV3ForCausalLM", {
-        "rope_interleave": False,
-        "rope_parameters": {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_interleave": False, **yarn(mscale=1.0, mscale_all_dim=1.0),
     }),
 }
 # fmt: on
@@ -162,14 +171,9 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.logits(some), wanted[rows], rtol=1e-4, atol=1e-4)
-    generated = reference.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    ends = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(prompt)
+    generated = reference.generate(prompt, attention_mask=mask, max_new_tokens=num_tokens, **ends)
     ids = prompt[0].tolist()
     assert greedy(model, ids, num_tokens, chunk=64) == generated[0, len(ids) :].tolist()
 

@@ -8,36 +8,23 @@ from model.config import load_config, parse_config
 from model.errors import ModelLoadError, UnsupportedModel
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 DEEPSEEK = {
-    **LLAMA,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
+    **LLAMA, "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 32, "q_lora_rank": None,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 
 V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "n_group": 4,
-    "topk_group": 1,
+    "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 1,
     "num_experts_per_tok": 2,
-}
+}  # fmt: skip
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}
 
 
 def test_reads_sizes_and_fills_in_what_transformers_would():
@@ -89,25 +76,13 @@ def test_kv_geometry_of_grouped_and_latent_attention():
         ({"architectures": ["Llama4ForCausalLM"]}, "chunks.*nearest that is served is LlamaFor"),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk.*default, linear, dynamic, llama3"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full attention"),
-        ({"architectures": ["Gemma2ForCausalLM"]}, "attn_logit_softcapping 50.0"),
-        (
-            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32},
-            'sliding_window 32 .*supported: full attention.*max_position_embeddings": 32',
-        ),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full_attention"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention in this arch"),
+        ({"layer_types": "all"}, "layer_types"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq.*bfloat16"),
         ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding_window 256"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 128,
-                "max_window_layers": 1,
-            },
-            "sliding_window 128",
-        ),
         ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
         ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
         ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
@@ -118,11 +93,30 @@ def test_refuses_what_is_not_implemented_and_names_what_is(change, named):
         parse_config({**LLAMA, **change})
 
 
-def test_a_window_wider_than_the_context_changes_nothing():
-    raw = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    assert parse_config(raw).architecture == "MistralForCausalLM"
-    qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
-    assert parse_config({**qwen, "sliding_window": 128}).num_layers == 2
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+KINDS = ["sliding_attention"] + ["full_attention"] * 3
+
+
+@pytest.mark.parametrize(("name", "change", "windows"), [
+    ("Llama", {"sliding_window": 64}, ""),
+    ("Mistral", {}, ""),  # 4096 tokens, wider than the context
+    ("Mistral", {"sliding_window": None}, ""),
+    ("Mistral", {"sliding_window": 511}, "wwww"),
+    ("Mistral", {"sliding_window": 512}, ""),
+    ("Qwen2", {**QWEN_WINDOW, "use_sliding_window": False, "max_window_layers": 1}, ""),
+    ("Qwen2", QWEN_WINDOW, ""),  # none of 4 layers is above the 28th
+    ("Qwen2", {**QWEN_WINDOW, "max_window_layers": 1}, ".www"),
+    ("Qwen3", {**QWEN_WINDOW, "layer_types": KINDS}, "w..."),
+    ("Gemma2", {"sliding_window": 64}, "w.w."),
+    ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 3}, "ww.w"),
+])  # fmt: skip
+def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change, windows):
+    base = {**LLAMA, "architectures": [f"{name}ForCausalLM"], "num_hidden_layers": 4}
+    config = parse_config({**base, **change})
+    size = change.get("sliding_window")
+    assert config.layer_windows == tuple(size if each == "w" else None for each in windows)
+    assert config.window_of(3) == (size if windows.endswith("w") else None)
+    assert ("windows" in config.special_attention) == bool(windows)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +140,9 @@ def test_a_window_wider_than_the_context_changes_nothing():
             {**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2},
             "n_group is 8, above half of n_routed_experts 8",
         ),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
+        ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
+        ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
         (
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},

@@ -149,3 +149,8 @@ def test_groups_that_cannot_share_the_kv_heads_are_refused():
         InvalidParallelism, match=r"--dcp 2 with --tp 12 makes 6 groups .* 4 KV heads"
     ):
         check_parallelism(wide, 12, 2)
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64}
+    with pytest.raises(
+        InvalidParallelism, match="--dcp 2 does not serve sliding windows and soft caps"
+    ):
+        check_parallelism(parse_config({**LLAMA, **gemma}), 4, 2)

@@ -124,12 +124,14 @@ def test_what_publishers_write_is_understood() -> None:
     assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
     assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
     assert of("granite-3.3-8b").score_scale == 0.0078125
+    assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
+    assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047
 
 
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
-        ({"sliding_window": 2047}, "sliding_window 2047"),  # Phi-3-mini-4k
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0"),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config "gptq"'),
     ],
 )

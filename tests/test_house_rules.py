@@ -19,18 +19,18 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2291,
+    "attention": 2470,
     "benchmarks": 2550,
     "decode_server": 394,
     "deploy": 900,
-    "engine": 10752,
+    "engine": 10753,
     "kvcache": 7661,
     "kvcache/transfer": 5843,
-    "model": 3740,
+    "model": 3821,
     "prefill_server": 192,
     "protocol": 6791,
     "proxy": 5130,
-    "tests": 40160,
+    "tests": 40200,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -36,13 +36,18 @@ class MoELayer:
 
         name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, hidden_size)
         self._router = loader.load(name, shape, dtype=torch.float32)
-        self._correction = None
+        self._router_bias = self._correction = None
+        if declared.biased:
+            name = f"{prefix}.{declared.router}.bias"
+            self._router_bias = loader.load(name, shape[:1], dtype=torch.float32)
         if declared.correction:
             name = f"{prefix}.{declared.correction}"
             self._correction = loader.load(name, shape[:1], dtype=torch.float32)
         own = own_experts(moe, parallel)
         gate_up, down = load_experts(loader, prefix, config, parallel, own)
-        self._experts = Experts(gate_up, down, config.activation, own.start, moe.num_experts)
+        biases = load_biases(loader, prefix, config, parallel, own) if declared.biased else None
+        which = config.activation, own.start, moe.num_experts
+        self._experts = Experts(gate_up, down, *which, biases=biases, clamps=moe.clamps)
         self._shared, self._shared_gate = None, None
         if moe.num_shared_experts:
             width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
@@ -54,7 +59,9 @@ class MoELayer:
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
         x = hidden if norm is None else norm(hidden)
-        routed = route(x, self._router, self._moe, self._correction, self._group_best)
+        routed = route(
+            x, self._router, self._moe, self._correction, self._group_best, self._router_bias
+        )
         out = self._experts(x, *routed)
         if self._shared is not None:
             gate = self._shared_gate(x).sigmoid_() if self._shared_gate else None
@@ -72,6 +79,8 @@ class Experts:
         gate_up: [experts, 2 width, hidden], each gate above its up projection.
         down: [experts, hidden, width].
         first: id of the first of these, of the `total` that tokens are sent to; None: of them all.
+        biases: of gate_up [experts, 2 width] and of down [experts, hidden].
+        clamps: see MoEConfig.
     """
 
     def __init__(
@@ -81,13 +90,18 @@ class Experts:
         activation: str = "silu",
         first: int = 0,
         total: int | None = None,
+        *,
+        biases: tuple[Tensor, Tensor] | None = None,
+        clamps: tuple[float, float] | None = None,
     ) -> None:
+        self._biases, self._clamps = biases, clamps
         self._gate_up = gate_up
         self._down = down
         self._activation, self._first = activation, first
         self._total = None if total == len(down) else total
         self._ids = torch.arange(len(down), device=down.device)
-        self._is_fused = activation == "silu" and fused_ops.works(down.device, down.dtype)
+        is_plain = activation == "silu" and clamps is None
+        self._is_fused = is_plain and fused_ops.works(down.device, down.dtype)
         self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -104,9 +118,16 @@ class Experts:
         found, order = self._ids_here(experts).flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._ids, right=True, out_int32=True)
         rows = x[order // experts.shape[1]]
-        inner = self._gated(F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends))
-        inner *= weights.flatten()[order, None]
+        inner = F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends)
+        shares = weights.flatten()[order, None]
+        own = None if self._biases is None else found.clamp(max=len(self._ids) - 1)
+        if self._biases is not None:
+            inner += self._biases[0][own]
+        inner = self._gated(inner)
+        inner *= shares
         down = F.grouped_mm(inner, self._down.transpose(1, 2), offs=ends)
+        if self._biases is not None:
+            down += self._biases[1][own] * shares
         if self._total is not None:
             down.masked_fill_(found[:, None] >= len(self._ids), 0)
         back = torch.empty_like(down).index_copy_(0, order, down)
@@ -117,8 +138,13 @@ class Experts:
         spread = weights.new_zeros(len(x), self._total or len(self._ids))
         spread.scatter_(1, self._ids_here(experts), weights)
         out = torch.zeros_like(x)
-        for gate_up, down, weight in zip(self._gate_up, self._down, spread.t(), strict=False):
-            out.addmm_(self._gated(x @ gate_up.t()).mul_(weight[:, None]), down.t())
+        experts_here = zip(self._gate_up, self._down, spread.t(), strict=False)
+        for index, (gate_up, down, weight) in enumerate(experts_here):
+            inner = x @ gate_up.t()
+            if self._biases is not None:
+                inner += self._biases[0][index]
+                out += self._biases[1][index] * weight[:, None]
+            out.addmm_(self._gated(inner).mul_(weight[:, None]), down.t())
         return out
 
     def _ids_here(self, experts: Tensor) -> Tensor:
@@ -130,6 +156,10 @@ class Experts:
         if self._is_fused:
             return fused_ops.kernels().silu_and_mul(gate_up)  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=1)
+        if self._clamps is not None:
+            alpha, limit = self._clamps
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
         return gated(gate, up, self._activation)
 
 
@@ -150,10 +180,11 @@ def route(
     config: MoEConfig,
     correction: Tensor | None = None,
     group_best: int = 1,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
-    Mixture for `correction` [experts] and `group_best`."""
-    logits, num = F.linear(x.float(), router), config.experts_per_token
+    Mixture for `correction` [experts] and `group_best`; `bias` [experts] is of the logits."""
+    logits, num = F.linear(x.float(), router, bias), config.experts_per_token
     if config.scoring == "softmax" and config.is_normalized and config.num_groups == 1:
         best, experts = logits.topk(num, dim=-1)  # the same, in fewer kernels
         return best.softmax(dim=-1) * config.routed_scaling_factor, experts
@@ -198,14 +229,52 @@ def load_experts(
             continue
         place = expert - own.start
         if names.stacked:
-            both, last = (f"{prefix}.{name}.weight" for name in names.stacked)
-            one = range(expert, expert + 1)
-            halves = loader.load(both, (count, 2 * width, hidden_size), rows=one)[0]
-            gate_up[place] = halves.view(2, width, -1)[:, share.start : share.stop]
-            whole = loader.load(last, (count, hidden_size, width), rows=one)[0]
+            halves, whole = load_stacked(loader, prefix, config, expert)
+            gate_up[place] = halves[:, share.start : share.stop]
             down[place] = whole[:, share.start : share.stop]
             continue
         for half, name in enumerate((gate, up)):
             gate_up[place, half] = loader.load(name, (width, hidden_size), rows=share)
         down[place] = loader.load(last, (hidden_size, width), cols=share)
     return gate_up.flatten(1, 2), down
+
+
+def load_stacked(
+    loader: WeightLoader, prefix: str, config: ModelConfig, expert: int
+) -> tuple[Tensor, Tensor]:
+    """An expert's gate and up [2, width, hidden] and its down [hidden, width], out of those of
+    all experts."""
+    moe, names, hidden_size = config.moe, config.declared.mixture, config.hidden_size
+    assert moe is not None and names is not None
+    both, last = (f"{prefix}.{name}" for name in names.stacked_weights)
+    width, one = moe.expert_intermediate_size, range(expert, expert + 1)
+    shapes = ((2 * width, hidden_size), (hidden_size, width))
+    if not names.transposed:
+        halves, down = (
+            loader.load(name, (moe.num_experts, *shape), rows=one)[0]
+            for name, shape in zip((both, last), shapes, strict=True)
+        )
+        return halves.view(2, width, -1), down
+    turns, down = (
+        loader.load(name, (moe.num_experts, *shape[::-1]), rows=one)[0].t()
+        for name, shape in zip((both, last), shapes, strict=True)
+    )
+    return turns.unflatten(0, (width, 2)).transpose(0, 1), down
+
+
+def load_biases(
+    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
+) -> tuple[Tensor, Tensor]:
+    """See Experts. Of the ranks that share an expert the first has the bias of its output, which
+    is added once."""
+    moe, names = config.moe, config.declared.mixture
+    assert moe is not None and names is not None and names.stacked is not None
+    count, width = moe.num_experts, moe.expert_intermediate_size
+    both, last = (f"{prefix}.{name}_bias" for name in names.stacked)
+    turns = loader.load(both, (count, 2 * width), rows=own)
+    halves = turns.unflatten(1, (width, 2)).transpose(1, 2)  # [experts, 2, width]
+    place = parallel.rank % (parallel.size // parallel.ep)
+    share = width // (parallel.size // parallel.ep)
+    down = loader.load(last, (count, config.hidden_size), rows=own)
+    gate_up = halves[:, :, place * share : (place + 1) * share].flatten(1)
+    return gate_up, down if place == 0 else torch.zeros_like(down)

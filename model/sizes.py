@@ -68,9 +68,9 @@ class Weights:
         return (self.count.value if self.count else 1) * math.prod(s.value for s in self.shape)
 
     def __str__(self) -> str:
-        rows, columns = (size.terms for size in self.shape)
+        sizes = " by ".join(size.terms for size in self.shape)
         each = f" in each of {self.count.terms}" if self.count else ""
-        return f"{self.name} ({rows} by {columns}){each}"
+        return f"{self.name} ({sizes}){each}"
 
 
 def implied_weights(config: ModelConfig) -> list[Weights]:
@@ -110,18 +110,25 @@ def _of_experts(
         )
         once |= _gated(names.shared, shared, hidden)
     each: dict[str, Shape] = {}
+    whole: dict[str, Shape] = {}
     if names.stacked:
-        once[names.stacked[0]] = (count, Size(2, "2") * width, hidden)
-        once[names.stacked[1]] = (count, hidden, width)
+        shapes: list[Shape] = [(Size(2, "2") * width, hidden), (hidden, width)]
+        shapes = [shape[::-1] for shape in shapes] if names.transposed else shapes
+        found = zip(names.stacked_weights, shapes, strict=True)
+        whole = {name: (count, *shape) for name, shape in found}
+        if names.biased:
+            wide = Size(2, "2") * width, hidden
+            biases = zip(names.stacked, wide, strict=True)
+            whole |= {f"{name}_bias": (count, size) for name, size in biases}
     else:
         gate, up, down = (f"experts.0.{name}" for name in names.each)
         each = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
 
-    def of(count: Size, shapes: dict[str, Shape]) -> list[Weights]:
+    def of(count: Size, shapes: dict[str, Shape], kind: str = ".weight") -> list[Weights]:
         prefixed = {f"{names.prefix}.{name}": shape for name, shape in shapes.items()}
-        return _of_layers(first, count, prefixed)
+        return _of_layers(first, count, prefixed, kind)
 
-    return of(layers, once) + of(layers * count, each)
+    return of(layers, once) + of(layers, whole, "") + of(layers * count, each)
 
 
 def _sizes(config: ModelConfig) -> dict[str, Size]:
@@ -148,9 +155,11 @@ def _layers(count: int) -> Size:
     return Size(count, f"num_hidden_layers {count}")
 
 
-def _of_layers(first: int, count: Size, shapes: dict[str, Shape]) -> list[Weights]:
+def _of_layers(
+    first: int, count: Size, shapes: dict[str, Shape], kind: str = ".weight"
+) -> list[Weights]:
     prefix = f"model.layers.{first}"
-    return [Weights(f"{prefix}.{name}.weight", shape, count) for name, shape in shapes.items()]
+    return [Weights(f"{prefix}.{name}{kind}", shape, count) for name, shape in shapes.items()]
 
 
 def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape]:

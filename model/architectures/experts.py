@@ -19,6 +19,8 @@ class MoEConfig:
         shared_intermediate_size: of each of the shared experts.
         scoring: "softmax" or "sigmoid" of the router's logits.
         is_normalized: the weights of a token's experts add up to 1, before they are scaled.
+        clamps: alpha and limit of a gate g that is g * sigmoid(alpha * g) times up + 1, of g below
+            the limit and up within it; None: the model's activation.
         num_groups: of neighbouring experts, of which the best `topk_groups` remain; 1: all do.
     """
 
@@ -33,6 +35,7 @@ class MoEConfig:
     num_groups: int
     topk_groups: int
     routed_scaling_factor: float
+    clamps: tuple[float, float] | None = None
 
 
 def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
@@ -79,6 +82,9 @@ def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
         num_groups=groups,
         topk_groups=kept,
         routed_scaling_factor=number(raw, "routed_scaling_factor", 1.0),
+        clamps=(number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0))
+        if raw.get("swiglu_limit")
+        else None,
     )
 
 

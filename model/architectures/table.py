@@ -32,6 +32,9 @@ class Mixture:
         prefix: of its weights, within the layer.
         each: gate, up and down projection of one expert.
         stacked: instead of `each`, gates and ups of all experts in one tensor, and the downs.
+        transposed: of `stacked`, which lie [experts, in, out] then, gates and ups in turn, under
+            names that do not end in ".weight".
+        biased: the router and all projections of the experts have biases.
         shared: prefix of the shared experts, which are one feed-forward; where there are any.
         shared_gate: weight of a sigmoid gate on the shared experts' output.
         correction: weight of a bias that takes part in the choice of experts, not in their weights.
@@ -46,11 +49,19 @@ class Mixture:
     router: str = "gate"
     each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] | None = None
+    transposed: bool = False
+    biased: bool = False
     shared: str = "shared_experts"
     shared_gate: str | None = None
     correction: str | None = None
     may_normalize: bool = True
     group_best: int = 1
+
+    @property
+    def stacked_weights(self) -> tuple[str, ...]:
+        """`stacked` as in the files, within the mixture."""
+        names = self.stacked or ()
+        return names if self.transposed else tuple(f"{name}.weight" for name in names)
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,19 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             _MIXTRAL, router="router.layer", stacked=("input_linear", "output_linear")
         ),
     ),
+    "GptOssForCausalLM": Architecture(
+        "gpt-oss",
+        {
+            "norm_topk_prob": True, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+        },
+        windows="typed", sinks=True,
+        mixture=Mixture(
+            "num_local_experts", "intermediate_size", router="router", transposed=True,
+            stacked=("experts.gate_up_proj", "experts.down_proj"), biased=True,
+        ),
+    ),
     "Glm4MoeForCausalLM": Architecture(
         "glm4-moe",
         {**_SIGMOID, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
@@ -224,7 +248,6 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 
 # Of architectures that are asked for and not served: the nearest that is, and what it lacks.
 REFUSED: Final = {
-    "GptOssForCausalLM": ("Qwen3MoeForCausalLM", "attention sinks, windows and MXFP4 experts"),
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),

@@ -15,8 +15,8 @@ SIZES: dict[str, Any] = {  # other token ids lie outside of the vocabulary
     "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
 MLA_SIZES: dict[str, Any] = {
-    **SIZES, "num_key_value_heads": 8, "num_hidden_layers": 3, "kv_lora_rank": 32, "q_lora_rank":
-    None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    **SIZES, "num_key_value_heads": 8, "num_hidden_layers": 3, "kv_lora_rank": 32,
+    "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
     "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
     "n_group": 4, "topk_group": 2,

@@ -121,6 +121,16 @@ CASES |= {
         },
     }),
     "mixtral": ("MixtralForCausalLM", ONE_BLOCK),
+    "gpt-oss": ("GptOssForCausalLM", {
+        **ONE_BLOCK, **WINDOW, "head_dim": 16, "num_hidden_layers": 3, "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }),
+    "gpt-oss-each": ("GptOssForCausalLM", {
+        **ONE_BLOCK, **EAGER, "intermediate_size": 23, "head_dim": 16,
+    }),
     "granite-moe": ("GraniteMoeForCausalLM", {**ONE_BLOCK, **MULTIPLIERS}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "head_dim": 16}),

@@ -18,11 +18,13 @@ QWEN2 = {
     "norm_topk_prob": True,
     "shared_expert_intermediate_size": 48,
 }
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 ROUTERS = {
     "greedy": {},
     "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "sigmoid": V3,
     "normalised": QWEN2,
+    "biased": GPT_OSS,
 }
 
 
@@ -31,7 +33,8 @@ ROUTERS = {
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_layer_reads_no_value_back(way: str, router: str, ep: int) -> None:
     """On the device `meta` there are none."""
-    raw = {**DEEPSEEK, **ROUTERS[router], "moe_intermediate_size": WIDTHS[way] * 2 // ep}
+    width = dict.fromkeys(("moe_intermediate_size", "intermediate_size"), WIDTHS[way] * 2 // ep)
+    raw = {**DEEPSEEK, **ROUTERS[router], **width}
     config = parse_config(raw)
     there = {"dtype": torch.bfloat16, "device": "meta"}
     loader, parallel = WeightLoader(DummySource(0, "cpu"), **there), Parallel(1, 2, ep=ep)

@@ -31,8 +31,9 @@ MODELS = {
     "granite-moe": CASES["granite-moe"],
     "glm4-moe": CASES["glm4-moe"],
     "qwen2-moe": CASES["qwen2-moe"],
+    "gpt-oss": (CASES["gpt-oss"][0], {**CASES["gpt-oss"][1], "sliding_window": 16}),
 }
-EXPERTS = ["deepseek", "granite-moe", "glm4-moe", "qwen2-moe"]
+EXPERTS = ["deepseek", "granite-moe", "glm4-moe", "qwen2-moe", "gpt-oss"]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,11 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
     "size, ep, names, kv_heads",
     [
         (2, 1, ["llama", "llama-wide", "qwen3", "deepseek", "dummy"], [2, 3, 1, 1, 2]),
-        (2, 1, ["olmo2", "phi3", "granite-moe", "glm4-moe", "qwen2-moe"], [1, 2, 2, 2, 2]),
-        (2, 2, EXPERTS, [1, 2, 2, 2]),
+        (2, 1, ["olmo2", "phi3", *EXPERTS[1:]], [1, 2, 2, 2, 2, 2]),
+        (2, 2, EXPERTS, [1, 2, 2, 2, 2]),
         (3, 1, ["llama-wide"], [2]),
         (4, 1, ["llama", "qwen3", "deepseek", "dummy", "olmo2"], [1, 1, 1, 1, 1]),
-        (4, 2, ["qwen2-moe", "deepseek"], [1, 1]),
+        (4, 2, ["qwen2-moe", "deepseek", "gpt-oss"], [1, 1, 1]),
     ],
 )
 def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, cases, tmp_path):

@@ -100,6 +100,13 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None)),
     "gemma-7b": (8.54, published(
         "GemmaForCausalLM", 28, 3072, 24576, 16, 16, 256000, 8192, head_dim=256)),
+    "gemma-2-9b": (9.24, published(
+        "Gemma2ForCausalLM", 42, 3584, 14336, 16, 8, 256000, 8192, sliding_window=4096)),
+    "gemma-3-1b": (1.0, published(
+        "Gemma3ForCausalLM", 26, 1152, 6912, 4, 1, 262144, 32768, sliding_window=512)),
+    "gpt-oss-20b": (20.9, published(
+        "GptOssForCausalLM", 24, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=32,
+        experts_per_token=4, num_experts_per_tok=4, swiglu_limit=7.0, sliding_window=128)),
 }  # fmt: skip
 
 
@@ -124,6 +131,9 @@ def test_what_publishers_write_is_understood() -> None:
     assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
     assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
     assert of("granite-3.3-8b").score_scale == 0.0078125
+    windows = [of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")]
+    assert [each[:7].count(None) for each in windows] == [3, 1, 3]
+    assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
     assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
     assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047
 

@@ -259,7 +259,7 @@ def load_stacked(
         loader.load(name, (moe.num_experts, *shape[::-1]), rows=one)[0].t()
         for name, shape in zip((both, last), shapes, strict=True)
     )
-    return turns.unflatten(0, (width, 2)).transpose(0, 1), down
+    return torch.stack((turns[::2], turns[1::2])), down
 
 
 def load_biases(
@@ -272,7 +272,7 @@ def load_biases(
     count, width = moe.num_experts, moe.expert_intermediate_size
     both, last = (f"{prefix}.{name}_bias" for name in names.stacked)
     turns = loader.load(both, (count, 2 * width), rows=own)
-    halves = turns.unflatten(1, (width, 2)).transpose(1, 2)  # [experts, 2, width]
+    halves = torch.stack((turns[:, ::2], turns[:, 1::2]), dim=1)  # [experts, 2, width]
     place = parallel.rank % (parallel.size // parallel.ep)
     share = width // (parallel.size // parallel.ep)
     down = loader.load(last, (count, config.hidden_size), rows=own)

@@ -26,7 +26,7 @@ MAX_LINES = {
     "engine": 10753,
     "kvcache": 7661,
     "kvcache/transfer": 5843,
-    "model": 3821,
+    "model": 3928,
     "prefill_server": 192,
     "protocol": 6791,
     "proxy": 5130,

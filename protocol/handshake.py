@@ -193,6 +193,8 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     yield "compat.kv_scales", scales, are_scales, "be finite numbers above 0"
     numbers = [rank.rank for rank in metadata.ranks]
     are_all = numbers == list(range(len(numbers))) and 0 < len(numbers) == metadata.tp_size
+    is_share = 0 < metadata.dcp_size and metadata.tp_size % metadata.dcp_size == 0
+    yield "dcp_size", metadata.dcp_size, is_share, f"divide tp_size {metadata.tp_size}"
     yield "ranks", numbers[:64], are_all, f"be all of tp_size {metadata.tp_size} in order"
     for rank in metadata.ranks:
         where, layout = f"ranks[{rank.rank}]", rank.layout

@@ -116,8 +116,7 @@ class Framing:
         request_id = given.get(b"x-request-id", b"")
         is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
         is_one = len(adds) == 1 and adds[0].num_choices == 1
-        lends = api.settings.advertised_host and api.require_ready().geometry.get("dcp", 1) == 1
-        is_movable = bool(is_asked and is_one and lends)
+        is_movable = bool(is_asked and is_one and api.settings.advertised_host)
         if resumed is not None:
             num_bytes = len(resume.text_of(resumed.frames)) if is_movable else 0
             return cls(resumed.origin, is_asked, resumed, is_movable, num_bytes)

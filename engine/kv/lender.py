@@ -84,7 +84,7 @@ class Lender(KVConnector):
         if not (is_moving or sequence.request.retain_kv) or sequence.choice:  # 0 answers for all
             return None
         num_tokens = sequence.num_computed if is_moving else sequence.num_prompt_tokens
-        num_blocks = -(-num_tokens // self._config.block_size)
+        num_blocks = -(-num_tokens // self._config.tokens_per_block)
         name = self._name_of(sequence)
         lease_id, leased = self._leases.leased(name) or ("", [])
         block_ids = [*leased, *sequence.block_ids[len(leased) : num_blocks]]
@@ -115,7 +115,7 @@ class Lender(KVConnector):
             self._config.cluster_secret,
             remote_engine_id=self._config.engine_id,
             remote_request_id=sequence.request_id,
-            remote_block_ids=block_ids,
+            remote_block_ids=self._told(block_ids, num_tokens),
             remote_host=host,
             remote_port=port,
             tp_size=self._config.tp,
@@ -136,6 +136,11 @@ class Lender(KVConnector):
             text_digest=sequence.request.text_digest,
             prompt_token_ids=prompt if tells_ids else None,
         ).to_json()
+
+    def _told(self, block_ids: list[int], num_tokens: int) -> list[int]:
+        """Blocks as readers see them: of ranks that share tokens each has its own."""
+        num_blocks, dcp = -(-num_tokens // self._config.block_size), self._config.dcp
+        return [block for block in block_ids for _ in range(dcp)][:num_blocks]
 
     def on_abort_unknown(self, request_id: str) -> None:
         """The client went away after the prompt was done: nobody will come for its KV."""
@@ -162,15 +167,16 @@ class Lender(KVConnector):
     def _look_up(self, asked: Lookup) -> RemotePrefill | None:
         """Leases the longest prefix that is here, whoever else uses its blocks."""
         config, scheduler = self._config, self.core.scheduler
+        size = config.tokens_per_block
         found = scheduler.prefix.match(asked.token_ids) if scheduler.prefix else []
-        if config.dcp > 1 or len(found) * config.block_size < asked.min_tokens:
+        if len(found) * size < asked.min_tokens:
             self._lookups["none"] += 1
             return None
         allocator = scheduler.allocator
         room = allocator.capacity * _MAX_LENT_SHARE - allocator.counts()[BlockState.LEASED]
         taken = accumulate(allocator.state(block) is BlockState.CACHED for block in found)
         block_ids = [block for block, num in zip(found, taken, strict=True) if num <= room]
-        num_tokens = len(block_ids) * config.block_size
+        num_tokens = len(block_ids) * size
         if not block_ids or num_tokens < asked.min_tokens:
             self._lookups["full"] += 1
             return None
@@ -186,7 +192,7 @@ class Lender(KVConnector):
             request_id=asked.nonce,
             lease_id=lease_id,
             lease_s=config.lease_s,
-            block_ids=block_ids,
+            block_ids=self._told(block_ids, num_tokens),
             block_size=config.block_size,
             num_tokens=num_tokens,
             cached_tokens=num_tokens,

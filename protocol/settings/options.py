@@ -265,7 +265,7 @@ class KVOptions(EngineOptions, LinkOptions):
     @classmethod
     def _can_be_read(cls, dcp: int, info: ValidationInfo) -> int:
         if dcp > 1 and info.data.get("role") != "decode":
-            raise ValueError(f"others cannot read the KV of {dcp} ranks that share tokens: use 1")
+            raise ValueError(f"{dcp} ranks that share tokens take no prefill legs: use 1")
         return dcp
 
     def transfer_for(self, device: str) -> str:

@@ -88,7 +88,7 @@ class PoolExecutor(ShadowExecutor):
             own = at[at // stripe.block_size % stripe.size == stripe.rank]
             blocks, offsets = table[own // stripe.tokens_per_block], own % stripe.block_size
             rows = torch.from_numpy(blocks), torch.from_numpy(offsets)
-            values = pool.canonical.permute(0, 4, 1, 2, 3, 5)[rows].flatten(1).numpy()
+            values = pool.canonical.permute(0, 4, 1, 2, 3, 5)[rows].flatten(1).float().numpy()
             assert (values == values[:, :1]).all(), "parts of a slot belong to different tokens"
             tokens[own] = values[:, 0].astype(np.int64) - 1
         return tokens.tolist()

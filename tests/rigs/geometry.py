@@ -36,7 +36,7 @@ class Side:
     num_blocks: int
     dtype: str = "float32"
     scales: tuple[float, ...] = ()
-    dcp: int = 1  # of D; then a block of the table is a block on each rank that shares it
+    dcp: int = 1  # a block of the table is a block on each rank that shares it
 
     @property
     def tokens_per_block(self) -> int:
@@ -85,7 +85,7 @@ class Case:
         return Planner(*ends, self.heads, **options)
 
     def pull(self, planner: Planner) -> Transfer:
-        tables = self.d.blocks, self.p.blocks
+        tables = self.d.blocks, np.repeat(self.p.blocks, self.p.dcp)
         return planner.take((self.start, self.stop), *tables, lease_hash=self.lease_hash)
 
     def plan(self, d_rank: int, costs: CostModel = COSTS, **options) -> TransferPlan:
@@ -154,11 +154,12 @@ def execute_reads(reads, sources: list[np.ndarray], into: np.ndarray) -> None:
 
 
 def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarray:
-    owners = [r for r in range(case.p.tp) if head in heads_of(r, case.p.tp, case.heads)]
+    owners = [r for r in range(case.p.tp) if head in case.p.heads(r, case.heads)]
+    dcp = case.p.dcp
     mine = case.d.kept(d_rank, np.arange(case.stop))  # whose blocks it counts
     blocks = np.searchsorted(mine, tokens) // case.p.block_size
-    turns = (d_rank + case.lease_hash + blocks) % len(owners)
-    return np.array(owners)[turns]
+    turns = (d_rank + case.lease_hash + blocks) % (len(owners) // dcp)
+    return np.array(owners)[turns * dcp + tokens // case.p.block_size % dcp]
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
@@ -215,7 +216,7 @@ def sides(draw, tokens: int) -> Side:
 
 @st.composite
 def shared_sides(draw, p: Side, tokens: int) -> Side:
-    """Sides of D whose ranks share tokens: they cut a sequence where blocks of P end."""
+    """Sides whose ranks share tokens: those of D cut a sequence where blocks of P end."""
     dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, 3))
     blocks, num_blocks = draw(block_tables(size * dcp, tokens))
     tp = dcp * draw(st.integers(1, 8 // dcp))
@@ -227,6 +228,8 @@ def shared_sides(draw, p: Side, tokens: int) -> Side:
 def cases(draw) -> Case:
     tokens = draw(st.integers(1, 130))
     p, d = draw(sides(tokens)), draw(sides(tokens))
+    if draw(st.integers(0, 3)) == 0:
+        p = draw(shared_sides(p, tokens))
     if draw(st.integers(0, 2)) == 0:  # geometries often agree in something
         d = dataclasses.replace(d, order=p.order)
     if draw(st.integers(0, 2)) == 0:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.lender import Lender
@@ -32,7 +34,9 @@ class Engine:
     """One engine, driven by hand round by round.
 
     Args:
-        dcp: how many ranks it has, which share the tokens of sequences: then it does not lend.
+        dcp: how many ranks it has, which share the tokens of sequences.
+        components: of its KV; 1: latents, of one head.
+        convert: it takes KV of another dtype.
     """
 
     def __init__(
@@ -42,6 +46,9 @@ class Engine:
         order: str = "BHLCND",
         num_blocks: int = 40,
         dcp: int = 1,
+        components: int = 2,
+        dtype: str = "float32",
+        convert: bool = False,
         depth: int = 0,
         secret: bytes = SECRET,
         mode: Borrow = "always",
@@ -50,7 +57,10 @@ class Engine:
         **limits: Any,
     ) -> None:
         stripes = [Stripe(rank, dcp, block_size) for rank in range(dcp)]
-        layout = KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, "float32")
+        heads = components
+        layout = KVLayout(order, num_blocks, heads, 2, components, block_size, 4, dtype)
+        about = {"num_components": components, "total_kv_heads": heads, "kv_dtype": dtype}
+        compat = replace(COMPAT, **about)
         pools = [KVPool(layout) for _ in stripes]
         agents = [MemoryAgent() for _ in stripes]
         self.movers, self.clock = Movers(agents, [], random.Random(0)), Clock()
@@ -61,16 +71,17 @@ class Engine:
         self.coordinator = PullCoordinator(
             address,
             dcp,
-            COMPAT,
+            compat,
             secret,
             settings or PullSettings(),
             clock=self.clock,
+            convert=convert,
             dcp=dcp,
             block_size=block_size,
         )
+        how: dict[str, Any] = {"dcp": dcp, "staging_bytes": 2**20, "convert": convert}
         ranks = [
-            LocalRank(rank, dcp, 2, agents[rank], pools[rank], dcp=dcp, staging_bytes=2**20)
-            for rank in range(dcp)
+            LocalRank(rank, dcp, heads, agents[rank], pools[rank], **how) for rank in range(dcp)
         ]
         for rank in ranks:
             rank.end.offer()
@@ -79,9 +90,9 @@ class Engine:
             for at, (pool, agent) in enumerate(zip(pools, agents, strict=True))
         ]
         mine = {"engine_id": self.config.engine_id, "incarnation": self.config.incarnation}
-        about = metadata(*told, compat=COMPAT, dcp_size=dcp, **mine)
+        shown = metadata(*told, compat=compat, dcp_size=dcp, **mine)
         room = num_blocks * block_size * dcp
-        self.leases = LeaseServer("127.0.0.1", 0, about, secret, max_tokens=room)
+        self.leases = LeaseServer("127.0.0.1", 0, shown, secret, max_tokens=room)
         self.leases.start()
         self.workers = [
             TransferWorker(rank, address if rank.number else self.coordinator) for rank in ranks

@@ -128,18 +128,16 @@ def cut(
     target: Side,
     heads: int,
     tokens: range,
-    turn: tuple[int, int] = (0, 1),
+    turn: IntArray | None = None,
 ) -> Iterator[BlockCopy]:
     """Tokens of a sequence as copies between two paged memories.
 
     Args:
-        turn: (index, count): of every `count` blocks of the source, only block `index`: other
-            owners have those between.
+        turn: bool[n], which of the source's blocks are this owner's; None: all.
     """
     sizes = source.layout.block_size, target.layout.block_size
-    index, count = turn
     for length, starts in pieces(tokens.start, tokens.stop, *sizes):
-        mine = starts[starts // sizes[0] % count == index] if count > 1 else starts
+        mine = starts if turn is None else starts[turn[starts // sizes[0]]]
         if len(mine):
             places = source.places(mine), target.places(mine)
             yield BlockCopy(owner, source.layout, target.layout, heads, length, *places)
@@ -157,6 +155,7 @@ class Transfer:
     tokens: range
     local_blocks: IntArray  # i64, D's block table from token 0 on
     remote_blocks: IntArray  # i64, P's
+    lanes: IntArray  # i64, of P's ranks that share tokens, which one has each of these blocks
     shift: int  # of whose turn it is among copies of a head
     factors: Factors
 
@@ -206,12 +205,15 @@ class Transfer:
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
         """Heads that a group's owners hold, out of their blocks in turn."""
-        count = len(group.owners)
+        dcp = self.remote[0].dcp
+        count, turn = len(group.owners) // dcp, None
+        whose = (np.arange(len(self.remote_blocks)) + self.shift) % count * dcp + self.lanes
         for index, owner in enumerate(group.owners):
             end = self.remote[owner]
             head = heads.start - end.heads(self.total_kv_heads).start
             source = Side(end.layout, self.remote_blocks, head=head)
-            turn = (index - self.shift) % count, count
+            if len(group.owners) > 1:
+                turn = whose == index
             yield from cut(owner, source, target, len(heads), tokens, turn)
 
 

@@ -5,8 +5,8 @@ with few heads, or the one latent "head" of MLA) neighbours hold copies of the s
 D takes each of its heads from the ranks of P that hold it. Several holders share the work block by
 block, so that no rank of P is a hot spot; a holder that nobody reads from does not appear.
 
-Ranks of D that share the tokens of every sequence (decode context parallelism) hold the same heads;
-each wants the tokens of its own stripe only (kvcache/stripe.py).
+Ranks that share the tokens of every sequence (decode context parallelism) hold the same heads: of D
+each wants the tokens of its own stripe only (kvcache/stripe.py), of P each has no others.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class HeadGroup(NamedTuple):
     """Heads that a rank of D reads from the same owners: one owner, or copies that take turns."""
 
     heads: range  # of the model
-    owners: tuple[int, ...]  # ranks of P
+    owners: tuple[int, ...]  # ranks of P; whole groups of those that share tokens
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
@@ -71,9 +71,12 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
 
 
 @lru_cache(maxsize=64)
-def head_groups(local_heads: range, remote_tp: int, total_heads: int) -> tuple[HeadGroup, ...]:
+def head_groups(
+    local_heads: range, remote_tp: int, total_heads: int, remote_dcp: int = 1
+) -> tuple[HeadGroup, ...]:
     """Cuts the heads a rank of D wants by who owns them on P."""
-    held = [heads_of(rank, remote_tp, total_heads) for rank in range(remote_tp)]
+    num = remote_tp // remote_dcp
+    held = [heads_of(rank // remote_dcp, num, total_heads) for rank in range(remote_tp)]
     groups: list[HeadGroup] = []
     for head in local_heads:
         owners = tuple(rank for rank, heads in enumerate(held) if head in heads)
@@ -87,8 +90,7 @@ def head_groups(local_heads: range, remote_tp: int, total_heads: int) -> tuple[H
 def check_endpoints(
     local: Endpoint, remote: Sequence[Endpoint], total_kv_heads: int, *, convert: bool = False
 ) -> None:
-    """Refuses geometries that no plan bridges; each has passed check_consistent, and the peer's
-    ranks share no tokens.
+    """Refuses geometries that no plan bridges; each has passed check_consistent.
 
     Raises:
         PlanError: names the field and both values.

@@ -355,7 +355,8 @@ class Planner:
         self._staging_bytes = staging_bytes
         self._period = lcm(local.layout.block_size, remote[0].layout.block_size)
         self._factors = scale_factors(remote[0], local)
-        self._groups = head_groups(local.heads(total_kv_heads), len(remote), total_kv_heads)
+        heads = local.heads(total_kv_heads)
+        self._groups = head_groups(heads, len(remote), total_kv_heads, remote[0].dcp)
         self._decided_by: CostModel | None = None
         # Of pulls that are alike: the way, seconds per token, and the reason.
         self._decisions: dict[tuple[int, ...], tuple[Way, float, str]] = {}
@@ -373,7 +374,8 @@ class Planner:
         Args:
             local_block_ids: D's blocks from token 0 of the sequence on, in D's block size; with
                 a dcp, of dcp times as many tokens, of which the rank keeps its own.
-            remote_block_ids: P's leased blocks from token 0 on, in P's block size.
+            remote_block_ids: P's leased blocks from token 0 on, in P's block size; with a dcp of
+                P each of them once for every rank of it.
             lease_hash: spreads leases over ranks of P that hold the same head.
 
         Raises:
@@ -384,9 +386,11 @@ class Planner:
             raise PlanError(f"token range is [{start}, {stop}); use 0 <= start <= stop")
         local, remote = self._local, self._remote
         theirs = remote[0].layout.block_size
+        lanes = np.arange(len(remote_block_ids)) % remote[0].dcp
         if local.dcp > 1:
             start, stop = local.stripe.num_local(np.array([start, stop])).tolist()
             remote_block_ids = local.stripe.remote_blocks(remote_block_ids, theirs)
+            lanes = local.stripe.remote_blocks(lanes, theirs)
         wanted = range(start, stop)
         pool = local.layout.num_blocks, local.layout.block_size
         pools = min(end.layout.num_blocks for end in remote), theirs
@@ -398,6 +402,7 @@ class Planner:
             wanted,
             check_blocks("local_block_ids", local_block_ids, *pool, wanted),
             check_blocks("remote_block_ids", remote_block_ids, *pools, wanted),
+            lanes,
             local.rank + lease_hash,
             self._factors,
         )

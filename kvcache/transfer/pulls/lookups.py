@@ -38,7 +38,8 @@ class Lookups:
             # It takes long messages only of those who have sent a short one over their connection.
             self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
             asked, layout = self._asking[nonce][2], peer.metadata.ranks[0].layout
-            longest = asked.token_ids[: layout.num_blocks * layout.block_size]
+            room = layout.num_blocks * layout.block_size * peer.metadata.dcp_size
+            longest = asked.token_ids[:room]
             self._post(peer.address, replace(asked, token_ids=longest))
         elif not peer.is_asked:
             self._end(nonce, "none", now)

@@ -166,14 +166,7 @@ class PeerTable:
             self.outcomes["ok"] += 1
 
     def _check_tokens(self, metadata: EngineMetadata) -> None:
-        """Every rank of the peer has all tokens, in blocks that our stripe can be cut from."""
-        if metadata.dcp_size != 1:
-            raise PeerIncompatible(
-                f"dcp_size is {metadata.dcp_size} on the prefill server (and {self._stripe.size} "
-                "here): KV is read from servers of dcp_size 1 only. Start it without context "
-                "parallelism.",
-                param="dcp_size",
-            )
+        """The peer's tokens are in blocks that our stripe can be cut from."""
         try:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except StripeError as error:

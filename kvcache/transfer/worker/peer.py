@@ -122,7 +122,8 @@ class Peer:
         layouts = [KVLayout.from_record(each.layout) for each in metadata.ranks]
         scales = metadata.compat.kv_scales
         self._ends = [Endpoint(each, i, tp, scales, dcp) for i, each in enumerate(layouts)]
-        groups = head_groups(rank.endpoint.heads(rank.total_kv_heads), tp, rank.total_kv_heads)
+        total = rank.total_kv_heads
+        groups = head_groups(rank.endpoint.heads(total), tp, total, dcp)
         self._owners = sorted({owner for group in groups for owner in group.owners})
         self._planner: Planner | None = None
         self.rank, self.metadata, self.engine_id = rank, metadata, metadata.engine_id

@@ -1,4 +1,4 @@
-"""In-process pairs. At the end of their test every block is home, and they are closed."""
+"""Pairs and groups in one process. After their test every block is home, and they are closed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.engine_pair import Pair
+from tests.rigs.lenders import Engine, Group
 
 MakePair = Callable[..., Pair]
 
@@ -28,3 +29,16 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 @pytest.fixture
 def pair(make_pair: MakePair) -> Pair:
     return make_pair()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Group]]:
+    with ExitStack() as stack:
+
+        def group(*options: dict[str, Any]) -> Group:
+            made = Group(*(Engine(**each) for each in options))
+            stack.callback(made.close)
+            stack.callback(made.settle)
+            return made
+
+        yield group

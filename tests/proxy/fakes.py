@@ -22,7 +22,9 @@ from protocol.numbers import STATS_PATH
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer, make_server
 from proxy.app import ProxyApp
+from tests.rigs.brief_naps import take_brief_naps
 
+take_brief_naps()
 LIMIT_S = 120.0
 KV_PARAMS = {
     "do_remote_decode": False,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy import pd_request
 from proxy.health import SILENCES
 from proxy.membership import Kind
 from tests.proxy.fakes import (
@@ -69,8 +70,9 @@ async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given
     ],
 )
 async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
-    prefill: Any, decode: Any, status: int, code: str
+    prefill: Any, decode: Any, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)
     async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
         response = await rig.complete()
         assert response.status_code == status
@@ -289,7 +291,11 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, WHOLE])
-async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer: bytes) -> None:
+async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)  # there is no other server
+
     async def asks(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4
         done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")

@@ -19,9 +19,11 @@ from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
 from protocol.settings.options import ListenOptions
+from tests.rigs.brief_naps import take_brief_naps
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
 
+take_brief_naps()
 WAIT_S = 120.0
 SECRET = b"the secret of a cluster"
 CONTEXT = 64

@@ -46,10 +46,7 @@ OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs"}
 # What no line says, and in which files; parts are set apart, or they would match themselves.
 FORBIDDEN = {
     "a path of the machine it was written on": ("", r"(?<![\w.~$}-])/(?:" + "work|" + "root)/"),
-    "an error of any kind that nobody hears of": (
-        r"\.py$",
-        r"suppress\((Base)" + r"?Exception\b",
-    ),
+    "an error of any kind that nobody hears of": (r"\.py$", r"suppress\((Base)" + r"?Exception\b"),
     "a logger whose lines below a warning nobody sees, for want of get_logger(__name__)": (
         r"^(?!tests/|protocol/process/logging).*\.py$",
         "logging.get" + r"Logger\((?!\"baton\.)",

@@ -150,21 +150,21 @@ def torch_free_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
-def test_packages_import_only_what_lies_below_them() -> None:
+def test_packages_import_only_what_lies_below_them():
     violations = order_violations(all_imports())
     assert not violations, "\n".join(map(str, violations))
 
 
-def test_no_modules_import_one_another() -> None:
+def test_no_modules_import_one_another():
     assert cycle(own_graph()) == []
 
 
-def test_no_module_imports_too_many_of_ours() -> None:
+def test_no_module_imports_too_many_of_ours():
     wide = {name: len(own) for name, own in own_graph().items() if len(own) > MAX_OWN_IMPORTS}
     assert not wide
 
 
-def test_the_cycle_check_sees_lazy_imports() -> None:
+def test_the_cycle_check_sees_lazy_imports():
     imports = [
         *imports_in("def f():\n    from engine import b", "engine/a.py"),
         *imports_in("import engine.a", "engine/b.py"),
@@ -173,18 +173,18 @@ def test_the_cycle_check_sees_lazy_imports() -> None:
     assert not cycle(module_graph(imports[:2], {"engine.a", "engine.b"}))
 
 
-def test_foreign_transports_and_kernels_are_imported_in_one_place() -> None:
+def test_foreign_transports_and_kernels_are_imported_in_one_place():
     violations = wrapper_violations(all_imports())
     assert not violations, "\n".join(map(str, violations))
 
 
-def test_light_processes_name_no_heavy_package_even_lazily() -> None:
+def test_light_processes_name_no_heavy_package_even_lazily():
     light = set(torch_free_files())
     heavy = [found for found in all_imports() if found.path in light and found.top in HEAVY]
     assert not heavy, "\n".join(map(str, heavy))
 
 
-def test_light_processes_load_no_heavy_package() -> None:
+def test_light_processes_load_no_heavy_package():
     modules = [
         path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         for path in torch_free_files()
@@ -227,7 +227,7 @@ def test_light_processes_load_no_heavy_package() -> None:
         ("deploy/cli.py", "import proxy, engine.core.core, decode_server", ""),
     ],
 )
-def test_the_checks_see_every_way_to_import(path: str, source: str, seen: str) -> None:
+def test_the_checks_see_every_way_to_import(path, source, seen):
     imports = list(imports_in(source, path))
     assert imports and bool(order_violations(imports)) == (seen == "order")
     assert bool(wrapper_violations(imports)) == (seen == "wrapper")

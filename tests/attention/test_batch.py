@@ -5,7 +5,7 @@ import numpy as np
 from attention.base import AttentionBatch
 
 
-def test_only_the_blocks_of_the_context_are_kept() -> None:
+def test_only_the_blocks_of_the_context_are_kept():
     tables = np.array([[7, 8, 9], [3, 0, 0], [4, 5, 0]], np.int32)
     lens = (np.array(each, np.int32) for each in ([1, 1, 3], [9, 1, 8]))
     batch = AttentionBatch(*lens, tables, np.zeros(5, np.int64))

@@ -86,13 +86,7 @@ class Bench:
     """
 
     def __init__(
-        self,
-        size: int,
-        shape: Shape,
-        *,
-        scratch: int,
-        name: str = "torch",
-        tolerance: float = 1e-5,
+        self, size: int, shape: Shape, *, scratch: int, name: str = "torch", tolerance: float = 1e-5
     ) -> None:
         self.size, self.tolerance = size, tolerance
         self.shape = shape = replace(shape, order="BHLCND", num_blocks=NUM_BLOCKS)
@@ -247,7 +241,7 @@ ADMITTED = [
 
 @settings(max_examples=25)
 @given(st.sampled_from(ADMITTED))
-def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes) -> None:
+def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes):
     q_heads, kv_heads, tp, dcp = sizes
     groups, of_group = tp // dcp, q_heads * dcp // tp
     for group in range(groups):

@@ -49,19 +49,17 @@ def prompts(max_tokens: int) -> StepLimits:
         ((32, 4), 64, prompts(300), _H200, 8_785_920),
     ],
 )
-def test_steps_take_what_the_planner_asks_for_at_most(
-    heads: tuple[int, int], head_dim: int, limits: StepLimits, gpu: Gpu, planned: int
-) -> None:
+def test_steps_take_what_the_planner_asks_for_at_most(heads, head_dim, limits, gpu, planned):
     assert workspace_of(*heads, head_dim, limits, gpu).floats == planned
 
 
-def test_captured_steps_add_to_those_of_prompts_only_where_they_need_more() -> None:
+def test_captured_steps_add_to_those_of_prompts_only_where_they_need_more():
     limits = StepLimits(max_seqs=64, max_tokens=8192)
     eager = StepLimits(max_seqs=64, max_tokens=8192, captured=False)
     assert workspace_of(32, 8, 128, limits, _H200) == workspace_of(32, 8, 128, eager, _H200)
 
 
-def test_indices_take_more_than_a_wrapper_has_only_of_very_many_tiles() -> None:
+def test_indices_take_more_than_a_wrapper_has_only_of_very_many_tiles():
     usual = StepLimits(max_seqs=1500, max_tokens=16384)
     assert workspace_of(32, 8, 128, usual, _H200).ints == LEAST_INT_BYTES
     # 96 heads times 1,024 + 2,999 tiles, in seven lists, and where each multiprocessor's begin.
@@ -69,11 +67,11 @@ def test_indices_take_more_than_a_wrapper_has_only_of_very_many_tiles() -> None:
     assert workspace_of(96, 8, 128, most, _H200).ints == 7 * 4 * 96 * 4023 + 544
 
 
-def test_latents_take_the_same_for_every_step() -> None:
+def test_latents_take_the_same_for_every_step():
     assert latent_workspace_of(_H200) == Workspace(17_369_088, LEAST_INT_BYTES)
 
 
-def test_a_plan_that_takes_more_is_explained() -> None:
+def test_a_plan_that_takes_more_is_explained():
     sizes, limits = Workspace(32 << 20, 8 << 20), StepLimits(max_seqs=7, max_tokens=9)
     told = r"32 MiB .* 7 sequences and 9 tokens .*tmp_v with size 9.*: lower --max-num-seqs"
     with pytest.raises(WorkspaceTooSmall, match=told), explaining(sizes, limits):
@@ -88,9 +86,7 @@ def test_a_plan_that_takes_more_is_explained() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
 @pytest.mark.parametrize("num_seqs", [1, 17, 18, 33, 256])
-def test_a_captured_step_has_a_piece_for_each_sequence_and_some_more(
-    num_seqs: int, num_kv_heads: int
-) -> None:
+def test_a_captured_step_has_a_piece_for_each_sequence_and_some_more(num_seqs, num_kv_heads):
     withheld = withheld_thread_blocks(num_seqs, num_kv_heads, _H200.num_sms)
     pieces = (2 * _H200.num_sms - withheld) // num_kv_heads
     assert pieces == max(2 * _H200.num_sms // num_kv_heads, num_seqs + SPARE_PIECES)

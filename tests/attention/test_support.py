@@ -33,7 +33,7 @@ _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
     ],
     ids=str,
 )
-def test_what_the_kernels_have_is_served(wanted: Wanted) -> None:
+def test_what_the_kernels_have_is_served(wanted):
     check("auto", wanted, DEFAULT_LIMITS)
     check("flashinfer", wanted, DEFAULT_LIMITS)
 
@@ -61,13 +61,13 @@ def test_what_the_kernels_have_is_served(wanted: Wanted) -> None:
         (replace(_LATENT, num_q_heads=20), r"for 20 query heads, .* that divides 128"),
     ],
 )
-def test_what_they_lack_is_refused_with_what_helps(wanted: Wanted, message: str) -> None:
+def test_what_they_lack_is_refused_with_what_helps(wanted, message):
     with pytest.raises(UnsupportedPool, match=f"{message}.*--attention-backend torch"):
         check("flashinfer", wanted, DEFAULT_LIMITS)
     check("torch", wanted, DEFAULT_LIMITS)
 
 
-def test_auto_is_the_kernels_on_a_gpu_only() -> None:
+def test_auto_is_the_kernels_on_a_gpu_only():
     unserved = replace(_SERVED, head_dim=80)
     check("auto", replace(unserved, device="cpu"), DEFAULT_LIMITS)
     with pytest.raises(UnsupportedPool):
@@ -85,9 +85,7 @@ def test_auto_is_the_kernels_on_a_gpu_only() -> None:
         (16, StepLimits(max_seqs=9000, max_tokens=9000), False),
     ],
 )
-def test_steps_over_latents_are_no_larger_than_their_plan(
-    num_q_heads: int, limits: StepLimits, is_served: bool
-) -> None:
+def test_steps_over_latents_are_no_larger_than_their_plan(num_q_heads, limits, is_served):
     wanted = replace(_LATENT, num_q_heads=num_q_heads)
     check("torch", wanted, limits)
     if is_served:
@@ -98,13 +96,13 @@ def test_steps_over_latents_are_no_larger_than_their_plan(
         check("flashinfer", wanted, limits)
 
 
-def test_a_backend_that_cannot_read_the_pool_is_refused() -> None:
+def test_a_backend_that_cannot_read_the_pool_is_refused():
     with pytest.raises(ValueError, match=r"flashinfer .*--attention-backend torch"):
         make(Shape(), "flashinfer")
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
 @pytest.mark.parametrize("num_components", [1, 2])
-def test_a_missing_package_is_named_with_its_fix(num_components: int) -> None:
+def test_a_missing_package_is_named_with_its_fix(num_components):
     with pytest.raises(BackendMissing, match=r"pip install flashinfer-python, or use --att"):
         backend_class("auto", "cuda", num_components)

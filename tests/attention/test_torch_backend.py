@@ -54,7 +54,7 @@ def tolerance_of(shape: Shape) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_mixed_steps_equal_the_reference(name: str) -> None:
+def test_mixed_steps_equal_the_reference(name):
     shape = SHAPES[name]
     seqs = make_sequences(shape, [11, 3, 17, 1])
     backend, tolerance = make(shape), tolerance_of(shape)
@@ -65,7 +65,7 @@ def test_mixed_steps_equal_the_reference(name: str) -> None:
 
 
 @both_ways
-def test_lengths_far_apart_share_a_step(num_kv_heads: int) -> None:
+def test_lengths_far_apart_share_a_step(num_kv_heads):
     shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads, block_size=8, num_blocks=400)
     lens = [1500, 2, 40, 41, 300, 1, 290]
     seqs = make_sequences(shape, lens)
@@ -75,7 +75,7 @@ def test_lengths_far_apart_share_a_step(num_kv_heads: int) -> None:
 
 
 @both_ways
-def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads: int) -> None:
+def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
     layers = (LayerAttention(Kind(100)), LayerAttention(Kind(700, 2.0)))
     sizes = {"num_q_heads": 8, "block_size": 8, "num_blocks": 400, "head_dim": 8}
     shape = Shape(num_kv_heads=num_kv_heads, layers=layers, **sizes)
@@ -93,9 +93,7 @@ def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads: int) -> None:
     lens=st.lists(st.integers(1, 15), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_any_division_of_sequences_into_steps(
-    name: str, order: str, block_size: int, lens: list[int], seed: int
-) -> None:
+def test_any_division_of_sequences_into_steps(name, order, block_size, lens, seed):
     """Property: a token's output is the reference's, in whatever steps the prompt arrives."""
     shape = replace(SHAPES[name], order=order, block_size=block_size)
     rng, seqs = random.Random(seed), make_sequences(shape, lens, seed)
@@ -110,7 +108,7 @@ def test_any_division_of_sequences_into_steps(
         done = [d + n for d, n in zip(done, sizes, strict=True)]
 
 
-def test_a_sequence_of_nan_harms_no_other_and_no_later_step() -> None:
+def test_a_sequence_of_nan_harms_no_other_and_no_later_step():
     shape = Shape()
     seqs = make_sequences(shape, [6, 6])
     seqs.q[0][:, 5] = float("nan")
@@ -128,7 +126,7 @@ def test_a_sequence_of_nan_harms_no_other_and_no_later_step() -> None:
     [Shape(order="LBCNHD"), Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4)],
     ids=["exact", "16 bits rounded once to 8"],  # rounded twice, some would lie on a tie between
 )
-def test_a_step_writes_its_own_slots_only(shape: Shape) -> None:
+def test_a_step_writes_its_own_slots_only(shape):
     seqs, backend = make_sequences(shape, [7]), make(shape)
     run_step(backend, shape, seqs, [(0, 0, 7)], num_padding=1)
     written = torch.zeros(shape.num_blocks, shape.block_size, dtype=torch.bool)
@@ -145,7 +143,7 @@ def test_a_step_writes_its_own_slots_only(shape: Shape) -> None:
 
 
 @both_ways
-def test_inputs_may_be_slices_of_one_projection(num_kv_heads: int) -> None:
+def test_inputs_may_be_slices_of_one_projection(num_kv_heads):
     shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads)
     seqs = make_sequences(shape, [6, 4])
     backend = make(shape)
@@ -157,7 +155,7 @@ def test_inputs_may_be_slices_of_one_projection(num_kv_heads: int) -> None:
         torch.testing.assert_close(backend.forward(0, *sliced), forward(backend, shape, 0, parts))
 
 
-def test_rounding_to_eight_bits_moves_the_output_a_little() -> None:
+def test_rounding_to_eight_bits_moves_the_output_a_little():
     exact, rounded = Shape(), Shape(kv_dtype=FP8, scales=(0.01, 0.01, 0.02, 0.05))
     seqs = make_sequences(exact, [60])
     out = run_step(make(rounded), rounded, seqs, [(0, 0, 60)])[0]
@@ -169,7 +167,7 @@ def test_rounding_to_eight_bits_moves_the_output_a_little() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
-def test_on_a_gpu(order: str, dtype: str, tolerance: float) -> None:
+def test_on_a_gpu(order, dtype, tolerance):
     shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
     lens = [70, 300, 17, 1, 40]
     seqs = make_sequences(shape, lens)

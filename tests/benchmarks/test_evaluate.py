@@ -3,7 +3,6 @@ backends are told alike."""
 
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,13 +46,13 @@ def _task(*answers: list[Answer], prompt: str = "p") -> TaskAnswers:
         ("-900.0", -900.0, True),
     ],
 )
-def test_an_answer_is_the_same_or_named(expected: Answer, got: Answer, differs: bool) -> None:
+def test_an_answer_is_the_same_or_named(expected, got, differs):
     result = compare(_task(["x"], [expected]), _task(["x"], [got]), 1e-3)
     assert (result["requests"], result["differing_documents"]) == (2, differs)
     assert [told[:10] for told in result["differences"]] == ["document 1"] * differs
 
 
-def test_a_document_with_two_differing_requests_counts_once() -> None:
+def test_a_document_with_two_differing_requests_counts_once():
     result = compare(_task(["a", "b", "c"]), _task(["a", "x", "y"]), 1e-3)
     assert result["differing_documents"] == 1
     first, second = result["differences"]
@@ -63,12 +62,12 @@ def test_a_document_with_two_differing_requests_counts_once() -> None:
 @pytest.mark.parametrize(
     "other", [_task(["a"]), _task(["a"], ["b"], prompt="q"), _task(["a"], ["b", "c"])]
 )
-def test_answers_to_other_documents_are_refused(other: TaskAnswers) -> None:
+def test_answers_to_other_documents_are_refused(other):
     with pytest.raises(ValueError, match="document"):
         compare(_task(["a"], ["b"]), other, 1e-3)
 
 
-def test_a_document_seen_through_two_filters_is_one() -> None:
+def test_a_document_seen_through_two_filters_is_one():
     def sample(doc_id: int, name: str) -> dict[str, Any]:
         arguments = [("context", " yes"), ("context", " no")]
         resps = [[(-1.0, True)], [(-2.0, False)]]
@@ -81,7 +80,7 @@ def test_a_document_seen_through_two_filters_is_one() -> None:
     assert documents[0].answers == [(-1.0, True), (-2.0, False)]
 
 
-def test_saved_answers_come_back_and_know_their_settings(tmp_path: Path) -> None:
+def test_saved_answers_come_back_and_know_their_settings(tmp_path):
     tasks = {"one": _task(["text"], ["other"]), "two": _task([(-1.5, True), (-3.0, False)])}
     tasks["three"] = _task([-812.25])
     path = tmp_path / "folder" / "answers.json"
@@ -91,7 +90,7 @@ def test_saved_answers_come_back_and_know_their_settings(tmp_path: Path) -> None
         load(path, {"limit": 4})
 
 
-def test_the_table_has_a_row_per_task() -> None:
+def test_the_table_has_a_row_per_task():
     reference = {"scored": _task([(-1.5, True)]), "text": _task(["x"])}
     got = {"scored": _task([(-1.75, True)]), "text": _task(["x"]), "alone": _task(["x"])}
     tasks = {name: {"documents": 1, "metrics": task.metrics} for name, task in got.items()}
@@ -105,7 +104,7 @@ def test_the_table_has_a_row_per_task() -> None:
     ]
 
 
-def test_a_text_is_split_at_the_titles_of_articles() -> None:
+def test_a_text_is_split_at_the_titles_of_articles():
     text = (
         " \n = One = \n \n Text = of one . \n = = Section = = \n \n More . \n = Two = \n \n Text ."
     )
@@ -114,7 +113,7 @@ def test_a_text_is_split_at_the_titles_of_articles() -> None:
     assert second == " = Two = \n \n Text ."
 
 
-def test_whether_texts_begin_with_a_token_of_the_tokenizers_own(tmp_path: Path) -> None:
+def test_whether_texts_begin_with_a_token_of_the_tokenizers_own(tmp_path):
     model = ensure_model("gqa")
     assert not adds_bos(model)
     for file in model.glob("*.json"):

@@ -29,9 +29,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_request_is_served_and_knowing_what_is_cached_pays(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_request_is_served_and_knowing_what_is_cached_pays(trace, capsys):
     assert routing.main(["--trace", str(trace), "--load", "6.0"]) == 0
     rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
     assert rows.keys() == routing.POLICIES.keys()
@@ -55,7 +53,7 @@ class Uneven(routing.Engine):
 
 
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills: int) -> None:
+def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills):
     """Four beginnings of 512 tokens, each with 24 prompts of 48 more: eight come at once."""
     shares = []
     for seed in range(12):
@@ -74,7 +72,7 @@ def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_pref
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=4, deadline=None)
-def test_stale_or_wrong_knowledge_only_costs_time(seed: int) -> None:
+def test_stale_or_wrong_knowledge_only_costs_time(seed):
     rng, times = random.Random(seed), routing.Times()
     requests, then = MIXES["agents"](4.0, 48)
     engines = [routing.Engine(index, index < 2, times, 0.025) for index in range(4)]

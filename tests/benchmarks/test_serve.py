@@ -30,7 +30,7 @@ def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
     return found
 
 
-def test_arrivals_are_a_seeded_poisson_process() -> None:
+def test_arrivals_are_a_seeded_poisson_process():
     times = arrivals_s(20.0, 5000, seed=1)
     assert times == arrivals_s(20.0, 5000, seed=1) != arrivals_s(20.0, 5000, seed=2)
     assert times[0] == 0.0 and times == sorted(times)
@@ -39,7 +39,7 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
     assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # exponential: equal
 
 
-def test_prompts_are_seeded_and_share_what_they_are_told_to() -> None:
+def test_prompts_are_seeded_and_share_what_they_are_told_to():
     ids = range(32, 100)
     one, two = (drawn(ids, 20, 0, index, shared=5) for index in (1, 2))
     assert one == drawn(ids, 20, 0, 1, shared=5)
@@ -52,7 +52,7 @@ def test_prompts_are_seeded_and_share_what_they_are_told_to() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
-def test_the_union_of_spans_counts_no_moment_twice(spans: list[tuple[int, int]]) -> None:
+def test_the_union_of_spans_counts_no_moment_twice(spans):
     covered = {t for start, length in spans for t in range(start, start + length)}
     assert union_s((start, start + length) for start, length in spans) == len(covered)
 
@@ -61,7 +61,7 @@ def slo(ttft_ms: float, itl_ms: float, output_len: int) -> Namespace:
     return Namespace(slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, output_len=output_len)
 
 
-def test_figures_of_two_requests() -> None:
+def test_figures_of_two_requests():
     first = timeline(10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2})
     second = timeline(10.0, 10.3, 10.5, 10.7)
     failed = Timeline(10.0, error="status 503")
@@ -80,7 +80,7 @@ def test_figures_of_two_requests() -> None:
     assert "goodput 0.50 requests/s" in table(result)
 
 
-def test_figures_of_nothing_can_be_shown() -> None:
+def test_figures_of_nothing_can_be_shown():
     result = figures([Timeline(0.0, error="lost")], 1.0, slo(1.0, 1.0, 1))
     assert result["ttft_ms"]["p50"] is None
     json.loads(json.dumps(result, allow_nan=False))
@@ -96,11 +96,11 @@ def test_figures_of_nothing_can_be_shown() -> None:
         (timeline(0.0, 0.09, error="lost"), False),
     ],
 )
-def test_a_slow_token_or_a_late_start_misses_the_objective(played: Timeline, good: bool) -> None:
+def test_a_slow_token_or_a_late_start_misses_the_objective(played, good):
     assert played.is_good(ttft_ms=100.0, itl_ms=50.0) == good
 
 
-def test_events_without_tokens_are_no_tokens() -> None:
+def test_events_without_tokens_are_no_tokens():
     seen = Timeline(0.0)
     for now, data in enumerate(
         [
@@ -120,7 +120,7 @@ def test_events_without_tokens_are_no_tokens() -> None:
     assert seen.done
 
 
-def test_an_error_event_is_a_failure() -> None:
+def test_an_error_event_is_a_failure():
     seen = Timeline(0.0)
     seen.observe(b'{"choices": [{"text": "b"}]}', 1.0)
     seen.observe(b'{"error": {"code": "engine_died"}}', 2.0)
@@ -141,7 +141,7 @@ def test_an_error_event_is_a_failure() -> None:
         ["--url", "http://127.0.0.1/models"],
     ],
 )
-def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:
+def test_options_that_cannot_be_are_refused(argv):
     with pytest.raises(SystemExit) as ended:
         serve.main(argv)
     assert ended.value.code == 2
@@ -198,9 +198,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 @pytest.mark.parametrize("load", [["--rate", "500"], ["--concurrency", "3"]])
-def test_a_run_prints_a_table_and_one_line_of_json(
-    endpoint: Endpoint, load: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
     argv = ["--url", endpoint.url, "--num-requests", "20", "--input-len", "16"]
     assert serve.main([*argv, "--output-len", "5", "--shared-len", "4", *load]) == 0
     *lines, last = capsys.readouterr().out.strip().splitlines()
@@ -218,9 +216,7 @@ def test_a_run_prints_a_table_and_one_line_of_json(
         assert endpoint.most_in_flight <= 3
 
 
-def test_failures_are_counted_and_make_the_status(
-    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_counted_and_make_the_status(endpoint, capsys):
     endpoint.failing = True
     argv = ["--url", endpoint.url, "--num-requests", "8", "--output-len", "2"]
     assert serve.main([*argv, "--concurrency", "1"]) == 1
@@ -229,7 +225,7 @@ def test_failures_are_counted_and_make_the_status(
     assert result["succeeded"] == 5
 
 
-def test_chat_is_asked_in_words(endpoint: Endpoint) -> None:
+def test_chat_is_asked_in_words(endpoint):
     argv = ["--url", endpoint.url + "/v1", "--num-requests", "2", "--output-len", "2"]
     assert serve.main([*argv, "--endpoint", "chat", "--input-len", "6"]) == 0
     (message,) = endpoint.bodies[-1]["messages"]
@@ -237,7 +233,7 @@ def test_chat_is_asked_in_words(endpoint: Endpoint) -> None:
     assert len(message["content"].split()) == 6
 
 
-def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_that_is_not_there_is_named(capsys):
     assert serve.main(["--url", "http://127.0.0.1:1"]) == 2
     told = "--url does not answer: Cannot connect to host 127.0.0.1:1"
     assert told in capsys.readouterr().err

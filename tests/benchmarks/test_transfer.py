@@ -17,7 +17,7 @@ def rows_of(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[tuple[str, st
     return {(row["case"], row["path"]): row for row in rows}
 
 
-def test_reads_are_measured_against_bare_nixl(capfd) -> None:
+def test_reads_are_measured_against_bare_nixl(capfd):
     rows = rows_of(capfd, "--only", "BHLCND TP 1->2", "--transfer", "nixl")
     name = "BHLCND TP 1->2"
     (ours,) = {path for case, path in rows if case == name} - {"bare NIXL"}
@@ -30,7 +30,7 @@ def test_reads_are_measured_against_bare_nixl(capfd) -> None:
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["milliseconds"] / 1e6)
 
 
-def test_every_layout_and_geometry_has_its_row_of_mapped_pulls(capfd) -> None:
+def test_every_layout_and_geometry_has_its_row_of_mapped_pulls(capfd):
     names = [case.name for case in transfer.cases("cpu", "mapped")]
     assert {f"LBCNHD {geometry}" for geometry in transfer.GEOMETRIES} <= set(names)
     assert "LBCNHD->BHLCND same" in names
@@ -41,7 +41,7 @@ def test_every_layout_and_geometry_has_its_row_of_mapped_pulls(capfd) -> None:
     assert rows[name, "mapped"]["descriptors"] == 0
 
 
-def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_wrong_bytes_fail_the_run(monkeypatch, capfd):
     monkeypatch.setattr(placing, "place", lambda *args: None)
     assert transfer.main([*SMALL, "--only", "LBCNHD 16->64"]) == 1
     assert "LBCNHD 16->64: failed" in (out := capfd.readouterr().out)
@@ -56,7 +56,7 @@ def test_wrong_bytes_fail_the_run(monkeypatch: pytest.MonkeyPatch, capfd) -> Non
         (["--device", "cuda", "--devices", "1"], "--devices 1 names one GPU"),
     ],
 )
-def test_options_that_cannot_work_are_refused(argv: list[str], told: str, capfd) -> None:
+def test_options_that_cannot_work_are_refused(argv, told, capfd):
     with pytest.raises(SystemExit):
         transfer.main(argv)
     assert told in capfd.readouterr().err

@@ -51,7 +51,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
     return prepared
 
 
-def test_a_signed_reference_of_this_request_is_used_with_its_seed() -> None:
+def test_a_signed_reference_of_this_request_is_used_with_its_seed():
     prepared = _prepare(_params())
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [FirstToken(42)]
@@ -79,9 +79,7 @@ _OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("name", _OTHERWISE)
-def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
-    name: str, policy: str
-) -> None:
+def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(name, policy):
     fields, members = _OTHERWISE[name]
     prepared = _prepare(_params(**fields), policy, **members)
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
@@ -89,24 +87,21 @@ def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
     assert prepared.sampling.seed == members.get("seed", 99), "its own, as if it came alone"
 
 
-def test_a_first_token_drawn_with_the_same_ends_banned_is_used() -> None:
+def test_a_first_token_drawn_with_the_same_ends_banned_is_used():
     remote = _prepare(_params(**_BANNED), min_tokens=1).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
 
 @pytest.mark.parametrize(
-    "members",
-    [{"presence_penalty": 1}, {"logit_bias": {"5": 0}}, {"top_k": -1}, {"max_tokens": 1}],
+    "members", [{"presence_penalty": 1}, {"logit_bias": {"5": 0}}, {"top_k": -1}, {"max_tokens": 1}]
 )
-def test_what_begins_with_the_second_token_leaves_the_first_one_alone(
-    members: dict[str, Any],
-) -> None:
+def test_what_begins_with_the_second_token_leaves_the_first_one_alone(members):
     remote = _prepare(_params(), **members).remote
     assert remote and remote.first_tokens == [FirstToken(42)]
 
 
 @pytest.mark.parametrize("absent", [None, {}, {"do_remote_prefill": False}])
-def test_no_reference_means_a_request_of_ones_own(absent: object) -> None:
+def test_no_reference_means_a_request_of_ones_own(absent):
     prepared = _prepare(absent)
     assert prepared.remote is None and prepared.kv_rejected is None
 
@@ -138,7 +133,7 @@ def _signed(offered: object) -> list[kv_params.KVTransferParams]:
 
 
 @pytest.mark.parametrize("name", _WRONG)
-def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
+def test_a_wrong_reference_is_computed_here_or_refused(name):
     offered, members = _WRONG[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
@@ -150,7 +145,7 @@ def test_a_wrong_reference_is_computed_here_or_refused(name: str) -> None:
     assert refused.value.param and refused.value.param.startswith("kv_transfer_params")
 
 
-def test_the_authentic_references_of_a_refused_request_are_released() -> None:
+def test_the_authentic_references_of_a_refused_request_are_released():
     hooks = DecodeLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
     (message,) = hooks.refused([_params(), forged, "nonsense"])
@@ -159,7 +154,7 @@ def test_the_authentic_references_of_a_refused_request_are_released() -> None:
 
 
 @pytest.mark.parametrize("said", [True, False, None, "yes"])
-def test_a_lease_is_the_senders_to_end_where_they_say_so(said: object) -> None:
+def test_a_lease_is_the_senders_to_end_where_they_say_so(said):
     lent = {**_params(), "sender_releases": said}
     remote = _prepare(lent).remote
     assert remote and remote.sender_releases is (said is True)
@@ -169,14 +164,14 @@ def test_a_lease_is_the_senders_to_end_where_they_say_so(said: object) -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_malformed_reference_is_a_400_under_any_policy(policy: str) -> None:
+def test_a_malformed_reference_is_a_400_under_any_policy(policy):
     with pytest.raises(KVParamsRejected, match="remote_port"):
         _prepare(_forge(lambda p: p.update(remote_port="http")), policy=policy)
     with pytest.raises(KVParamsRejected, match="2 objects for 1 prompt"):
         _prepare([_params(), _params()], policy=policy)
 
 
-def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_server() -> None:
+def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_server():
     deep: list[Any] = []
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
@@ -187,7 +182,7 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
 
 
 @pytest.mark.parametrize("is_of_machine", [False, True])
-def test_a_server_that_was_given_no_secret_says_so(is_of_machine: bool) -> None:
+def test_a_server_that_was_given_no_secret_says_so(is_of_machine):
     offered = offer(b"another machine's secret", _PROMPT, SamplingParams())
     body = {"model": "m", "prompt": _PROMPT, "kv_transfer_params": offered}
     request = validate(CompletionRequest, body)
@@ -210,13 +205,13 @@ def _hinted(hint: object, policy: str = "recompute", **params: Any) -> AddReques
 
 
 @pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
-def test_a_signed_hint_goes_along_with_either_leg(leg: dict[str, Any]) -> None:
+def test_a_signed_hint_goes_along_with_either_leg(leg):
     prepared = _hinted(signed_hint(_HINT, _SECRET), **leg)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
 
 
 @pytest.mark.parametrize("changes", [{"port": 1}, {"host": "\ud800"}, {"signature": "00" * 32}])
-def test_a_hint_that_no_proxy_of_this_cluster_gave_is_refused(changes: dict[str, Any]) -> None:
+def test_a_hint_that_no_proxy_of_this_cluster_gave_is_refused(changes):
     forged = {**signed_hint(_HINT, _SECRET), **changes}
     prepared = _hinted(forged)
     assert prepared.hint is None and "hint.signature" in (prepared.kv_rejected or "")

@@ -13,37 +13,37 @@ from protocol.version import VERSION
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in cli.COMMANDS)
     assert cli.main([]) == 2
 
 
-def test_an_unknown_command_suggests_a_known_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_suggests_a_known_one(capsys):
     assert cli.main(["prefil"]) == 2
     assert "unknown command prefil (did you mean prefill" in capsys.readouterr().err
 
 
-def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr("proxy.__main__.main", lambda argv: seen.extend(argv) or 7)
     assert cli.main(["proxy", "--port", "0"]) == 7
     assert seen == ["--port", "0"]
 
 
-def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered() -> None:
+def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered():
     code = "import sys, deploy.cli; assert not {'pydantic', 'asyncio'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"baton {VERSION}\n"
 
 
 @pytest.mark.parametrize("command", ["up", "proxy"])
-def test_a_wrong_option_ends_with_2_and_says_which(command: str) -> None:
+def test_a_wrong_option_ends_with_2_and_says_which(command):
     argv = [sys.executable, "-m", "deploy.cli", command, "--prot", "1"]
     ended = subprocess.run(
         argv, capture_output=True, text=True, cwd=os.getcwd(), timeout=60, check=False
@@ -54,7 +54,7 @@ def test_a_wrong_option_ends_with_2_and_says_which(command: str) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
-def test_closed_standard_streams_change_nothing_for_children(closed: str) -> None:
+def test_closed_standard_streams_change_nothing_for_children(closed):
     """Pipes to a child would else get their numbers, and be replaced by the child's own streams."""
     program = (
         "import sys; from deploy import cli; from protocol.process import lifecycle;"

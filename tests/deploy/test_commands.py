@@ -3,7 +3,6 @@
 import pytest
 
 from deploy.commands import (
-    Kind,
     default_threads,
     proxy_command,
     server_argv,
@@ -23,7 +22,7 @@ def up(*argv: str) -> UpSettings:
     return load(UpSettings, argv)
 
 
-def test_each_server_gets_a_name_and_the_secret_by_environment() -> None:
+def test_each_server_gets_a_name_and_the_secret_by_environment():
     settings = up("--prefill.count=2", "--decode.count", "1")
     commands = server_commands(settings, secret="s" * 16, cores=8)
     assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0"]
@@ -32,7 +31,7 @@ def test_each_server_gets_a_name_and_the_secret_by_environment() -> None:
         assert "s" * 16 not in " ".join(command.argv)
 
 
-def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers() -> None:
+def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers():
     client, admin, own = "client-key-1", "admin-key-12", "the-proxy's-own"
     settings = up(f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k")
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
@@ -51,7 +50,7 @@ def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers() -> N
     assert not any(key in words for key in (client, admin, own))
 
 
-def test_options_reach_their_servers_and_no_others() -> None:
+def test_options_reach_their_servers_and_no_others():
     settings = up(
         *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),
         *("--prefill.block-size=16", "--prefill.kv-layout=LBCNHD", "--prefill.lease-s=3"),
@@ -69,7 +68,7 @@ def test_options_reach_their_servers_and_no_others() -> None:
     assert prefill.client_timeout_s == decode.client_timeout_s == 600
 
 
-def test_every_group_option_is_one_of_its_server() -> None:
+def test_every_group_option_is_one_of_its_server():
     settings = up()
     for group, target in ((settings.prefill, PrefillSettings), (settings.decode, DecodeSettings)):
         assert set(type(group).model_fields) - set(target.model_fields) == {"count"}
@@ -89,13 +88,11 @@ def test_every_group_option_is_one_of_its_server() -> None:
         ("proxy", "port", None),
     ],
 )
-def test_an_option_of_a_server_has_a_name_for_users_of_up(
-    kind: Kind, option: str, written: str | None
-) -> None:
+def test_an_option_of_a_server_has_a_name_for_users_of_up(kind, option, written):
     assert user_option(up("--prefill.dtype=bfloat16"), kind, option) == written
 
 
-def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:
+def test_the_proxy_gets_the_endpoint_and_all_urls():
     settings = up("--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5")
     urls = {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
     command = proxy_command(settings, urls, "s" * 16)
@@ -115,11 +112,11 @@ def test_the_proxy_gets_the_endpoint_and_all_urls() -> None:
         (64, ["--prefill.count=3"], 4, 4),
     ],
 )
-def test_cores_are_shared_sensibly(cores: int, argv: list[str], tp: int, threads: int) -> None:
+def test_cores_are_shared_sensibly(cores, argv, tp, threads):
     assert default_threads(up(*argv), cores=cores, tp=tp) == threads
 
 
-def test_configured_threads_win() -> None:
+def test_configured_threads_win():
     settings = up("--prefill.threads=3")
     assert "--threads=3" in server_argv(settings, "prefill", cores=64)
     assert "--threads=32" in server_argv(settings, "decode", cores=64)

@@ -117,7 +117,7 @@ def proxy(services: dict[str, Service]) -> Iterator[Server]:
             assert [child.stop() for child in (proxy, *children)] == [0] * len(services)
 
 
-def test_a_request_goes_through_all_three_services(proxy: Server) -> None:
+def test_a_request_goes_through_all_three_services(proxy):
     name = http.get(f"{proxy.url}/v1/models").json()["data"][0]["id"]
     prompt = "Anna carried the red ball in the park. " * 20
     answer = post(proxy.url, model=name, prompt=prompt, max_tokens=4, temperature=0)
@@ -127,9 +127,7 @@ def test_a_request_goes_through_all_three_services(proxy: Server) -> None:
 
 
 @pytest.mark.usefixtures("proxy")
-def test_the_images_health_check_is_content_with_every_service(
-    services: dict[str, Service],
-) -> None:
+def test_the_images_health_check_is_content_with_every_service(services):
     found = re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", DOCKERFILE.read_text(), re.DOTALL)
     assert found is not None
     python, *argv = json.loads(found[1])
@@ -146,13 +144,13 @@ def test_the_images_health_check_is_content_with_every_service(
         assert status(**{**env, "BATON_PORT": str(nobodys)}) == 1
 
 
-def test_the_secret_has_no_default() -> None:
+def test_the_secret_has_no_default():
     with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
         compose(COMPOSE)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
-def test_the_image_runs_as_nobody_special_and_has_every_package(name: str) -> None:
+def test_the_image_runs_as_nobody_special_and_has_every_package(name):
     text = (COMPOSE.parent / name).read_text()
     assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
     made = re.search(r"for package in ([\w \\\n]+); do", text)
@@ -188,15 +186,13 @@ def settings(monkeypatch: pytest.MonkeyPatch, name: str, **variables: str) -> An
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_variable_is_an_option_of_the_program_that_gets_it(name: str) -> None:
+def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
     known = {variable_name(path) for path in field_paths(KINDS[name])}
     given = {key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")}
     assert given - known == set()
 
 
-def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own(monkeypatch):
     with monkeypatch.context() as patch:
         prefill = settings(patch, "prefill")
     with monkeypatch.context() as patch:
@@ -209,7 +205,7 @@ def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own
     assert prefill.cluster_secret == decode.cluster_secret
 
 
-def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch):
     names = {
         "PREFILL_NAME": "host-p",
         "PREFILL_DEVICES": "0,1",
@@ -222,7 +218,7 @@ def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch: pytest.M
     assert len(settings(monkeypatch, "proxy", **names).prefill) == 2
 
 
-def test_servers_of_a_host_see_each_other_and_every_gpu() -> None:
+def test_servers_of_a_host_see_each_other_and_every_gpu():
     prefill, decode = (gpu_services()[name] for name in ("prefill", "decode"))
     for server in (prefill, decode):
         assert (server["ipc"], server["pid"]) == ("service:namespaces", "service:namespaces")
@@ -233,7 +229,7 @@ def test_servers_of_a_host_see_each_other_and_every_gpu() -> None:
     assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {"prefill", "decode"}
 
 
-def test_the_commands_in_its_head_set_what_it_needs() -> None:
+def test_the_commands_in_its_head_set_what_it_needs():
     text = GPU_COMPOSE.read_text()
     needed = set(re.findall(r"\$\{(\w+):\?", text))
     assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))

@@ -45,7 +45,7 @@ OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
 
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
-def test_every_option_that_a_text_names_is_one(path: Path) -> None:
+def test_every_option_that_a_text_names_is_one(path):
     known = set(map(option_name, ALL_FIELDS))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)?", path.read_text()))
     named = {name.replace("--no-", "--") for name in named if not name.endswith("-")}
@@ -53,7 +53,7 @@ def test_every_option_that_a_text_names_is_one(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_file_that_a_text_names_exists(path: Path) -> None:
+def test_every_file_that_a_text_names_exists(path):
     text = path.read_text()
     named = set(re.findall(r"`((?:tests|docs|deploy|benchmarks)/[\w./-]+)`", text))
     linked = {str((path.parent / link).relative_to(ROOT)) for link in _links(text)}
@@ -62,27 +62,27 @@ def test_every_file_that_a_text_names_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
-def test_every_variable_that_a_text_names_is_read(path: Path) -> None:
+def test_every_variable_that_a_text_names_is_read(path):
     known = set(map(variable_name, ALL_FIELDS))
     named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
     assert named - known - MACHINE_VARIABLES == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_source_that_a_text_names_exists(path: Path) -> None:
+def test_every_source_that_a_text_names_exists(path):
     sources = [f"/{one.relative_to(ROOT)}" for one in ROOT.glob("[a-z]*/**/*.py")]
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
     assert {name for name in named if not any(one.endswith(f"/{name}") for one in sources)} == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_target_of_make_that_a_text_names_is_one(path: Path) -> None:
+def test_every_target_of_make_that_a_text_names_is_one(path):
     targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
     named = re.findall(r"(?m)(?:^ {4}|`)make ([a-z][a-z-]*)", path.read_text())
     assert set(named) <= set(targets)
 
 
-def test_the_models_of_the_text_are_those_of_the_code() -> None:
+def test_the_models_of_the_text_are_those_of_the_code():
     text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
     served = text.partition("Served are")[2].partition(". Refused")[0]
     named = {name for name in re.findall(r"`(\w+)`", served) if name.endswith("LM")}
@@ -94,7 +94,7 @@ def test_the_models_of_the_text_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_command_of_a_text_is_accepted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_a_text_is_accepted(path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "as the texts say before")
     text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
     command = re.compile(r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)")
@@ -102,7 +102,7 @@ def test_every_command_of_a_text_is_accepted(path: Path, monkeypatch: pytest.Mon
         load(ALL_PROGRAMS[name], shlex.split(options))
 
 
-def test_the_arguments_of_make_are_accepted() -> None:
+def test_the_arguments_of_make_are_accepted():
     readme, evaluation = (ROOT / name for name in ("README.md", "docs/evaluation.md"))
     serve, evaluate = (
         [shlex.split(words) for words in re.findall(r'ARGS="(--[^"]+)"', path.read_text())]
@@ -116,7 +116,7 @@ def test_the_arguments_of_make_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(("given", "code"), [("PORT=8031", 0), ("port=8031", 2)])
-def test_make_refuses_variables_that_it_would_not_read(given: str, code: int) -> None:
+def test_make_refuses_variables_that_it_would_not_read(given, code):
     command = ["make", "--dry-run", "serve", given, "ARGS=--decode.count 2 --prefill.tp=2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code
@@ -124,7 +124,7 @@ def test_make_refuses_variables_that_it_would_not_read(given: str, code: int) ->
     assert ("--port '8031'" if code == 0 else "no variable here: port; ") in told
 
 
-def test_the_requests_of_the_readme_are_accepted() -> None:
+def test_the_requests_of_the_readme_are_accepted():
     text = (ROOT / "README.md").read_text()
     (body,) = re.findall(r"-d '(\{.*\})'", text)
     validate(CompletionRequest, json.loads(body))
@@ -139,7 +139,7 @@ def test_the_requests_of_the_readme_are_accepted() -> None:
     )
 
 
-def test_the_fields_of_responses_are_in_the_text() -> None:
+def test_the_fields_of_responses_are_in_the_text():
     text = (ROOT / "docs" / "structured_output.md").read_text().partition("## /v1/responses")[2]
     of_all = {"model", "stream", "kv_transfer_params"}
     named = set(re.findall(r"`(\w+)", text.partition("Nothing\nis stored")[0]))
@@ -168,7 +168,7 @@ def _leaves(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
     return {root} if not below else set().union(*map(_leaves, below))
 
 
-def test_the_table_of_errors_is_that_of_the_code() -> None:
+def test_the_table_of_errors_is_that_of_the_code():
     told = {(_names(code)[0], status, again) for code, status, again, *_ in _rows("## Errors")}
     modules = (errors.__name__, proxy_errors.__name__)
     kinds = {kind for kind in _leaves(errors.BatonError) if kind.__module__ in modules}
@@ -176,7 +176,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
     assert told == found
 
 
-def test_the_tables_of_kv_transfer_params_are_those_of_the_code() -> None:
+def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
     orders = {"do_remote_prefill", "do_remote_decode"}
     from_p = [name for row in _rows("From P, to D") for name in _names(row[0])]
     assert len(from_p) == len(set(from_p))
@@ -185,11 +185,11 @@ def test_the_tables_of_kv_transfer_params_are_those_of_the_code() -> None:
     assert to_p == {*orders, "transfer_id", "client_request", "max_model_len", HINT}
 
 
-def test_every_path_of_the_document_is_in_the_text() -> None:
+def test_every_path_of_the_document_is_in_the_text():
     assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(re.findall(r"/[\w/{}]+", API))
 
 
-def test_what_the_table_of_troubles_quotes_is_said_somewhere() -> None:
+def test_what_the_table_of_troubles_quotes_is_said_somewhere():
     text = (ROOT / "docs" / "operations.md").read_text().partition("## Something is wrong")[2]
     seen = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][1:]
     quoted = {part for cell in seen for part in re.findall(r"`([^`]+)`", cell)}

@@ -22,7 +22,7 @@ FAST = Link("mapped", "cuda:0", "cuda:1", 360e9)
 SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
 
 
-def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
+def test_a_machine_with_all_it_needs_gets_no_advice():
     assert advice(GPU_HOST, [FAST]) == []
     with_rdma = replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True)
     assert advice(with_rdma, [FAST]) == []
@@ -46,34 +46,32 @@ def test_a_machine_with_all_it_needs_gets_no_advice() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_named_with_its_fix(host: Host, word: str) -> None:
+def test_what_is_missing_is_named_with_its_fix(host, word):
     (note,) = advice(host, [FAST])
     assert word in note
 
 
-def test_a_slow_way_between_gpus_is_a_warning_with_the_fix() -> None:
+def test_a_slow_way_between_gpus_is_a_warning_with_the_fix():
     (note,) = advice(GPU_HOST, [FAST, SLOW])
     assert "6.0 GB/s" in note and "ipc: host" in note
     assert used("auto", [FAST, SLOW]) == "mapped"
     assert used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
 
 
-def test_the_way_that_is_told_is_the_one_that_servers_take_by_default() -> None:
+def test_the_way_that_is_told_is_the_one_that_servers_take_by_default():
     assert "--transfer auto (the default here) uses: mapped" in text(GPU_HOST, [FAST, SLOW], [])
     cpu_host = replace(GPU_HOST, gpus=(), peer_access=())
     assert "--transfer nixl (the default here) uses: nixl" in text(cpu_host, [FAST, SLOW], [])
     assert used("nixl", [FAST]).startswith("nothing")
 
 
-def test_a_way_that_does_not_work_says_why() -> None:
+def test_a_way_that_does_not_work_says_why():
     link = measure("mapped", "cpu", "cuda:0", 1 << 20)  # no GPU, or not mappable from there
     assert link.bytes_per_s is None and link.reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
-def test_both_ways_between_processes_of_this_machine_are_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_both_ways_between_processes_of_this_machine_are_measured(capsys):
     assert main(["--nbytes", str(4 << 20), "--as-json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]

@@ -107,7 +107,7 @@ def family(endpoint: str) -> dict[str, Any]:
     return {endpoint: proxy, **{url: get(url) for url in urls}}
 
 
-def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
+def test_it_starts_everything_says_so_and_ends_on_sigterm():
     with launched("serve,serve,serve", "--prefill.count=2") as launcher:
         endpoint = launcher.endpoint()
         curl = launcher.until("curl ")
@@ -124,7 +124,7 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm() -> None:
         assert all(gone(member["pid"]) for member in members.values())
 
 
-def test_warming_ends_once_the_servers_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     monkeypatch.setenv("ONLY_WARM", "1")
     with socket.socket() as taken:  # a cluster that serves is no hindrance
         taken.bind(("127.0.0.1", 0))
@@ -138,8 +138,8 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch: pytest.MonkeyPatch
 
 
 def test_neither_a_proxy_of_the_environment_nor_one_that_is_slow_to_name_the_model_hinders(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("http_proxy", nobody)
@@ -151,7 +151,7 @@ def test_neither_a_proxy_of_the_environment_nor_one_that_is_slow_to_name_the_mod
         assert launcher.end() == 0
 
 
-def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
+def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
         os.killpg(launcher.process.pid, signal.SIGINT)  # as a terminal does
@@ -171,9 +171,7 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all() -> None:
         ("serve,serve,fail", "proxy: no model here"),
     ],
 )
-def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
-    modes: str, reason: str
-) -> None:
+def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(modes, reason):
     with launched(modes) as launcher:
         assert launcher.end() == 1
         last = launcher.lines[-1]
@@ -184,7 +182,7 @@ def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
             assert f"prefill-0 | error: {told}" in launcher.lines
 
 
-def test_waiting_is_explained_and_ends_after_a_while() -> None:
+def test_waiting_is_explained_and_ends_after_a_while():
     with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:  # long for the other one
         assert launcher.end() == 1
         notes = [line for line in launcher.lines if "waiting for" in line]  # first for both of them
@@ -196,7 +194,7 @@ def test_waiting_is_explained_and_ends_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_process_that_dies_later_ends_all_and_is_named(killed: bool) -> None:
+def test_a_process_that_dies_later_ends_all_and_is_named(killed):
     with launched("serve,serve,serve") as launcher:
         members = family(launcher.endpoint())
         _, prefill, decode = members
@@ -214,14 +212,14 @@ def test_a_process_that_dies_later_ends_all_and_is_named(killed: bool) -> None:
         assert all(gone(member["pid"]) for member in members.values())
 
 
-def test_sigkill_of_the_launcher_leaves_no_orphan() -> None:
+def test_sigkill_of_the_launcher_leaves_no_orphan():
     with launched("serve,serve,serve", "--decode.count=2") as launcher:
         members = family(launcher.endpoint())
         launcher.process.kill()
         assert all(gone(member["pid"]) for member in members.values())
 
 
-def test_one_that_does_not_end_is_killed_and_told() -> None:
+def test_one_that_does_not_end_is_killed_and_told():
     with launched("serve,stubborn,serve", "--shutdown-grace-s=0.1") as launcher:
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGTERM)
@@ -230,7 +228,7 @@ def test_one_that_does_not_end_is_killed_and_told() -> None:
         assert all(gone(member["pid"]) for member in members.values())
 
 
-def test_a_second_ctrl_c_kills_at_once() -> None:
+def test_a_second_ctrl_c_kills_at_once():
     with launched("serve,stubborn,serve", "--shutdown-grace-s=1000") as launcher:
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)
@@ -240,14 +238,14 @@ def test_a_second_ctrl_c_kills_at_once() -> None:
         assert all(gone(member["pid"]) for member in members.values())
 
 
-def test_a_stop_while_starting_ends_all() -> None:
+def test_a_stop_while_starting_ends_all():
     with launched("serve,hang,serve") as launcher:
         launcher.until("decode-0 | decode starts")
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
 
 
-def test_a_taken_port_is_refused_before_anything_starts() -> None:
+def test_a_taken_port_is_refused_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with launched("serve,serve,serve", f"--port={port}") as launcher:

@@ -30,7 +30,7 @@ def row(spec: Spec) -> str:
     return f"| `{exposed(spec)}{labels}` | {spec.kind} | {spec.help} |"
 
 
-def test_the_docs_have_a_row_for_every_metric() -> None:
+def test_the_docs_have_a_row_for_every_metric():
     lines = METRICS_DOC.read_text().splitlines()
     missing = [row(spec) for spec in TABLE if row(spec) not in lines]
     assert not missing, "put into docs/metrics.md:\n" + "\n".join(missing)
@@ -39,7 +39,7 @@ def test_the_docs_have_a_row_for_every_metric() -> None:
 @pytest.mark.parametrize(
     "file", [METRICS_DOC, ROOT / "docs" / "operations.md", DASHBOARD, RULES, ALERTS]
 )
-def test_no_text_names_a_metric_that_is_not_there(file: Path) -> None:
+def test_no_text_names_a_metric_that_is_not_there(file):
     known = {exposed(spec): spec for spec in TABLE}
     for spec in TABLE:
         if spec.kind == "histogram":
@@ -54,7 +54,7 @@ def rules() -> list[dict[str, str]]:
     return found
 
 
-def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have() -> None:
+def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have():
     labels = {exposed(spec): spec.labels for spec in TABLE}
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -66,13 +66,13 @@ def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have() -> None:
         assert expression.count("(") == expression.count(")")
 
 
-def test_the_docs_have_a_row_for_every_alert() -> None:
+def test_the_docs_have_a_row_for_every_alert():
     alerts = [rule["alert"] for rule in rules() if "alert" in rule]
     assert re.findall(r"(?m)^\| `(Baton\w+)` \|", METRICS_DOC.read_text()) == alerts
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs Prometheus' promtool")
-def test_alerts_fire_when_all_goes_wrong_and_else_not() -> None:
+def test_alerts_fire_when_all_goes_wrong_and_else_not():
     subprocess.run(["promtool", "test", "rules", ALERTS], check=True)
 
 
@@ -81,7 +81,7 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
  timestamp="2026-01-31T12:00:00"><testcase name="a"/></testsuite></testsuites>"""
 
 
-def test_the_counts_of_the_closing_line_add_up() -> None:
+def test_the_counts_of_the_closing_line_add_up():
     line = closing_line(REPORT, "abc")
     counts = [line[key] for key in ("passed", "failed", "errors", "skipped")]
     assert counts == [4, 2, 1, 3]

@@ -29,7 +29,7 @@ def of_ranks(found: dict[str, Any], name: str) -> list[Any]:
     return [rank[name] for rank in found["ranks"]]
 
 
-def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block() -> None:
+def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block():
     found = explain(LLAMA, geometry(tp=1), geometry(tp=2), tokens=1024)
     assert of_ranks(found, "descriptors") == [16, 16]
     assert of_ranks(found, "path") == ["direct"] * 2
@@ -38,7 +38,7 @@ def test_the_default_layout_cut_by_heads_is_one_descriptor_per_block() -> None:
     assert "runs of 4.0 MiB / 4.0 MiB / 4.0 MiB" in plan.text(found)
 
 
-def test_token_major_blocks_cut_by_heads_are_staged_and_it_says_why() -> None:
+def test_token_major_blocks_cut_by_heads_are_staged_and_it_says_why():
     sides = geometry(kv_layout="LBCNHD"), geometry(tp=2, kv_layout="LBCNHD")
     found = explain(LLAMA, *sides, tokens=1024)
     (rank, _) = found["ranks"]
@@ -47,7 +47,7 @@ def test_token_major_blocks_cut_by_heads_are_staged_and_it_says_why() -> None:
     assert rank["why"] in plan.text(found)
 
 
-def test_a_latent_is_read_once_and_from_all_ranks_in_turn() -> None:
+def test_a_latent_is_read_once_and_from_all_ranks_in_turn():
     found = explain(MLA, geometry(tp=4), geometry(tp=2), tokens=1024)
     assert of_ranks(found, "bytes_read") == [1024 * MLA_TOKEN_BYTES] * 2
     assert of_ranks(found, "remote_ranks") == [[0, 1, 2, 3]] * 2
@@ -57,7 +57,7 @@ def test_a_latent_is_read_once_and_from_all_ranks_in_turn() -> None:
     assert found["idle_p_ranks"] == [1] and "without a reader: 1" in plan.text(found)
 
 
-def test_ranks_that_share_tokens_read_their_own() -> None:
+def test_ranks_that_share_tokens_read_their_own():
     found = explain(MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256)
     # Of blocks of 64: three each, but the last one, of 40 tokens, is the last rank's.
     assert of_ranks(found, "tokens") == [192, 192, 192, 168]
@@ -71,19 +71,19 @@ def test_ranks_that_share_tokens_read_their_own() -> None:
     assert of_ranks(found, "heads") == ["0-3", "0-3", "4-7", "4-7"]
 
 
-def test_a_full_hit_moves_nothing() -> None:
+def test_a_full_hit_moves_nothing():
     found = explain(LLAMA, geometry(), geometry(), tokens=100, hit_tokens=100)
     assert of_ranks(found, "descriptors") == of_ranks(found, "bytes_read") == [0]
     assert found["estimated_s_per_1000_tokens"] == 0
 
 
-def test_another_dtype_is_converted_on_demand() -> None:
+def test_another_dtype_is_converted_on_demand():
     sides = geometry(dtype="float32"), geometry(dtype="bfloat16")
     (rank,) = explain(LLAMA, *sides, kv_convert=True)["ranks"]
     assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
 
 
-def test_explaining_needs_no_torch() -> None:
+def test_explaining_needs_no_torch():
     code = "import sys, deploy.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -112,9 +112,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_equal_geometry_moves_at_most_a_read_per_block(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_geometry_moves_at_most_a_read_per_block(model, capsys):
     assert plan.main(["--model", model, "--tokens=256", "--as-json"]) == 0
     found = json.loads(capsys.readouterr().out)
     [rank] = found["ranks"]
@@ -125,9 +123,7 @@ def test_equal_geometry_moves_at_most_a_read_per_block(
     assert found["estimated_s_per_1000_tokens"] == pytest.approx(per_1000)
 
 
-def test_a_hit_is_not_moved_and_the_text_says_why(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hit_is_not_moved_and_the_text_says_why(model, capsys):
     argv = ["--model", model, "--tokens=128", "--hit-tokens=64", "--decode.tp=2"]
     assert plan.main([*argv, "--prefill.kv-layout=LBCNHD", "--prefill.block-size=16"]) == 0
     text = capsys.readouterr().out
@@ -135,9 +131,7 @@ def test_a_hit_is_not_moved_and_the_text_says_why(
     assert text.count("why: ") == 2
 
 
-def test_the_costs_of_the_link_decide_the_path(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_costs_of_the_link_decide_the_path(model, capsys):
     argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
     paths = []
     for costs in ("1000,1000,1000", "0.000001,1000,0.001"):  # slow descriptors, slow placing
@@ -173,9 +167,7 @@ def test_the_costs_of_the_link_decide_the_path(
         ),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_command_line(
-    model: str, argv: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused_at_the_command_line(model, argv, status, told, capsys):
     try:
         ended: Any = plan.main(["--model", model, *argv])
     except SystemExit as error:

@@ -135,7 +135,7 @@ _NAMED = {**_REFUSED_BY_DECODE_ALONE, **_REFUSED_BY_BOTH}
 
 
 @pytest.mark.parametrize("name", _NAMED)
-def test_a_bad_body_is_refused_alike_by_all_servers(tiny_cluster: Cluster, name: str) -> None:
+def test_a_bad_body_is_refused_alike_by_all_servers(tiny_cluster, name):
     (path, body), words = _NAMED[name]
     through, *straight = _refuse(tiny_cluster, path, body)
     assert straight[0] == straight[1] == through
@@ -147,9 +147,7 @@ def test_a_bad_body_is_refused_alike_by_all_servers(tiny_cluster: Cluster, name:
 
 @pytest.mark.parametrize("field", _REFUSED_VALUES)
 @pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
-def test_a_bad_value_is_refused_by_the_name_of_its_field(
-    tiny_cluster: Cluster, path: str, field: str
-) -> None:
+def test_a_bad_value_is_refused_by_the_name_of_its_field(tiny_cluster, path, field):
     for value in _REFUSED_VALUES[field]:
         for error in _refuse(tiny_cluster, path, _body(path, **{field: value})):
             assert field[:20] in error["message"], (value, error)
@@ -168,7 +166,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(
         b'{"model": "test-model", "prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
     ],
 )
-def test_malformed_json_is_a_400(tiny_cluster: Cluster, content: bytes) -> None:
+def test_malformed_json_is_a_400(tiny_cluster, content):
     for server in tiny_cluster.servers():
         headers = {"content-type": "application/json"}
         response = http.post(
@@ -179,7 +177,7 @@ def test_malformed_json_is_a_400(tiny_cluster: Cluster, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
-def test_an_unknown_model_is_a_404(tiny_cluster: Cluster, path: str) -> None:
+def test_an_unknown_model_is_a_404(tiny_cluster, path):
     for server in tiny_cluster.servers():
         body = _body(path, model="gpt-17")
         response = http.post(f"{server.url}{path}", json=body, timeout=60)
@@ -189,7 +187,7 @@ def test_an_unknown_model_is_a_404(tiny_cluster: Cluster, path: str) -> None:
         assert "gpt-17" in error["message"] and MODEL in error["message"]
 
 
-def test_a_body_of_11_mb_is_a_413(tiny_cluster: Cluster) -> None:
+def test_a_body_of_11_mb_is_a_413(tiny_cluster):
     body = json.dumps(_body(_COMPLETIONS, prompt="a" * 11_000_000)).encode()
     for server in tiny_cluster.servers():
         whole = http.post(f"{server.url}{_COMPLETIONS}", content=body, timeout=60)
@@ -200,16 +198,14 @@ def test_a_body_of_11_mb_is_a_413(tiny_cluster: Cluster) -> None:
             assert "10000000" in _error_of(response)["message"].replace(",", "")
 
 
-def test_a_body_just_below_the_limit_is_read_and_judged(tiny_cluster: Cluster) -> None:
+def test_a_body_just_below_the_limit_is_read_and_judged(tiny_cluster):
     body = _body(_COMPLETIONS, prompt=[7] * 3_300_000)
     for error in _refuse(tiny_cluster, _COMPLETIONS, body):
         assert error["code"] == "context_length_exceeded"
         assert "3300000" in error["message"] and "4096" in error["message"]
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_a_client_that_leaves_in_the_middle_of_its_body(tiny_cluster, tiny_reference):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
     for server in tiny_cluster.servers():
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
@@ -217,7 +213,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(
     _assert_unharmed(tiny_cluster, tiny_reference, _LEASE_S + 15)
 
 
-def test_odd_input_that_is_no_error_is_served(tiny_cluster: Cluster) -> None:
+def test_odd_input_that_is_no_error_is_served(tiny_cluster):
     for prompt in ("\0", "🦆", "<|im_end|>", " ", "\u202e\ufeff", "é" * 500):
         through = complete(tiny_cluster.url, prompt, 4)
         alone = complete(tiny_cluster.decode[0].url, prompt, 4)
@@ -227,9 +223,7 @@ def test_odd_input_that_is_no_error_is_served(tiny_cluster: Cluster) -> None:
     assert complete(tiny_cluster.url, _GOOD, 4, **nulls).finish_reason == "length"
 
 
-def test_good_requests_among_bad_ones_get_the_right_tokens(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_good_requests_among_bad_ones_get_the_right_tokens(tiny_cluster, tiny_reference):
     expected = tiny_reference.generate(_GOOD, 6)
     for number, ((path, body), _) in enumerate(_REFUSED_BY_BOTH.values()):
         refused = http.post(f"{tiny_cluster.url}{path}", json={**body, "stream": True}, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete, complete_all
-from tests.rigs.cluster import Cluster, wait_until
+from tests.rigs.cluster import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,9 +29,7 @@ def reference(default_model: Path) -> Reference:
     return Reference(default_model)
 
 
-def test_texts_equal_transformers_through_both_servers_and_alone(
-    default_cluster: Cluster, reference: Reference
-) -> None:
+def test_texts_equal_transformers_through_both_servers_and_alone(default_cluster, reference):
     prompts = [reference.tokenizer(text).input_ids for text in _TEXTS]
     expected = [reference.generate(prompt, 12) for prompt in prompts]
     answers = complete_all(default_cluster.url, prompts, 12)
@@ -46,9 +44,7 @@ def test_texts_equal_transformers_through_both_servers_and_alone(
         wait_until(server.all_blocks_home)
 
 
-def test_a_chat_is_the_template_and_a_greedy_generate(
-    default_cluster: Cluster, reference: Reference
-) -> None:
+def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference):
     with openai.OpenAI(
         base_url=f"{default_cluster.url}/v1", api_key="unused", max_retries=0, timeout=300
     ) as client:
@@ -64,7 +60,7 @@ def test_a_chat_is_the_template_and_a_greedy_generate(
             assert answer.usage.completion_tokens == len(ids)
 
 
-def test_sampling_with_a_seed_equals_the_decode_server_alone(default_cluster: Cluster) -> None:
+def test_sampling_with_a_seed_equals_the_decode_server_alone(default_cluster):
     draw = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
     through = complete(default_cluster.url, _TEXTS[1], 16, **draw)
     alone = complete(default_cluster.decode[0].url, _TEXTS[1], 16, **draw)

@@ -12,13 +12,7 @@ import pytest
 
 from tests.e2e.test_failover import _OWN
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
-from tests.rigs.cluster import (
-    running,
-    start_decode,
-    start_prefill,
-    start_proxy,
-    started,
-)
+from tests.rigs.cluster import running, start_decode, start_prefill, start_proxy, started
 from tests.rigs.plain_http import http
 
 _NUM_STREAMS, _NUM_TOKENS = 4, 200

@@ -41,7 +41,7 @@ def tokens(answer: httpx.Response) -> list[int]:
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["as named", "the other way round"])
-def test_either_server_does_either_leg(servers: list[Server], reverse: bool) -> None:
+def test_either_server_does_either_leg(servers, reverse):
     prefill, decode = servers[::-1] if reverse else servers
     prompt = [int(reverse) + 1, *PROMPT]
     params = ask(prefill, prompt, 1, REMOTE_DECODE).json()["kv_transfer_params"]
@@ -50,7 +50,7 @@ def test_either_server_does_either_leg(servers: list[Server], reverse: bool) -> 
     assert tokens(answer) == tokens(ask(prefill, prompt, 12))
 
 
-def test_a_server_that_did_both_legs_takes_what_it_has(servers: list[Server]) -> None:
+def test_a_server_that_did_both_legs_takes_what_it_has(servers):
     prompt = [9, *PROMPT]
     params = ask(servers[0], prompt, 1, REMOTE_DECODE).json()["kv_transfer_params"]
     answer = ask(servers[0], prompt, 12, params)
@@ -66,9 +66,7 @@ def hint_to(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["as named", "the other way round"])
-def test_turn_two_pulls_from_the_server_that_answered_turn_one_what_only_that_has(
-    servers: list[Server], reverse: bool
-) -> None:
+def test_turn_two_pulls_from_the_server_that_answered_turn_one_what_only_that_has(servers, reverse):
     prefill, decode = servers[::-1] if reverse else servers
     reference = Reference(ensure_model("gqa"))
     prompt = [int(reverse) + 20, *PROMPT]

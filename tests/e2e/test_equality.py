@@ -6,24 +6,14 @@ equals transformers' generate.
 
 import pytest
 
-from tests.e2e.reference import Reference
-from tests.rigs.client import (
-    complete,
-    complete_all,
-    greedy,
-    make_prompt,
-    post,
-)
-from tests.rigs.cluster import Cluster
+from tests.rigs.client import complete, complete_all, greedy, make_prompt, post
 
 _BLOCK = 64
 _LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]
 
 
 @pytest.mark.parametrize("length", [*_LENGTHS, 1500])
-def test_greedy_equals_decode_alone_and_transformers(
-    tiny_cluster: Cluster, tiny_reference: Reference, length: int
-) -> None:
+def test_greedy_equals_decode_alone_and_transformers(tiny_cluster, tiny_reference, length):
     prompt = make_prompt(length, length)
     expected = tiny_reference.generate(prompt, 12)
     through = complete(tiny_cluster.url, prompt, 12)
@@ -35,9 +25,7 @@ def test_greedy_equals_decode_alone_and_transformers(
     assert through.usage["completion_tokens"] == 12
 
 
-def test_the_same_prompt_twice_skips_what_the_decode_server_holds(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_the_same_prompt_twice_skips_what_the_decode_server_holds(tiny_cluster, tiny_reference):
     prompt = make_prompt(1000, 200)
     first = complete(tiny_cluster.url, prompt, 5)
     second = complete(tiny_cluster.url, prompt, 5)
@@ -47,9 +35,7 @@ def test_the_same_prompt_twice_skips_what_the_decode_server_holds(
     assert second.usage["prompt_tokens_details"]["cached_tokens"] == 192
 
 
-def test_many_at_once_with_shared_prefixes(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_many_at_once_with_shared_prefixes(tiny_cluster, tiny_reference):
     shared = make_prompt(7, 150)
     prompts = [shared + make_prompt(seed, 1 + 13 * seed) for seed in range(8)]
     prompts += [shared, shared, make_prompt(99, 40)]
@@ -69,9 +55,7 @@ def test_many_at_once_with_shared_prefixes(
         {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
     ],
 )
-def test_sampling_with_a_seed_equals_decode_alone(
-    tiny_cluster: Cluster, sampling: dict[str, float]
-) -> None:
+def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
     for seed, prompt in enumerate(prompts):
         through = complete(tiny_cluster.url, prompt, 20, seed=seed, **sampling)
@@ -81,7 +65,7 @@ def test_sampling_with_a_seed_equals_decode_alone(
     assert batched[3].token_ids == through.token_ids
 
 
-def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Reference) -> None:
+def test_several_prompts_in_one_call(tiny_cluster, tiny_reference):
     prompts = [make_prompt(seed, 20 + seed) for seed in range(31, 34)]
     response = post(tiny_cluster.url, **greedy(prompts, 6))
     choices = response.json()["choices"]
@@ -91,9 +75,7 @@ def test_several_prompts_in_one_call(tiny_cluster: Cluster, tiny_reference: Refe
     assert response.headers["x-baton-kv"] == kv
 
 
-def test_a_single_token_never_touches_the_decode_servers_cache(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_a_single_token_never_touches_the_decode_servers_cache(tiny_cluster, tiny_reference):
     prompt = make_prompt(41, 90)
     answer = complete(tiny_cluster.url, prompt, 1)
     assert answer.token_ids == tiny_reference.generate(prompt, 1)

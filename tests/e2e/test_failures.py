@@ -9,18 +9,8 @@ import httpx
 import pytest
 
 from tests import stopping
-from tests.e2e.reference import Reference
-from tests.rigs.client import (
-    Stream,
-    complete,
-    fresh_prompt,
-    greedy,
-    post,
-    prefill,
-    stream,
-)
+from tests.rigs.client import Stream, complete, fresh_prompt, greedy, post, prefill, stream
 from tests.rigs.cluster import (
-    Cluster,
     Server,
     cluster,
     prefill_ports,
@@ -48,8 +38,8 @@ def _assert_recomputed(
 
 
 def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
-    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
-) -> None:
+    tiny_cluster, tiny_reference, prompt
+):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
     wait_until(lambda: not server.all_blocks_home())  # what /metrics tells is of a moment ago
@@ -63,8 +53,8 @@ def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
 
 
 def test_a_prefill_server_told_to_end_waits_for_its_kv_and_told_twice_for_nothing(
-    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference, prompt: list[int]
-) -> None:
+    tiny_cluster, tiny_model, tiny_reference, prompt
+):
     server = start_prefill(tiny_model, "--shutdown-grace-s", "600")
     with running(server):
         params = prefill(server.url, prompt)
@@ -90,8 +80,8 @@ def _listens(server: Server) -> bool:
 
 
 def test_another_prompt_s_reference_gives_the_right_text_and_its_kv_comes_home(
-    tiny_cluster: Cluster, tiny_reference: Reference, prompt: list[int]
-) -> None:
+    tiny_cluster, tiny_reference, prompt
+):
     """tests/decode_server/test_server.py has every way to be wrong."""
     prefiller = tiny_cluster.prefill[0]
     before = prefiller.leases("aborted")
@@ -102,8 +92,8 @@ def test_another_prompt_s_reference_gives_the_right_text_and_its_kv_comes_home(
 
 
 def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_successor_is_used(
-    tiny_model: Path, tiny_reference: Reference, prompt: list[int], ports: list[int]
-) -> None:
+    tiny_model, tiny_reference, prompt, ports
+):
     argv = ("--transfer", "nixl", "--fence-timeout-s", "20", "--handshake-timeout-s", "3")
     tcp = {"UCX_TLS": "tcp,self"}  # over which a stopped server's KV cannot be read
     port_argv = prefill_ports(*ports)
@@ -133,9 +123,7 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
             wait_until(decode.all_blocks_home)
 
 
-def test_the_fail_policy_answers_with_a_typed_error(
-    tiny_model: Path, tiny_cluster: Cluster, prompt: list[int]
-) -> None:
+def test_the_fail_policy_answers_with_a_typed_error(tiny_model, tiny_cluster, prompt):
     decode = start_decode(tiny_model, "--kv-load-failure-policy", "fail")
     with running(decode):
         params = prefill(tiny_cluster.prefill[0].url, prompt)
@@ -170,7 +158,7 @@ def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) ->
     assert last == "data: [DONE]"
 
 
-def test_an_engine_that_hangs_is_given_up(tiny_model: Path, prompt: list[int]) -> None:
+def test_an_engine_that_hangs_is_given_up(tiny_model, prompt):
     decode = start_decode(tiny_model, "--hang-timeout-s", "2", "--shutdown-grace-s", "1")
     with running(decode):
         complete(decode.url, prompt, 2)
@@ -209,9 +197,7 @@ def _rank_pid(server: Server, rank: int) -> int:
         ),
     ],
 )
-def test_a_lost_rank_ends_its_engine_with_one_error(
-    tiny_model: Path, prompt: list[int], tp: int, rank: int, number: int, told: str
-) -> None:
+def test_a_lost_rank_ends_its_engine_with_one_error(tiny_model, prompt, tp, rank, number, told):
     hang_s = "2" if number == signal.SIGSTOP else "60"
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):

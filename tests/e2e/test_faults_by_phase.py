@@ -88,9 +88,7 @@ def _assert_serves(cluster: Cluster, reference: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_killed_proxy_leaves_nothing_behind(
-    slow_cluster: Cluster, tiny_reference: Reference, phase: str
-) -> None:
+def test_a_killed_proxy_leaves_nothing_behind(slow_cluster, tiny_reference, phase):
     servers = slow_cluster.prefill, slow_cluster.decode
     (prefiller,), (decode,) = servers
     with running(proxy := start_proxy(*servers)):
@@ -104,9 +102,7 @@ def test_a_killed_proxy_leaves_nothing_behind(
     _assert_serves(slow_cluster, tiny_reference)
 
 
-def test_a_client_that_leaves_during_the_prefill_ends_it(
-    slow_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_reference):
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     steps = "baton_engine_steps_total"
     for prompt in (fresh_prompt(4000), [fresh_prompt(30), fresh_prompt(4000)]):
@@ -119,8 +115,8 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(
 
 
 def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
-    slow_cluster: Cluster, tiny_reference: Reference
-) -> None:
+    slow_cluster, tiny_reference
+):
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     _stop(decode, signal.SIGSTOP)
     try:
@@ -142,8 +138,8 @@ def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
     ],
 )
 def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
-    tiny_model: Path, tiny_reference: Reference, transfer: str, stopped_s: str
-) -> None:
+    tiny_model, tiny_reference, transfer, stopped_s
+):
     """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""
     timeouts = ("--fence-timeout-s", "3", "--pull-timeout-s", "5")
     p = partial(start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
@@ -176,9 +172,7 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
         wait_until(pulls)
 
 
-def test_a_queue_moves_on_with_its_leases(
-    tiny_cluster: Cluster, tiny_model: Path, tiny_reference: Reference
-) -> None:
+def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_reference):
     """Of a decode server that ends: another one pulls what was prefilled once, and no lease is left
     to expire."""
     prefiller = tiny_cluster.prefill[0]
@@ -227,7 +221,7 @@ def test_a_queue_moves_on_with_its_leases(
 
 
 @pytest.mark.slow
-def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model: Path) -> None:
+def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model):
     dice = random.Random(7)
 
     async def ask(port: int, leaves_after_s: float | None) -> None:

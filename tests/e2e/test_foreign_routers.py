@@ -12,14 +12,7 @@ import pytest
 
 from protocol.process import lifecycle
 from tests.ports import kept_ports
-from tests.rigs.client import (
-    complete_all,
-    fresh_prompt,
-    parse_kv,
-    post,
-    stream,
-    streamed_token_ids,
-)
+from tests.rigs.client import complete_all, fresh_prompt, parse_kv, post, stream, streamed_token_ids
 from tests.rigs.cluster import Cluster, Server, running, wait_until
 from tests.rigs.plain_http import http
 
@@ -80,9 +73,7 @@ _ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", _ASKED)
-def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
-    vllm_router: str, tiny_cluster: Cluster, name: str
-) -> None:
+def test_vllm_router_gets_the_answers_of_the_decode_server_alone(vllm_router, tiny_cluster, name):
     """tests/protocol/test_kv_params.py has routers that print numbers in their own ways."""
     body: dict[str, Any] = {"max_tokens": 12, **_ASKED[name]}
     if name == "a chat":
@@ -99,7 +90,7 @@ def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
         assert through["usage"][counted] == alone["usage"][counted]
 
 
-def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
+def test_vllm_router_streams(vllm_router, tiny_cluster):
     prompt = fresh_prompt(70)
     events = stream(vllm_router, prompt, 9, **_DRAWN)
     alone = stream(tiny_cluster.decode[0].url, prompt, 9, **_DRAWN)
@@ -108,7 +99,7 @@ def test_vllm_router_streams(vllm_router: str, tiny_cluster: Cluster) -> None:
     assert kv == {"transferred": 70, "recomputed": 0, "skipped": 0}, "no end is banned on either"
 
 
-def test_vllm_router_has_every_prompt_transferred(vllm_router: str, tiny_cluster: Cluster) -> None:
+def test_vllm_router_has_every_prompt_transferred(vllm_router, tiny_cluster):
     before = tiny_cluster.decode[0].metrics()
     prompts = [fresh_prompt(20 + 3 * index) for index in range(24)]
     for start in range(0, len(prompts), 8):

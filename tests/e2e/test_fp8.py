@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.e2e.matrix import (
     post,
 )
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import Cluster, wait_until
+from tests.rigs.cluster import wait_until
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
 _OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
@@ -43,9 +42,7 @@ def engines() -> Iterator[Farm]:
         pytest.param(_OTHER, _PLAIN, id="tp 2 of NHD blocks of 16", marks=pytest.mark.slow),
     ],
 )
-def test_a_pair_equals_one_server(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster, p: Geometry, d: Geometry
-) -> None:
+def test_a_pair_equals_one_server(engines, tiny_model, tiny_cluster, p, d):
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, decoder.url, f"fp8 {p} {d}")
     prompt = make_prompt(len(p.layout), 200)
@@ -59,8 +56,7 @@ def test_a_pair_equals_one_server(
     ("p", "d", "said"),
     [
         pytest.param(
-            *(_PLAIN, Geometry(), 'kv_dtype differs: "float32" here, "float8_e4m3fn"'),
-            id="dtype",
+            *(_PLAIN, Geometry(), 'kv_dtype differs: "float32" here, "float8_e4m3fn"'), id="dtype"
         ),
         pytest.param(
             *(_SCALED, _PLAIN, "kv_scales differs at index 0: 0.02 here, 0.03 on the prefill"),
@@ -68,9 +64,7 @@ def test_a_pair_equals_one_server(
         ),
     ],
 )
-def test_what_differs_is_named(
-    engines: Farm, tiny_model: Path, p: Geometry, d: Geometry, said: str
-) -> None:
+def test_what_differs_is_named(engines, tiny_model, p, d, said):
     prefiller, decoder = engines.pair(tiny_model, p, d)
     prompt = make_prompt(5, 100)
     refused = post(decoder.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
@@ -88,13 +82,8 @@ def test_what_differs_is_named(
 )
 @pytest.mark.parametrize("transfer", ["nixl", "mapped"])
 def test_told_to_convert_a_decode_server_requantises(
-    engines: Farm,
-    tiny_model: Path,
-    tiny_cluster: Cluster,
-    p: tuple[str, ...],
-    d: tuple[str, ...],
-    transfer: str,
-) -> None:
+    engines, tiny_model, tiny_cluster, p, d, transfer
+):
     options = (*d, *_CONVERT, "--transfer", transfer)
     prefiller, decoder = engines.pair(
         tiny_model,
@@ -113,7 +102,7 @@ def test_told_to_convert_a_decode_server_requantises(
 
 
 @pytest.mark.slow
-def test_latents_of_eight_bits_too(engines: Farm) -> None:
+def test_latents_of_eight_bits_too(engines):
     p, d = Geometry(2, 16, "LBCNHD", _OURS), Geometry(options=_OURS)
     prefiller, decoder = engines.pair(model_dir("mla"), p, d)
     check_cell(prefiller, decoder, p, d, decoder.url, "latents of eight bits")

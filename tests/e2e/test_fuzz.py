@@ -59,14 +59,14 @@ def _assert_unharmed(cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("at", range(3), ids=["proxy", "prefill", "decode"])
-def test_a_fuzz_finds_no_server_error(short_cluster: Cluster, tmp_path: Path, at: int) -> None:
+def test_a_fuzz_finds_no_server_error(short_cluster, tmp_path, at):
     server = short_cluster.servers()[at]
     phases = ("--phases", "coverage,fuzzing", "--max-examples", "100", "--seed", "2")
     _fuzz(server.url, tmp_path, *phases)
     _assert_unharmed(short_cluster)
 
 
-def test_more_prompts_than_the_pool_can_hold_at_once_are_served(tiny_cluster: Cluster) -> None:
+def test_more_prompts_than_the_pool_can_hold_at_once_are_served(tiny_cluster):
     """Each keeps its blocks until all are answered, so they would wait for one another."""
     body = {"model": MODEL, "prompt": [[5, 9]] * 150, "max_tokens": 3, "ignore_eos": True}
     answer = http.post(f"{tiny_cluster.url}/v1/completions", json=body, timeout=25)

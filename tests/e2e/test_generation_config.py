@@ -1,7 +1,6 @@
 """The sampling values of a model's generation_config.json are the same for both servers."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ MESSAGES = [{"role": "user", "content": "Tell a story about Anna and the red bal
 
 
 @pytest.mark.slow
-def test_what_a_model_suggests_is_drawn_from_through_both_servers_and_alone(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_a_model_suggests_is_drawn_from_through_both_servers_and_alone(tiny_model, tmp_path):
     for file in tiny_model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()

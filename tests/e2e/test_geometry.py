@@ -3,7 +3,7 @@ them all."""
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,7 @@ _CELLS = {
 
 
 @pytest.mark.parametrize("name", _CELLS)
-def test_a_pair_of_geometries_equals_one_server(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster, name: str
-) -> None:
+def test_a_pair_of_geometries_equals_one_server(engines, tiny_model, tiny_cluster, name):
     p, d = _CELLS[name]
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
@@ -71,9 +69,7 @@ _BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))
 _CONVERTING = Geometry(block_size=16, options=("--kv-convert", "--transfer", "nixl"))
 
 
-def test_what_differs_is_named_or_computed_here_by_policy(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
-) -> None:
+def test_what_differs_is_named_or_computed_here_by_policy(engines, tiny_model, tiny_cluster):
     prefiller, failing = engines.pair(tiny_model, _BFLOAT16, _SMALL)
     prompt = make_prompt(8, 150)
     with running(proxy := start_proxy([prefiller], [failing])):  # which does not pair them
@@ -104,8 +100,8 @@ def _assert_counted(decoder: Server) -> None:
 
 
 def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
-    engines: Farm, tiny_model: Path, tiny_cluster: Cluster
-) -> None:
+    engines, tiny_model, tiny_cluster
+):
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     for length in (5, 64, 333):
         prompt = make_prompt(length, length)
@@ -132,7 +128,7 @@ def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_equals_one_server_and_transformers(engines: Farm) -> None:
+def test_a_mixture_of_experts_equals_one_server_and_transformers(engines):
     model = model_dir("moe")
     halves = Geometry(tp=2, options=("--ep", "2"))
     prefiller, decoder = engines.pair(model, _PLAIN, halves)
@@ -160,9 +156,7 @@ def test_a_mixture_of_experts_equals_one_server_and_transformers(engines: Farm) 
     ],
     ids=["tp", "GPU"],
 )
-def test_what_cannot_work_is_refused_at_start_with_the_reason_last(
-    tiny_model: Path, module: str, argv: Sequence[str], words: Sequence[str]
-) -> None:
+def test_what_cannot_work_is_refused_at_start_with_the_reason_last(tiny_model, module, argv, words):
     command = [sys.executable, "-m", module, "--model", str(tiny_model), "--port", "0"]
     ended = subprocess.run(
         [*command, "--device", "cpu", *argv], capture_output=True, text=True, timeout=60

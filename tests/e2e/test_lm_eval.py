@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.reference import Reference
 from tests.rigs.cluster import Cluster, cluster, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -58,12 +57,8 @@ def _pulled(cluster: Cluster) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--text-prompts",)], ids=["token ids", "text"])
 def test_own_tasks_equal_the_hf_backend_document_by_document(
-    tiny_cluster: Cluster,
-    tiny_model: Path,
-    tiny_reference: Reference,
-    tmp_path: Path,
-    options: tuple[str, ...],
-) -> None:
+    tiny_cluster, tiny_model, tiny_reference, tmp_path, options
+):
     """A stop string ends some outputs, an end of sequence others; texts are longer than a window of
     `--max-length`. Every prompt token of what generates is pulled, or was there since an earlier
     time; scoring moves no KV."""
@@ -113,13 +108,8 @@ _PUBLIC = [
 @pytest.mark.parametrize(("task", "limit"), _PUBLIC)
 @pytest.mark.parametrize("pair", ["default_cluster", "unlike_cluster"])
 def test_public_tasks_equal_the_hf_backend_document_by_document(
-    default_model: Path,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    pair: str,
-    task: str,
-    limit: str,
-) -> None:
+    default_model, request, tmp_path, pair, task, limit
+):
     asked: Cluster = request.getfixturevalue(pair)
     before = _pulled(asked)
     options = ["--limit", limit]

@@ -32,29 +32,29 @@ def _check(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
 
 
 @pytest.mark.parametrize(("model", "p", "d"), list(product(("gqa4", "gqa2", "mla"), _TP, _TP)))
-def test_every_tensor_parallelism(engines: Farm, model: str, p: int, d: int) -> None:
+def test_every_tensor_parallelism(engines, model, p, d):
     _check(engines, model, Geometry(p), Geometry(d))
 
 
 @pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("p", _TP)
 @pytest.mark.parametrize("model", ["gqa4", "gqa2", "mla"])
-def test_every_way_to_share_tokens(engines: Farm, model: str, p: int, tp: int, dcp: int) -> None:
+def test_every_way_to_share_tokens(engines, model, p, tp, dcp):
     _check(engines, model, Geometry(p), Geometry(tp, dcp=dcp))
 
 
 @pytest.mark.parametrize(("p", "d"), list(product((16, 64), repeat=2)))
-def test_every_block_size(engines: Farm, p: int, d: int) -> None:
+def test_every_block_size(engines, p, d):
     _check(engines, "gqa4", Geometry(1, p), Geometry(2, d))
 
 
 @pytest.mark.parametrize(("p", "d"), list(product(NAMED_ORDERS, repeat=2)))
-def test_every_named_layout(engines: Farm, p: str, d: str) -> None:
+def test_every_named_layout(engines, p, d):
     _check(engines, "gqa4", Geometry(2, 64, p), Geometry(1, 64, d))
 
 
 @pytest.mark.parametrize(("p", "d"), [(3, 2), (2, 3), (3, 1), (6, 3)])
-def test_sizes_that_do_not_divide_one_another(engines: Farm, p: int, d: int) -> None:
+def test_sizes_that_do_not_divide_one_another(engines, p, d):
     _check(engines, "gqa6", Geometry(p), Geometry(d))
 
 
@@ -75,5 +75,5 @@ _COMBINED = [
 
 
 @pytest.mark.parametrize(("model", "p", "d"), _COMBINED, ids=str)
-def test_everything_at_once(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
+def test_everything_at_once(engines, model, p, d):
     _check(engines, model, p, d)

@@ -7,9 +7,8 @@ import pydantic
 import pytest
 
 from protocol.metrics import TABLE
-from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL
-from tests.rigs.cluster import Cluster, Server, wait_until
+from tests.rigs.cluster import Server, wait_until
 from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
@@ -23,7 +22,7 @@ _GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 _PAST_THE_END = {"ignore_eos": True}  # not OpenAI's, so it goes as extra_body
 
 
-def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
+def test_the_served_model_is_listed(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
@@ -38,9 +37,7 @@ def _chat(client: openai.OpenAI, **members: Any) -> Any:
     return client.chat.completions.create(**{**_GREEDY, "messages": _MESSAGES, **members})
 
 
-def test_a_completion_has_transformers_text_and_exact_usage(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
+def test_a_completion_has_transformers_text_and_exact_usage(client, tiny_reference):
     answer = _complete(client, max_tokens=24)
     (choice,) = answer.choices
     assert choice.text == tiny_reference.text(_PROMPT, 24)
@@ -53,9 +50,7 @@ def test_a_completion_has_transformers_text_and_exact_usage(
     assert _complete(client).usage.completion_tokens == 16  # by default
 
 
-def test_a_streamed_completion_joins_to_the_whole_one(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
+def test_a_streamed_completion_joins_to_the_whole_one(client, tiny_reference):
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
     *told, last = _complete(client, max_tokens=24, **with_usage)
     assert "".join(chunk.choices[0].text for chunk in told) == tiny_reference.text(_PROMPT, 24)
@@ -66,9 +61,7 @@ def test_a_streamed_completion_joins_to_the_whole_one(
     assert all(chunk.usage is None for chunk in told)
 
 
-def test_several_prompts_as_texts_as_ids_and_streamed(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
+def test_several_prompts_as_texts_as_ids_and_streamed(client, tiny_reference):
     prompts = [_PROMPT, "Leo found the golden key", "Ida"]
     expected = [tiny_reference.text(prompt, 8) for prompt in prompts]
     ids = [tiny_reference.tokenizer(prompt).input_ids for prompt in prompts]
@@ -90,9 +83,7 @@ def test_several_prompts_as_texts_as_ids_and_streamed(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", [".", ["%", " the "]])
-def test_a_stop_string_ends_the_text_before_it(
-    client: openai.OpenAI, tiny_reference: Reference, stop: Any, stream: bool
-) -> None:
+def test_a_stop_string_ends_the_text_before_it(client, tiny_reference, stop, stream):
     whole = tiny_reference.text(_PROMPT, 60)
     stops = [stop] if isinstance(stop, str) else stop
     ends = [whole.index(one) for one in stops if one in whole]
@@ -102,9 +93,7 @@ def test_a_stop_string_ends_the_text_before_it(
     assert choices[-1].finish_reason == ("stop" if ends else "length")
 
 
-def test_a_chat_is_the_template_and_a_greedy_generate(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
+def test_a_chat_is_the_template_and_a_greedy_generate(client, tiny_reference):
     ids, text = tiny_reference.answer(_MESSAGES, 120)
     answer = _chat(client, max_tokens=120)
     (choice,) = answer.choices
@@ -114,9 +103,7 @@ def test_a_chat_is_the_template_and_a_greedy_generate(
     assert (answer.object, answer.usage.completion_tokens) == ("chat.completion", len(ids))
 
 
-def test_the_clients_streaming_helper_follows_a_chat(
-    client: openai.OpenAI, tiny_reference: Reference
-) -> None:
+def test_the_clients_streaming_helper_follows_a_chat(client, tiny_reference):
     _, text = tiny_reference.answer(_MESSAGES, 60)
     with client.chat.completions.stream(
         **_GREEDY,
@@ -138,7 +125,7 @@ def test_the_clients_streaming_helper_follows_a_chat(
     assert final.usage is not None and final.usage.completion_tokens > 3
 
 
-def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
+def test_errors_become_the_clients_classes(client):
     with pytest.raises(openai.NotFoundError, match="gpt-17") as unknown:
         client.completions.create(model="gpt-17", prompt="x")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -153,9 +140,7 @@ def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
-def test_a_client_that_closes_its_stream_aborts_the_request(
-    client: openai.OpenAI, tiny_cluster: Cluster
-) -> None:
+def test_a_client_that_closes_its_stream_aborts_the_request(client, tiny_cluster):
     decode = tiny_cluster.decode[0]
     aborted = 'baton_requests_total{endpoint="completions",outcome="abort"}'
     before = decode.metrics().get(aborted, 0)
@@ -167,9 +152,7 @@ def test_a_client_that_closes_its_stream_aborts_the_request(
     wait_until(decode.all_blocks_home)
 
 
-def test_servers_expose_the_metrics_of_the_docs_and_no_others(
-    client: openai.OpenAI, tiny_cluster: Cluster
-) -> None:
+def test_servers_expose_the_metrics_of_the_docs_and_no_others(client, tiny_cluster):
     _complete(client, max_tokens=2)
     proxy, *servers = (_families(server) for server in tiny_cluster.servers())
     origins = {"proxy": ("proxy", "any"), "server": ("server", "engine", "any")}
@@ -199,9 +182,7 @@ class Ball(pydantic.BaseModel):
     is_round: bool
 
 
-def test_a_response_has_the_chats_text_and_usage(
-    client: openai.OpenAI, tiny_cluster: Cluster
-) -> None:
+def test_a_response_has_the_chats_text_and_usage(client, tiny_cluster):
     before = tiny_cluster.decode[0].metrics()
     answer = client.responses.create(
         model=MODEL, input=_INPUT, instructions="Be kind.", max_output_tokens=12, temperature=0
@@ -222,7 +203,7 @@ def test_a_response_has_the_chats_text_and_usage(
     assert answer.status == ("incomplete" if is_cut else "completed")
 
 
-def test_a_stream_of_a_response_has_every_event_and_ends(client: openai.OpenAI) -> None:
+def test_a_stream_of_a_response_has_every_event_and_ends(client):
     asked: Any = {**_GREEDY, "input": _INPUT, "max_output_tokens": 9}
     whole = client.responses.create(**asked)
     with client.responses.stream(**asked) as stream:
@@ -234,7 +215,7 @@ def test_a_stream_of_a_response_has_every_event_and_ends(client: openai.OpenAI) 
     assert events[-1].type == "response." + str(whole.status)
 
 
-def test_a_response_is_parsed_as_a_pydantic_model(client: openai.OpenAI) -> None:
+def test_a_response_is_parsed_as_a_pydantic_model(client):
     answer = client.responses.parse(
         model=MODEL, input=_INPUT, text_format=Ball, max_output_tokens=200
     )

@@ -77,7 +77,7 @@ def lite(tiny_cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:
+def test_langchain_chats(chat, answer):
     message = chat(logprobs=True, top_logprobs=2).invoke(_LANGCHAIN_MESSAGES)
     assert message.content == answer
     assert message.response_metadata["finish_reason"] in ("stop", "length")
@@ -89,7 +89,7 @@ def test_langchain_chats(chat: Callable[..., Any], answer: str) -> None:
     assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
 
 
-def test_langchain_streams_with_usage(chat: Callable[..., Any], answer: str) -> None:
+def test_langchain_streams_with_usage(chat, answer):
     chunks = list(chat(stream_usage=True).stream(_LANGCHAIN_MESSAGES))
     assert "".join(chunk.content for chunk in chunks) == answer
     num_pieces = sum(bool(chunk.content) for chunk in chunks)
@@ -98,9 +98,7 @@ def test_langchain_streams_with_usage(chat: Callable[..., Any], answer: str) -> 
     assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
 
 
-def test_langchain_batches_and_streams_asynchronously(
-    chat: Callable[..., Any], answer: str
-) -> None:
+def test_langchain_batches_and_streams_asynchronously(chat, answer):
     async def ask() -> tuple[list[Any], str]:
         model = chat()
         batch = await model.abatch([_LANGCHAIN_MESSAGES] * 4)
@@ -112,7 +110,7 @@ def test_langchain_batches_and_streams_asynchronously(
     assert text == answer
 
 
-def test_langchain_completes_texts(tiny_cluster: Cluster, continuation: str) -> None:
+def test_langchain_completes_texts(tiny_cluster, continuation):
     asked = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, "max_retries": 0}
     model = langchain_openai.OpenAI(base_url=f"{tiny_cluster.url}/v1", api_key="unused", **asked)
     assert model.invoke(_PROMPT, stop=["."]) == continuation
@@ -120,12 +118,12 @@ def test_langchain_completes_texts(tiny_cluster: Cluster, continuation: str) -> 
     assert model.batch([_PROMPT] * 3, stop=["."]) == [continuation] * 3
 
 
-def test_langchain_knows_an_overflow_of_the_context(chat: Callable[..., Any]) -> None:
+def test_langchain_knows_an_overflow_of_the_context(chat):
     with pytest.raises(langchain_core.exceptions.ContextOverflowError):
         chat().invoke([("user", "ball " * 5000)])
 
 
-def test_litellm_streams_to_the_same_answer(lite: dict[str, Any], answer: str) -> None:
+def test_litellm_streams_to_the_same_answer(lite, answer):
     chunks = list(
         litellm.completion(
             messages=_MESSAGES, stream=True, stream_options={"include_usage": True}, **lite
@@ -140,13 +138,13 @@ def test_litellm_streams_to_the_same_answer(lite: dict[str, Any], answer: str) -
     assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_litellm_completes_texts(lite: dict[str, Any], continuation: str) -> None:
+def test_litellm_completes_texts(lite, continuation):
     lite = {**lite, "model": f"text-completion-openai/{MODEL}", "stop": ["."]}
     response = litellm.text_completion(prompt=_PROMPT, **lite)
     assert response.choices[0].text == continuation
 
 
-def test_litellm_maps_our_errors_to_its_own(lite: dict[str, Any]) -> None:
+def test_litellm_maps_our_errors_to_its_own(lite):
     with pytest.raises(litellm.BadRequestError, match="top_p"):
         litellm.completion(messages=_MESSAGES, top_p=3.0, **lite)
     with pytest.raises(litellm.NotFoundError, match="gpt-17"):
@@ -184,12 +182,12 @@ _TOOL = {
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_gets_structured_output(chat: Callable[..., Any], method: str) -> None:
+def test_langchain_gets_structured_output(chat, method):
     asking = chat(max_tokens=200).with_structured_output(Toy, method=method)
     assert isinstance(asking.invoke(_LANGCHAIN_MESSAGES), Toy)
 
 
-def test_langchain_calls_tools(chat: Callable[..., Any]) -> None:
+def test_langchain_calls_tools(chat):
     asking = chat(max_tokens=200).bind_tools([Toy], tool_choice="Toy")
     message = asking.invoke(_LANGCHAIN_MESSAGES)
     (call,) = message.tool_calls
@@ -203,7 +201,7 @@ def test_langchain_calls_tools(chat: Callable[..., Any]) -> None:
     assert chat().invoke(answered).content is not None
 
 
-def test_litellm_calls_tools(lite: dict[str, Any]) -> None:
+def test_litellm_calls_tools(lite):
     lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
     lite["parallel_tool_calls"] = False  # else it calls until it says that it is done
     message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message

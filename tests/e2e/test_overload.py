@@ -94,9 +94,7 @@ def _rss_mb(cluster: Cluster) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_the_rest(
-    bounded: Cluster,
-) -> None:
+async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_the_rest(bounded):
     url = bounded.url
     capacity = (await Offered(url).run(_WARM_S, clients=6)).num_served / _WARM_S
     calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
@@ -117,9 +115,7 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
         server.assert_home()
 
 
-def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(
-    tiny_cluster: Cluster,
-) -> None:
+def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(tiny_cluster):
     """In a queue, a prefill, a pull and a decode: each gets one end, and its KV comes home long
     before its lease ends."""
 

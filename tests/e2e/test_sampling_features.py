@@ -46,9 +46,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(_SHAPES))
-def test_shaped_draws_are_the_references(
-    urls: list[str], prompt: list[int], tiny_reference: Reference, name: str
-) -> None:
+def test_shaped_draws_are_the_references(urls, prompt, tiny_reference, name):
     members = _SHAPES[name]
     # A small penalty does nothing where the model is sure; where it is, differs by machine.
     for near in (prompt, *([token] * 5 for token in range(300, 500, 7))):
@@ -63,7 +61,7 @@ def test_shaped_draws_are_the_references(
         assert streamed_token_ids(stream(url, prompt, 24, **members)) == expected.ids
 
 
-def test_min_tokens_keeps_ends_away(urls: list[str], tiny_reference: Reference) -> None:
+def test_min_tokens_keeps_ends_away(urls, tiny_reference):
     ids = tiny_reference.tokenizer("Kate").input_ids
     end = tiny_reference.tokenizer.eos_token_id
 
@@ -83,9 +81,7 @@ def test_min_tokens_keeps_ends_away(urls: list[str], tiny_reference: Reference) 
             assert answer.finish_reason == ("stop" if expected[-1] == end else "length")
 
 
-def test_a_stop_token_of_the_clients_ends_the_output(
-    urls: list[str], prompt: list[int], tiny_reference: Reference
-) -> None:
+def test_a_stop_token_of_the_clients_ends_the_output(urls, prompt, tiny_reference):
     plain = tiny_reference.generate(prompt, 24)
     stop = next(t for i, t in enumerate(plain) if i >= 4 and t not in plain[:i])
     expected = plain[: plain.index(stop) + 1]
@@ -100,9 +96,7 @@ def test_a_stop_token_of_the_clients_ends_the_output(
         assert least.token_ids == late
 
 
-def test_a_stop_string_may_lie_across_tokens(
-    urls: list[str], prompt: list[int], tiny_reference: Reference
-) -> None:
+def test_a_stop_string_may_lie_across_tokens(urls, prompt, tiny_reference):
     ids = tiny_reference.generate(prompt, 24)
     decode = tiny_reference.tokenizer.decode
     whole = decode(ids)
@@ -119,9 +113,7 @@ def test_a_stop_string_may_lie_across_tokens(
 
 
 @pytest.mark.parametrize("shape", [{}, {"repetition_penalty": 1.5, "logit_bias": {"60": 5}}])
-def test_logprobs_of_a_completion_are_those_of_the_logits(
-    urls: list[str], prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
-) -> None:
+def test_logprobs_of_a_completion_are_those_of_the_logits(urls, prompt, tiny_reference, shape):
     expected = draw(tiny_reference, prompt, 12, **shape)
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **shape}
     body |= {"logprobs": 4, "return_tokens_as_token_ids": True}
@@ -138,9 +130,7 @@ def test_logprobs_of_a_completion_are_those_of_the_logits(
             assert list(top.values()) == pytest.approx(row[ids].tolist(), abs=_TOLERANCE)
 
 
-def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(
-    tiny_cluster: Cluster, tiny_reference: Reference
-) -> None:
+def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(tiny_cluster, tiny_reference):
     chat_prompt = tiny_reference.chat(_MESSAGES)
     expected = draw(tiny_reference, chat_prompt, 12)
     rows = _logprobs(tiny_reference, chat_prompt)
@@ -166,8 +156,8 @@ def test_logprobs_of_a_chat_and_of_its_prompt_are_those_of_the_logits(
 
 @pytest.mark.parametrize("shape", [{}, {"frequency_penalty": 1.2, "logit_bias": {"60": 2}}])
 def test_each_choice_is_drawn_by_its_own_noise_and_the_best_are_the_likeliest(
-    urls: list[str], prompt: list[int], tiny_reference: Reference, shape: dict[str, Any]
-) -> None:
+    urls, prompt, tiny_reference, shape
+):
     for seed in range(11, 99):  # until no two are the same by chance
         members = {"temperature": 1.2, "seed": seed, **shape}
         drawn = [draw(tiny_reference, prompt, 10, choice=k, **members) for k in range(4)]
@@ -199,9 +189,7 @@ def _logprobs(reference: Reference, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
-def test_an_echoed_prompt_is_scored_as_transformers_does(
-    tiny_cluster: Cluster, tiny_reference: Reference, max_tokens: int
-) -> None:
+def test_an_echoed_prompt_is_scored_as_transformers_does(tiny_cluster, tiny_reference, max_tokens):
     ids = tiny_reference.tokenizer(_BOAT).input_ids
     everything = ids + tiny_reference.generate(ids, max_tokens) if max_tokens else ids
     table = _logprobs(tiny_reference, everything)
@@ -226,7 +214,7 @@ def test_an_echoed_prompt_is_scored_as_transformers_does(
         assert body["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_a_stop_string_ends_one_choice_and_not_the_others(tiny_cluster: Cluster) -> None:
+def test_a_stop_string_ends_one_choice_and_not_the_others(tiny_cluster):
     asked = {"prompt": _BOAT, "n": 4, "max_tokens": 24, **_DRAWN}
     whole = answer_of(tiny_cluster.url, **asked)["choices"]
     stop = whole[2]["text"][5:9]

@@ -42,14 +42,12 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
 
 @pytest.mark.slow  # where two requests come depends on what else this machine does
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_four_servers_compute_what_prompts_share_once(tiny_model: Path, num_prefills: int) -> None:
+def test_four_servers_compute_what_prompts_share_once(tiny_model, num_prefills):
     assert _share(tiny_model, num_prefills, 4, 24) <= 1.15
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_four_servers_of_a_real_model_compute_what_prompts_share_once(
-    default_model: Path, num_prefills: int
-) -> None:
+def test_four_servers_of_a_real_model_compute_what_prompts_share_once(default_model, num_prefills):
     assert _share(default_model, num_prefills, 4, 24) <= 1.15

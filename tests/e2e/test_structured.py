@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.rigs.client import MODEL
-from tests.rigs.cluster import Cluster, cluster
+from tests.rigs.cluster import cluster
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
@@ -64,9 +64,7 @@ def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> 
     return client.completions.create(**asked, extra_body=extra)
 
 
-def test_any_answer_that_ends_with_stop_validates(
-    client: openai.OpenAI, tiny_cluster: Cluster
-) -> None:
+def test_any_answer_that_ends_with_stop_validates(client, tiny_cluster):
     """A model of nonsense says anything that the schema allows. The same through
     prefill and decode as on the decode server alone."""
 
@@ -94,14 +92,14 @@ def test_any_answer_that_ends_with_stop_validates(
         ({"choice": ["a"]}, "a"),
     ],
 )
-def test_completions_match(client: openai.OpenAI, demand: dict[str, Any], matches: str) -> None:
+def test_completions_match(client, demand, matches):
     for seed in range(3):
         answer = _complete(client, demand, seed=seed)
         assert re.fullmatch(matches, answer.choices[0].text)
         assert answer.choices[0].finish_reason == "stop"
 
 
-def test_every_choice_matches_by_itself(client: openai.OpenAI, tiny_cluster: Cluster) -> None:
+def test_every_choice_matches_by_itself(client, tiny_cluster):
     demand = {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}
     with _on(tiny_cluster.decode[0].url) as alone:
         answers = [_complete(asked, demand, n=4, seed=3) for asked in (client, alone)]
@@ -112,7 +110,7 @@ def test_every_choice_matches_by_itself(client: openai.OpenAI, tiny_cluster: Clu
             assert re.fullmatch(demand["regex"], text)
 
 
-def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client: openai.OpenAI) -> None:
+def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
     shape = {"max_tokens": 40, "temperature": 0, "frequency_penalty": 2}
     answer = _complete(client, {"regex": "[ab]{1,40}"}, **shape, extra={"min_tokens": 12})
     (choice,) = answer.choices
@@ -120,7 +118,7 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client: openai.O
     assert answer.usage is not None and answer.usage.completion_tokens >= 12
 
 
-def test_what_never_ends_compiling_is_refused_beside_others(client: openai.OpenAI) -> None:
+def test_what_never_ends_compiling_is_refused_beside_others(client):
     endless = {"type": "integer", "multipleOf": 4_999_999}
     with ThreadPoolExecutor() as pool:
         hostile = pool.submit(_complete, client, {"json": endless})
@@ -131,7 +129,7 @@ def test_what_never_ends_compiling_is_refused_beside_others(client: openai.OpenA
     assert refused.value.param == "structured_outputs.json"
 
 
-def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) -> None:
+def test_required_tools_are_called_and_streamed_the_same(client):
     options: Any = {
         "model": MODEL,
         "messages": _MESSAGES,
@@ -159,9 +157,7 @@ def test_required_tools_are_called_and_streamed_the_same(client: openai.OpenAI) 
 
 
 @pytest.mark.slow
-def test_tensor_parallel_servers_answer_the_same(
-    tiny_cluster: Cluster, client: openai.OpenAI
-) -> None:
+def test_tensor_parallel_servers_answer_the_same(tiny_cluster, client):
     """Masks are made on rank 0 and sent to the others."""
     options: Any = {"max_tokens": 80, "presence_penalty": 0.5, "response_format": _FORMAT}
     two = ("--tp", "2")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.reference import Reference
 from tests.ports import kept_ports
 from tests.rigs.client import Load, Stream, complete, make_prompt
 from tests.rigs.cluster import (
@@ -59,8 +58,8 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.mark.slow
 def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_again_after(
-    hosts: Hosts, tiny_model: Path, tiny_reference: Reference
-) -> None:
+    hosts, tiny_model, tiny_reference
+):
     """The two are parted while KV is pulled, so that no end of a connection is ever told. Rejoined,
     UCX may end P (docs/operations.md), which is then started again as by a supervisor."""
     model = ("--model", str(tiny_model), *ENGINE_ARGV)
@@ -95,9 +94,7 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_hidden_behind_the_prefill(
-    hosts: Hosts, tiny_model: Path, tiny_reference: Reference
-) -> None:
+def test_a_slow_link_is_hidden_behind_the_prefill(hosts, tiny_model, tiny_reference):
     """From token 1 to token 2 of a long prompt: all of its KV goes over the link when a leg comes
     after the other, only that of the last chunk where both are opened at once."""
     model = ("--model", str(tiny_model), *ENGINE_ARGV, "--insecure")
@@ -159,9 +156,7 @@ def six_ports() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_rolling_restart_under_load_is_not_noticed(
-    tiny_model: Path, tiny_reference: Reference, six_ports: list[int]
-) -> None:
+def test_a_rolling_restart_under_load_is_not_noticed(tiny_model, tiny_reference, six_ports):
     """Servers are told to end, and replaced, one after another."""
     model, reference, ports = tiny_model, tiny_reference, six_ports
     starts = [partial(start_prefill, model, *prefill_ports(*ports[at : at + 2])) for at in (0, 2)]

@@ -22,7 +22,7 @@ def pool_of(server: Server) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_model: Path) -> None:
+def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_model):
     """The decode server copies out of the prefill server's memory, where a bit is wrong at that
     moment only: the prefill server stands still meanwhile."""
     argv = "--transfer", "mapped", "--kv-verify", "all"

@@ -63,7 +63,7 @@ async def ask(client: httpx.AsyncClient, what: str, **headers: str) -> httpx.Res
 
 
 @pytest.mark.parametrize("way", ["proxy", "server", "file"])
-async def test_who_is_let_in_to_what(way: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
     options: dict[str, Any] = {"api_keys_file": written(tmp_path / "keys", KEYS)}
     alice, bob, side = (
         ("alice", "bob", "proxy") if way == "file" else ("api-key-1", "api-key-2", way)
@@ -129,7 +129,7 @@ async def test_who_is_let_in_to_what(way: str, tokenizer: Tokenizer, tmp_path: P
 
 
 @SIDES
-async def test_a_web_page_may_ask_with_a_key(side: str, tokenizer: Tokenizer) -> None:
+async def test_a_web_page_may_ask_with_a_key(side, tokenizer):
     page = {"origin": "http://page:1"}
     options: dict[str, Any] = {"api_key": (SecretStr(ALICE),), "cors_origin": ("http://page:1",)}
     async with front(side, tokenizer, **options) as client:
@@ -145,7 +145,7 @@ async def test_a_web_page_may_ask_with_a_key(side: str, tokenizer: Tokenizer) ->
 
 
 @SIDES
-async def test_it_is_refused_before_its_body_has_come(side: str, tokenizer: Tokenizer) -> None:
+async def test_it_is_refused_before_its_body_has_come(side, tokenizer):
     async with front(side, tokenizer, api_key=(SecretStr(ALICE),)) as client:
         url = client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -155,7 +155,7 @@ async def test_it_is_refused_before_its_body_has_come(side: str, tokenizer: Toke
         writer.close()
 
 
-async def test_limits_are_told_and_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_limits_are_told_and_kept(tokenizer, tmp_path):
     one = {"name": "one", "key": ALICE, "requests_per_minute": 2}
     file = written(tmp_path / "keys", [one])
     async with front("proxy", tokenizer, api_keys_file=file) as client:
@@ -173,7 +173,7 @@ async def test_limits_are_told_and_kept(tokenizer: Tokenizer, tmp_path: Path) ->
         assert error["retryable"] and "one may send 2 requests a minute" in error["message"]
 
 
-async def test_tokens_are_counted_as_they_are_asked_for(tmp_path: Path) -> None:
+async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
     one = {"name": "one", "key": ALICE, "tokens_per_minute": 1000}
     async with Rig(api_keys_file=written(tmp_path / "keys", [one])) as rig:
         left, prompt, headers = [], "x" * 40, {"x-api-key": ALICE}
@@ -187,7 +187,7 @@ async def test_tokens_are_counted_as_they_are_asked_for(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 60)), max_size=60))
-def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked: list[tuple[int, float]]) -> None:
+def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked):
     now = [5.0]
     key = LimitedKey(Line(name="one", tokens_per_minute=100), lambda: now[0])
     taken = 0
@@ -202,7 +202,7 @@ def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked: list[tuple[int, 
         assert taken <= 100 * (1 + (now[0] - 5.0) / 60) + max(tokens, 100)
 
 
-async def test_requests_at_a_time_are_counted_until_they_end(tmp_path: Path) -> None:
+async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
     waits = Waits(then=decodes)
     async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
@@ -215,7 +215,7 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path: Path) -> 
         assert (await ask(rig.client, COMPLETE, x_api_key=ALICE)).status_code == 200
 
 
-async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path: Path) -> None:
+async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": -2}])
     async with Rig(api_keys_file=file) as rig:
         cases = ((-2, 200), (0, 200), (None, 200), ("-3", 403), (-3.0, 403), (-(10**11), 403))
@@ -225,9 +225,7 @@ async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path: Path) -> None:
         assert answer.json()["error"]["param"] == "priority"
 
 
-async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(
-    tmp_path: Path,
-) -> None:
+async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(tmp_path):
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": 3}])
     async with Rig(api_keys_file=file) as rig:
         for given, status in (({}, 200), ({"priority": None}, 200), ({"priority": 0}, 403)):
@@ -235,7 +233,7 @@ async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask
         assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
-async def test_who_leaves_uses_nothing_more(tmp_path: Path) -> None:
+async def test_who_leaves_uses_nothing_more(tmp_path):
     file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
     waits = Waits()
     async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
@@ -247,9 +245,7 @@ async def test_who_leaves_uses_nothing_more(tmp_path: Path) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_the_log_names_the_key_and_never_shows_it(
-    caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
-) -> None:
+async def test_the_log_names_the_key_and_never_shows_it(caplog, tokenizer):
     with caplog.at_level(logging.DEBUG, logger="baton"):
         for side in ("proxy", "server"):
             async with front(side, tokenizer, **IN_OPTIONS) as client:
@@ -277,8 +273,8 @@ def admit(keys: FileAccess) -> float:
 
 @given(limit=st.integers(1, 100), pauses_s=st.lists(st.floats(0, 90), max_size=60))
 def test_a_key_gets_its_minutes_worth_and_what_it_waits_for_comes(
-    limit: int, pauses_s: list[float], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    limit, pauses_s, tmp_path_factory
+):
     now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
     keys = access([{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now)
     taken = []
@@ -295,9 +291,7 @@ def test_a_key_gets_its_minutes_worth_and_what_it_waits_for_comes(
         assert sum(begin <= at <= begin + 60 for at in taken) <= 2 * limit + 1
 
 
-async def test_a_changed_file_counts_and_a_broken_one_does_not(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+async def test_a_changed_file_counts_and_a_broken_one_does_not(caplog, tmp_path):
     now, path = [0.0], tmp_path / "keys"
     one = {"name": "alice", "key": ALICE, "requests_per_minute": 3}
     keys = access([one], path, now)
@@ -352,9 +346,7 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_with_its_line(
-    text: str, told: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_is_refused_with_its_line(text, told, tmp_path):
     (tmp_path / "keys").write_bytes(text.encode("latin-1"))
     other = (SecretStr("sk-alice-0123456789"),)
     settings = ProxySettings(api_keys_file=str(tmp_path / "keys"), api_key=other)
@@ -376,9 +368,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_line(
         ({"host": "::", "admin_key": (SecretStr(ROOT),)}, False),
     ],
 )
-def test_a_server_for_everyone_says_so(
-    options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_for_everyone_says_so(options, warns, caplog):
     with caplog.at_level(logging.WARNING, logger="baton"):
         check(ListenOptions(**options))
     assert bool(caplog.messages) == warns

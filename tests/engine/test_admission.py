@@ -6,7 +6,6 @@ import math
 import socket
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.process import client
-from engine.text.tokenizer import Tokenizer
 from protocol.errors import QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
@@ -59,7 +57,7 @@ class Queue:
         raise AssertionError("it takes any number")
 
 
-def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is() -> None:
+def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
     queue = Queue(max_queue_s=10.0)
     queue.ask()
     queue.serve(token_s=0.001)
@@ -73,7 +71,7 @@ def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is() 
     assert queue.admission.num_tokens == 0 and queue.fill()[0] == 11
 
 
-def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here() -> None:
+def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
     queue = Queue(max_queue_s=10.0)
     queue.ask()
     queue.serve(token_s=0.001)
@@ -87,7 +85,7 @@ def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here() ->
     assert queue.fill()[0] == 11
 
 
-def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second() -> None:
+def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
     queue = Queue(max_queue_s=10.0)
     queue.ask()
     queue.serve(token_s=0.0002)
@@ -103,7 +101,7 @@ def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second() -> No
     assert queue.fill()[0] in (50, 51)
 
 
-def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens() -> None:
+def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
     queue = Queue(max_queued_tokens=5000)
     queue.ask(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
@@ -122,7 +120,7 @@ def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens() ->
     assert queue.admission.num_tokens == 0
 
 
-def test_the_urgent_wait_only_for_the_urgent() -> None:
+def test_the_urgent_wait_only_for_the_urgent():
     queue = Queue(max_queue_s=10.0)
     queue.ask()
     queue.serve(token_s=0.001)
@@ -138,9 +136,7 @@ def test_the_urgent_wait_only_for_the_urgent() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.integers(-1, 1), st.integers(0, 3)), max_size=40)
 )
-def test_the_books_add_up_whatever_comes_and_goes(
-    moves: list[tuple[int, int, int]],
-) -> None:
+def test_the_books_add_up_whatever_comes_and_goes(moves):
     """0, 1: one more comes; 2: the oldest is served in part; 3: the newest leaves."""
     queue = Queue(max_queue_s=3.0, max_queued_tokens=20_000)
     left: dict[Place, int] = {}
@@ -182,9 +178,7 @@ async def until_added(server: Server, count: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
-    tokenizer: Tokenizer, path: str
-) -> None:
+async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(tokenizer, path):
     gate = Gate()
     fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {}
     fields |= {"input": "Hi", "prompt": None} if "responses" in path else {}
@@ -208,16 +202,14 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
 
 
 @pytest.mark.parametrize("fields", [{"prompt": [300]}, {"prompt": "x" * 99}, {"n": 0}])
-async def test_a_refused_request_leaves_its_place(tokenizer: Tokenizer, fields: Any) -> None:
+async def test_a_refused_request_leaves_its_place(tokenizer, fields):
     async with serving(tokenizer, max_queued_tokens=100) as server:
         for _ in range(3):
             assert (await server.post(**fields)).status_code == 400
         assert (await server.post()).status_code == 200
 
 
-async def test_texts_that_wait_to_be_tokenized_are_bounded(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr("engine.http.text_encoder.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
         ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
@@ -232,7 +224,7 @@ NOW = {"x-request-timeout-s": "0.02"}
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"])
-async def test_a_time_that_is_none_is_refused(tokenizer: Tokenizer, given: str) -> None:
+async def test_a_time_that_is_none_is_refused(tokenizer, given):
     async with serving(tokenizer) as server:
         for path in ("/v1/completions", "/tokenize"):
             answer = await server.post(path, headers={"x-request-timeout-s": given})
@@ -242,9 +234,7 @@ async def test_a_time_that_is_none_is_refused(tokenizer: Tokenizer, given: str) 
 
 
 @pytest.mark.parametrize("default", [False, True])
-async def test_an_expired_request_ends_in_504_and_in_the_engine(
-    tokenizer: Tokenizer, default: bool
-) -> None:
+async def test_an_expired_request_ends_in_504_and_in_the_engine(tokenizer, default):
     given = {"request_timeout_s": 0.02} if default else {}
     async with serving(tokenizer, hang, **given) as server:
         answer = await server.post(
@@ -256,7 +246,7 @@ async def test_an_expired_request_ends_in_504_and_in_the_engine(
         assert server.engine.num_open == 0
 
 
-async def test_one_that_is_answered_in_time_does_not_expire(tokenizer: Tokenizer) -> None:
+async def test_one_that_is_answered_in_time_does_not_expire(tokenizer):
     async with serving(tokenizer, request_timeout_s=0.001) as server:
         longer = {"x-request-timeout-s": "3000.5"}
         answer = await server.post(headers=longer, stream=True)
@@ -264,7 +254,7 @@ async def test_one_that_is_answered_in_time_does_not_expire(tokenizer: Tokenizer
         assert not server.engine.aborted
 
 
-async def test_an_expired_stream_ends_in_an_error_event(tokenizer: Tokenizer) -> None:
+async def test_an_expired_stream_ends_in_an_error_event(tokenizer):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=[70])
         await asyncio.Event().wait()
@@ -277,7 +267,7 @@ async def test_an_expired_stream_ends_in_an_error_event(tokenizer: Tokenizer) ->
         assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-async def test_priorities_reach_the_engine(tokenizer: Tokenizer) -> None:
+async def test_priorities_reach_the_engine(tokenizer):
     async with serving(tokenizer) as server:
         for fields in ({}, {"priority": -3}, {"priority": 2**31 - 1}):
             assert (await server.post(**fields)).status_code == 200
@@ -291,9 +281,7 @@ async def test_priorities_reach_the_engine(tokenizer: Tokenizer) -> None:
 # -- clients that do not read --------------------------------------------------------------------
 
 
-async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer, monkeypatch):
     monkeypatch.setattr(client, "MAX_UNREAD", most := 1 << 10)
     sent = 0
 

@@ -53,11 +53,7 @@ class Reference:
         return logits[0]
 
     def check_choice(
-        self,
-        request: AddRequest,
-        choice: int,
-        tokens: list[int],
-        logprobs: Sequence[TokenLogprobs],
+        self, request: AddRequest, choice: int, tokens: list[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """That each token is what the noise of its position draws from the reference's logits."""
         context = list(request.token_ids)
@@ -136,9 +132,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("name", REQUESTS)
-def test_equals_the_definitions_over_transformers_logits(
-    reference: Reference, pair: RealPair, ask: Ask, name: str
-) -> None:
+def test_equals_the_definitions_over_transformers_logits(reference, pair, ask, name):
     request = REQUESTS[name]
     out = ask(pair, request)
     for choice in range(request.num_choices):
@@ -152,9 +146,7 @@ def test_equals_the_definitions_over_transformers_logits(
 
 @pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("min_tokens", [0, 1, 5])
-def test_min_tokens_ban_what_would_end_the_text(
-    reference: Reference, pair: RealPair, ask: Ask, min_tokens: int
-) -> None:
+def test_min_tokens_ban_what_would_end_the_text(reference, pair, ask, min_tokens):
     free = ask(pair, _request()).tokens("r")
     request = _request(min_tokens=min_tokens, stop_token_ids=[free[0], free[2]])
     out = ask(pair, request)
@@ -167,9 +159,7 @@ def test_min_tokens_ban_what_would_end_the_text(
 
 
 @pytest.mark.parametrize("length", [1, 2, 130, 300])
-def test_a_prompt_is_scored_in_several_chunks(
-    reference: Reference, pair: RealPair, length: int
-) -> None:
+def test_a_prompt_is_scored_in_several_chunks(reference, pair, length):
     prompt = [(37 * at * at + 11) % 500 for at in range(length)]
     request = _request(prompt=prompt, max_tokens=0, num_prompt_logprobs=1)
     reference.check_prompt(request, pair.decode_alone(request).prompt_logprobs("r"))

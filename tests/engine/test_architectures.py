@@ -1,8 +1,6 @@
 """Every architecture through a prefill and a decode engine of unlike geometry: the tokens of
 transformers. Prompts are longer than a step, so they are computed in chunks over paged KV."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ NUM_TOKENS = 10
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_pair_of_engines_continues_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].proof]
     reference = make(architecture, tmp_path, **options)
     wanted = reference.generate(

@@ -81,7 +81,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any) -> None:
+async def test_a_request_is_open_until_every_choice_has_ended(socket_folder):
     async with connected(socket_folder) as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
@@ -94,7 +94,7 @@ async def test_a_request_is_open_until_every_choice_has_ended(socket_folder: Any
             assert client.num_open == 0
 
 
-async def test_an_error_ends_all_choices(socket_folder: Any) -> None:
+async def test_an_error_ends_all_choices(socket_folder):
     async with connected(socket_folder) as (client, remote):
         answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
         await remote.receive()
@@ -105,9 +105,7 @@ async def test_an_error_ends_all_choices(socket_folder: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["leaving", "cancelled"])
-async def test_leaving_early_aborts_and_drops_what_still_comes(
-    socket_folder: Any, how: str
-) -> None:
+async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder, how):
     async with connected(socket_folder) as (client, remote):
         if how == "cancelled":
             task = asyncio.create_task(collect(client, add("r")))
@@ -125,7 +123,7 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(
         assert client.num_open == 0
 
 
-async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any) -> None:
+async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder):
     async with connected(socket_folder) as (client, remote):
         with closing(client.submit([add("r")])) as subscription:
             await remote.receive()
@@ -140,7 +138,7 @@ async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder: Any
 
 
 @pytest.mark.parametrize("how", ["message", "process", "garbage"])
-async def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: str) -> None:
+async def test_a_dead_engine_ends_every_open_request(socket_folder, how):
     client = EngineClient(f"ipc://{socket_folder}/http")
     await client.start()
     _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
@@ -162,7 +160,7 @@ async def test_a_dead_engine_ends_every_open_request(socket_folder: Any, how: st
     await client.close()
 
 
-async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder: Any) -> None:
+async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder):
     client = EngineClient(f"ipc://{socket_folder}/http")
     with pytest.raises(OSError):
         EngineTransport(f"ipc://{socket_folder}/http")
@@ -178,7 +176,7 @@ async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder: Any)
     await client.close()
 
 
-async def test_who_hangs_up_is_dead_to_the_other(socket_folder: Any) -> None:
+async def test_who_hangs_up_is_dead_to_the_other(socket_folder):
     async with connected(socket_folder) as (client, remote):
         assert not client.is_lost
         remote.transport.close()
@@ -195,7 +193,7 @@ async def test_who_hangs_up_is_dead_to_the_other(socket_folder: Any) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_sending_never_waits_and_nothing_is_lost(socket_folder: Any, ends: bool) -> None:
+async def test_sending_never_waits_and_nothing_is_lost(socket_folder, ends):
     """More than the socket holds, while the other end is busy, or the core has ended."""
     long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
     async with connected(socket_folder) as (client, remote):
@@ -221,9 +219,7 @@ async def test_sending_never_waits_and_nothing_is_lost(socket_folder: Any, ends:
         assert [delta.token_ids for delta in found] == [one.token_ids for one in long]
 
 
-async def test_no_step_is_taken_while_its_reader_stands_still(
-    socket_folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_step_is_taken_while_its_reader_stands_still(socket_folder, monkeypatch):
     monkeypatch.setattr("engine.process.transport.MAX_UNSENT_BYTES", 1 << 16)
     with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
         transport = EngineTransport(f"ipc://{socket_folder}/raw")
@@ -244,7 +240,7 @@ async def test_no_step_is_taken_while_its_reader_stands_still(
         http.close()
 
 
-async def test_messages_come_in_order_through_the_shutdown(socket_folder: Any) -> None:
+async def test_messages_come_in_order_through_the_shutdown(socket_folder):
     with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
         transport = EngineTransport(f"ipc://{socket_folder}/raw")
         http, _ = listener.accept()
@@ -258,14 +254,14 @@ async def test_messages_come_in_order_through_the_shutdown(socket_folder: Any) -
         transport.close()
 
 
-async def test_another_thread_wakes_the_engine(socket_folder: Any) -> None:
+async def test_another_thread_wakes_the_engine(socket_folder):
     async with connected(socket_folder) as (_, remote):
         waiting = asyncio.create_task(asyncio.to_thread(remote.transport.receive, WAIT_S))
         remote.transport.wake()
         assert await waiting == ([], False)
 
 
-async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_folder: Any) -> None:
+async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_folder):
     """It lets go of the KV kept for it, in the middle of the close that ended it."""
 
     async with connected(socket_folder) as (client, remote):
@@ -281,7 +277,7 @@ async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_f
             await asyncio.sleep(0)
 
 
-async def test_silence_counts_only_while_requests_are_open() -> None:
+async def test_silence_counts_only_while_requests_are_open():
     engine = ScriptedEngine(hang)
     assert not engine.look(), "idle"
     with closing(engine.submit([add("r")])):
@@ -295,7 +291,7 @@ async def test_silence_counts_only_while_requests_are_open() -> None:
     await engine.close()
 
 
-async def test_an_id_in_use_is_our_own_bug() -> None:
+async def test_an_id_in_use_is_our_own_bug():
     engine = ScriptedEngine()
     await engine.start()
     with pytest.raises(ValueError, match="in use"):

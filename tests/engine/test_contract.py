@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from tests.rigs.http_server import USAGE, chunks, serving
 
@@ -25,7 +24,7 @@ async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
     yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
 
 
-async def test_completions(tokenizer: Tokenizer) -> None:
+async def test_completions(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
         for asked in ({}, {"logprobs": 2}):
             found = Completion.model_validate((await server.post(**asked)).json(), strict=True)
@@ -39,7 +38,7 @@ async def test_completions(tokenizer: Tokenizer) -> None:
             assert (part.id[:5], part.system_fingerprint) == ("cmpl-", "fp_1")
 
 
-async def test_chat(tokenizer: Tokenizer) -> None:
+async def test_chat(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
         for asked in ({}, {"logprobs": True, "top_logprobs": 2}):
             found = ChatCompletion.model_validate((await server.chat(**asked)).json(), strict=True)
@@ -49,7 +48,7 @@ async def test_chat(tokenizer: Tokenizer) -> None:
             assert bool(found.choices[0].logprobs) == bool(asked)
 
 
-async def test_a_chat_stream(tokenizer: Tokenizer) -> None:
+async def test_a_chat_stream(tokenizer):
     async with serving(tokenizer, hello, fingerprint="fp_1") as server:
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         found = chunks(await server.chat(**asked))
@@ -63,7 +62,7 @@ async def test_a_chat_stream(tokenizer: Tokenizer) -> None:
         assert last["choices"] == [] and parsed[-1].usage
 
 
-async def test_models_and_errors(tokenizer: Tokenizer) -> None:
+async def test_models_and_errors(tokenizer):
     async with serving(tokenizer) as server:
         models = (await server.http.get("/v1/models")).json()
         (model,) = models["data"]

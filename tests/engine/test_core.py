@@ -16,7 +16,6 @@ from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
     AbortRequest,
-    AddRequest,
     EngineInput,
     FirstToken,
     KVUsage,
@@ -40,7 +39,7 @@ either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
 @either_depth
-def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth: int) -> None:
+def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth):
     core, _, out = make_core(depth=depth, num_blocks=32)
     core.run()  # the transport ends it at once
     assert out.stats["baton_kv_blocks_capacity"] == 31
@@ -62,9 +61,7 @@ class _Quiet(MemoryTransport):
 
 
 @either_depth
-def test_the_books_are_checked_once_when_it_has_been_quiet(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_books_are_checked_once_when_it_has_been_quiet(depth, monkeypatch):
     core, _, _ = make_core(depth=depth)
     quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
     core.transport = quiet
@@ -78,7 +75,7 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(
 
 
 @either_depth
-def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth: int) -> None:
+def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth):
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
     core, _, out = make_core(depth=depth, max_model_len=10)
@@ -91,9 +88,7 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
 @pytest.mark.parametrize(
     ("length", "skipped", "recomputed"), [(17, 16, 1), (16, 12, 4)], ids=["", "its last token"]
 )
-def test_a_repeated_prompt_is_served_from_cached_blocks(
-    depth: int, length: int, skipped: int, recomputed: int
-) -> None:
+def test_a_repeated_prompt_is_served_from_cached_blocks(depth, length, skipped, recomputed):
     core, executor, out = make_core(depth=depth)
     for name in "ab":
         num_steps = executor.num_steps
@@ -112,9 +107,7 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(
         ([5, *[-1] * (MAX_OVERTAKEN + 2)], [*range(1, MAX_OVERTAKEN + 1), 0, 65, 66]),
     ],
 )
-def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(
-    priorities: list[int], order: list[int]
-) -> None:
+def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(priorities, order):
     core, _, out = make_core(max_num_seqs=1)
     asked = [add(str(i), [i, 1], 1, priority=priority) for i, priority in enumerate(priorities)]
     run_until_idle(core, *asked)
@@ -123,9 +116,7 @@ def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(
 
 @either_depth
 @pytest.mark.parametrize("gone", [None, "abort", "preempt"])
-def test_prompts_that_come_together_compute_what_they_share_once(
-    depth: int, gone: str | None
-) -> None:
+def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
     """Also where the one that computes it ends, or loses its blocks, halfway."""
     core, _, out = make_core(depth=depth, num_blocks=64)
     shared, names = list(range(40)), "abcdef"
@@ -147,14 +138,14 @@ def test_prompts_that_come_together_compute_what_they_share_once(
     assert_all_blocks_home(core)
 
 
-def test_prompts_that_share_little_are_computed_side_by_side() -> None:
+def test_prompts_that_share_little_are_computed_side_by_side():
     core, _, _ = make_core(num_blocks=64, max_num_batched_tokens=64)
     core.round([add(name, [1, 2, 3, 4, *[first] * 20], 3) for first, name in enumerate("ab")])
     assert len(core.scheduler.running) == 2
 
 
 @either_depth
-def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int) -> None:
+def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
     core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])
     core.round([add("b", list(range(30)), 2)])
@@ -169,7 +160,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth: int)
 
 
 @either_depth
-def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: int) -> None:
+def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth):
     core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
     prompt = list(range(16))
     run_until_idle(core, add("a", prompt[:8], 1))
@@ -188,7 +179,7 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth: i
 
 @either_depth
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 10])
-def test_choices_differ_and_their_prompt_is_computed_once(depth: int, length: int) -> None:
+def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
     prompt = PROMPT[:length]
     core, executor, out = make_core(depth=depth)
     run_until_idle(core, add("a", prompt, 5, num_choices=3))
@@ -202,7 +193,7 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth: int, length: in
     assert_all_blocks_home(core)
 
 
-def test_full_blocks_are_shared_and_only_the_last_is_a_choices_own() -> None:
+def test_full_blocks_are_shared_and_only_the_last_is_a_choices_own():
     core, _, _ = make_core(num_blocks=32, block_size=4)
     core.round([add("a", PROMPT, 20, num_choices=4)])
     core.round([])
@@ -212,12 +203,12 @@ def test_full_blocks_are_shared_and_only_the_last_is_a_choices_own() -> None:
     assert len({table[2] for table in tables}) == 4
 
 
-def test_a_prompt_is_held_once_for_all_choices_that_wait() -> None:
+def test_a_prompt_is_held_once_for_all_choices_that_wait():
     first = Sequence.from_request(add("a", PROMPT, 20, num_choices=8))
     assert sum(len(choice.token_ids) for choice in first.choices) == len(PROMPT)
 
 
-def test_first_tokens_come_in_the_order_of_the_choices() -> None:
+def test_first_tokens_come_in_the_order_of_the_choices():
     core, _, out = make_core()
     run_until_idle(core, add("a", PROMPT, 2, num_choices=3, num_prompt_logprobs=1))
     assert [bool(d.prompt_logprobs) for d in out.deltas[:2]] == [True, False]
@@ -225,7 +216,7 @@ def test_first_tokens_come_in_the_order_of_the_choices() -> None:
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [2, 1], [0, 2, 1]])
-def test_single_choices_can_be_aborted(gone: list[int]) -> None:
+def test_single_choices_can_be_aborted(gone):
     core, _, out = make_core(max_num_batched_tokens=5)
     core.round([add("a", PROMPT, 8, num_choices=3)])
     for choice in gone:
@@ -241,7 +232,7 @@ def test_single_choices_can_be_aborted(gone: list[int]) -> None:
 # -- logprobs of the prompt ----------------------------------------------------------------------
 
 
-def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some() -> None:
+def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some():
     core, _, out = make_core()
     for name, top in (("a", None), ("b", 0), ("c", None)):
         run_until_idle(core, add(name, PROMPT, 0, num_prompt_logprobs=top))
@@ -250,7 +241,7 @@ def test_a_prompt_to_be_scored_takes_no_cached_blocks_and_leaves_some() -> None:
     assert out.prompt_logprobs("b") == expected_scores(PROMPT, 0)
 
 
-def test_a_prompt_may_fill_the_context_when_nothing_is_drawn() -> None:
+def test_a_prompt_may_fill_the_context_when_nothing_is_drawn():
     core, _, out = make_core(max_model_len=10)
     run_until_idle(core, add("a", PROMPT, 0, num_prompt_logprobs=0))
     assert out.prompt_logprobs("a") == expected_scores(PROMPT, 0)
@@ -272,9 +263,7 @@ _RESTRICTED = SamplingParams(
         pytest.param(add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"),
     ],
 )
-def test_steps_are_launched_before_the_last_ones_tokens_are_known(
-    asked: AddRequest, num_steps: int
-) -> None:
+def test_steps_are_launched_before_the_last_ones_tokens_are_known(asked, num_steps):
     core, executor, out = make_core(depth=1, max_num_batched_tokens=6)
     run_until_idle(core, asked)
     assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
@@ -285,7 +274,7 @@ def test_steps_are_launched_before_the_last_ones_tokens_are_known(
     assert_all_blocks_home(core)
 
 
-def test_choices_that_fork_off_hold_up_only_themselves() -> None:
+def test_choices_that_fork_off_hold_up_only_themselves():
     core, executor, out = make_core(depth=1)
     core.round([add("a", PROMPT, 20)])
     while len(out.tokens("a")) < 4:
@@ -335,7 +324,7 @@ def _remote(prompt: list[int]) -> RemotePrefill:
     return to_remote_prefill(parse(offer(b"secret", prompt, first_tokens=[first])))
 
 
-def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends() -> None:
+def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_ends():
     executor = _Slow(32, 4, depth=1)
     core, _, out = make_core(executor=executor)
     core.connector = role = _Pulls(executor, out)
@@ -358,7 +347,7 @@ def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_e
     assert_all_blocks_home(core)
 
 
-def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
+def test_the_order_to_end_is_heard_while_a_step_is_waited_for():
     core, _, out = make_core(executor=_Slow(32, 4, depth=1))
     looks = iter(range(40))  # else it goes on for ever
     coming: list[EngineInput] = [add("b", PROMPT, 20)]
@@ -367,7 +356,7 @@ def test_the_order_to_end_is_heard_while_a_step_is_waited_for() -> None:
     assert not out.terminals("b")
 
 
-def test_nothing_is_planned_behind_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_planned_behind_a_long_step(monkeypatch):
     monkeypatch.setattr("engine.core.core._MANY_TOKENS", 8)
     monkeypatch.setattr("engine.core.core._LONG_STEP_S", 0.0)
     core, executor, out = make_core(depth=1, max_num_batched_tokens=8)

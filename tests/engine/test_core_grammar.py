@@ -62,10 +62,7 @@ def core_with(
 
 
 def constrained(
-    request_id: str,
-    grammar: Grammar,
-    max_tokens: int = 40,
-    **members: Any,
+    request_id: str, grammar: Grammar, max_tokens: int = 40, **members: Any
 ) -> AddRequest:
     sampling = SamplingParams(temperature=0.0, grammar=grammar)
     return add(request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **members)
@@ -86,9 +83,7 @@ def assert_failed(out: MemoryTransport, request_id: str = "a", code: str = "gram
     return end.error.message
 
 
-def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+def test_sequences_wait_for_their_grammars_and_hold_up_nobody(depth, compiler, tokenizer):
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
     for _ in range(_NUM_COMPILING):
@@ -109,8 +104,8 @@ def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
 
 
 def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_last_token(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+    depth, compiler, tokenizer
+):
     long, one = Grammar("regex", "[a-z]{1000}"), Grammar("choice", '["a"]')
     core, out = core_with(compiler, depth, long, one)
     answered(core, constrained("a", long, 5), constrained("b", one, 1))
@@ -118,22 +113,20 @@ def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_las
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["length", "stop"]
 
 
-def test_a_grammar_with_a_mistake_is_one_error(depth: int, compiler: GrammarCompiler) -> None:
+def test_a_grammar_with_a_mistake_is_one_error(depth, compiler):
     core, out = core_with(compiler, depth, MISTAKEN)
     answered(core, constrained("a", MISTAKEN), FREE)
     assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
-def test_an_engine_without_a_compiler_refuses_grammars() -> None:
+def test_an_engine_without_a_compiler_refuses_grammars():
     core, _, out = make_core()
     answered(core, constrained("a", CHOICES))
     assert_failed(out)
 
 
-def test_more_grammars_may_be_waited_for_than_are_kept(
-    depth: int, compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_grammars_may_be_waited_for_than_are_kept(depth, compiler, tokenizer, monkeypatch):
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
@@ -145,7 +138,7 @@ def test_more_grammars_may_be_waited_for_than_are_kept(
         assert tokenizer.decode(out.tokens(text)) == text
 
 
-def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> None:
+def test_a_grammar_slows_nobody_and_itself_least(compiler):
     """The forward pass of its next step is launched before the last token is known."""
     core, out = core_with(compiler, 1, WORDS)
     answered(core, constrained("a", WORDS, 20), add("b", [4, 5, 6], 20))
@@ -155,9 +148,7 @@ def test_a_grammar_slows_nobody_and_itself_least(compiler: GrammarCompiler) -> N
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_who_is_late_for_too_long_fails_alone(
-    depth: int, slow: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_late_for_too_long_fails_alone(depth, slow, compiler, monkeypatch):
     """A step waits a moment for a mask, and not at all where the grammar is known to be slow."""
     go_on, compute = threading.Event(), GrammarState._compute
 

@@ -58,7 +58,7 @@ def ids_of(text: str) -> list[int]:
 
 
 @given(st.lists(st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])))
-def test_bytes_are_decoded_as_if_at_once(ids: list[int]) -> None:
+def test_bytes_are_decoded_as_if_at_once(ids):
     expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode("utf-8", "replace")
     assert run(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
 
@@ -69,9 +69,7 @@ WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
-def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(
-    prompt: list[str], texts: list[str]
-) -> None:
+def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
     ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
     text = run(create_detokenizer(TOKENIZER, before), ids)
@@ -86,24 +84,24 @@ def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
 )
-def test_what_each_token_adds(ids: list[int], pushed: list[str], rest: str) -> None:
+def test_what_each_token_adds(ids, pushed, rest):
     detokenizer = create_detokenizer(TOKENIZER)
     assert isinstance(detokenizer, WindowDetokenizer)
     assert [detokenizer.push(i) for i in ids] == pushed
     assert [detokenizer.flush(), detokenizer.flush()] == [rest, ""]
 
 
-def test_after_a_special_token_a_text_begins_anew() -> None:
+def test_after_a_special_token_a_text_begins_anew():
     assert run(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
 
 
-def test_endless_invalid_bytes_are_not_held_back_for_ever() -> None:
+def test_endless_invalid_bytes_are_not_held_back_for_ever():
     detokenizer = create_detokenizer(TOKENIZER)
     lead = PIECES.index("€".encode()[:1])
     assert any(detokenizer.push(lead) for _ in range(20))
 
 
-def test_special_tokens_are_text_where_they_are_wanted() -> None:
+def test_special_tokens_are_text_where_they_are_wanted():
     detokenizer = create_detokenizer(TOKENIZER, skip_special_tokens=False)
     assert run(detokenizer, [2, 0, 2]) == "he<s> he"
     raw = create_detokenizer(Bytes(), skip_special_tokens=False)
@@ -123,7 +121,7 @@ class Bytes:
         return 256 if text == "<end>" else None
 
 
-def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
+def test_an_id_beyond_the_vocabulary_has_no_text():
     """Models pad their output layer; a padding row can be drawn from random weights."""
     assert ByteDetokenizer(TOKEN_BYTES, frozenset()).push(10_000) == ""
 
@@ -147,9 +145,7 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     st.lists(st.text("ab\n", max_size=4), max_size=8),
     st.booleans(),
 )
-def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
-    stops: list[str], pieces: list[str], keeps_stop: bool
-) -> None:
+def test_a_stop_is_found_across_any_border_and_kept_if_wanted(stops, pieces, keeps_stop):
     finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
     for piece in pieces:
         emitted, found = finder.push(piece)
@@ -162,7 +158,7 @@ def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
     assert text + finder.flush() == before + ((keeps_stop and finder.found) or "")
 
 
-def test_what_may_begin_a_stop_is_held_and_nothing_else() -> None:
+def test_what_may_begin_a_stop_is_held_and_nothing_else():
     finder = StopFinder(["\n\nUser:"])
     assert finder.push("Hi\n") == ("Hi", False)
     assert finder.push("\nUs") == ("", False)

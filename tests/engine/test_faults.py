@@ -11,7 +11,6 @@ from engine.core.batch import StepFailed, StepInput
 from engine.core.connector import KVConnector
 from engine.core.logits_processing import ShapeBook
 from engine.core.sequence import Sequence
-from engine.text.grammar import GrammarCompiler
 from engine.worker.rehearsal import Stage
 from kvcache.blocks import BlockStateError
 from protocol.messages import Grammar, SamplingParams
@@ -53,7 +52,7 @@ def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("length", [0, 9])
-def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length: int) -> None:
+def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
     core, _, out = make_core(executor=Failing(depth, length))
     penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
     bad = add("x", [4, 5, 6, 7, 8], 12, SamplingParams(seed=BAD_SEED), num_choices=2)
@@ -65,7 +64,7 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth: int, length:
     assert_all_blocks_home(core)
 
 
-def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch):
     stage = Stage(num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1)
     step, masks = replace_in(stage.step([5]), is_masked=True), np.full((1, 16), -1, np.int32)
 
@@ -98,9 +97,7 @@ class _Role(KVConnector):
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("taken_in", [True, False])
-def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
-    depth: int, taken_in: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(depth, taken_in, monkeypatch):
     plan = ShapeBook.plan
 
     def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:
@@ -119,7 +116,7 @@ def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
 
 
 @pytest.mark.parametrize("error", [BlockStateError("books"), AssertionError("ours")])
-def test_a_fault_of_the_books_is_everybodys(error: Exception) -> None:
+def test_a_fault_of_the_books_is_everybodys(error):
     core, _, _ = make_core(role=_Role(error))
     core.round([add("x", [4] * 6, 3)])
     with pytest.raises(type(error)):
@@ -144,7 +141,7 @@ class _BrokenMatcher:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_matcher_that_raises_ends_its_request(depth: int, compiler: GrammarCompiler) -> None:
+def test_a_matcher_that_raises_ends_its_request(depth, compiler):
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
     grammar = Grammar("regex", "([a-z]{3} ){12}")

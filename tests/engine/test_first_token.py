@@ -77,9 +77,7 @@ def _digest(params: dict[str, Any], stop: list[int]) -> str:
     one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
 )
 @settings(max_examples=150)
-def test_property_equal_digests_mean_equal_first_tokens(
-    compiler: GrammarCompiler, one: Any, changed: Any, stops: Any, data: st.DataObject
-) -> None:
+def test_property_equal_digests_mean_equal_first_tokens(compiler, one, changed, stops, data):
     names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
     other = {**one, **{name: changed[name] for name in names}}
     if _digest(one, stops[0]) == _digest(other, stops[1]):
@@ -109,9 +107,7 @@ _CHANGES: _Pairs = {
 
 
 @pytest.mark.parametrize("name", _CHANGES)
-def test_what_changes_the_first_token_changes_the_digest(
-    compiler: GrammarCompiler, name: str
-) -> None:
+def test_what_changes_the_first_token_changes_the_digest(compiler, name):
     one, other, stops = _CHANGES[name]
     drawn = [_first_tokens(compiler, one, stops[0]), _first_tokens(compiler, other, stops[1])]
     assert drawn[0] != drawn[1]
@@ -134,6 +130,6 @@ _NEUTRAL: _Pairs = {
 
 
 @pytest.mark.parametrize("name", _NEUTRAL)
-def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name: str) -> None:
+def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name):
     one, other, stops = _NEUTRAL[name]
     assert _digest(one, stops[0]) == _digest({**other, "seed": 5, "choice_index": 1}, stops[1])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engine.prepare import read_generation_config
-from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
 from tests.rigs.http_server import CONTEXT, serving
@@ -30,7 +29,7 @@ def read(folder: Path, content: Any) -> GenerationConfig:
     return read_generation_config(folder)
 
 
-def test_a_file_gives_what_requests_may_say_too(tmp_path: Path) -> None:
+def test_a_file_gives_what_requests_may_say_too(tmp_path):
     assert read_generation_config(tmp_path).model_fields_set == set()
     given = read(tmp_path, FILE).model_dump(exclude_unset=True)
     names = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
@@ -45,9 +44,7 @@ def test_a_file_gives_what_requests_may_say_too(tmp_path: Path) -> None:
         ([], "attribute"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_at_start(
-    tmp_path: Path, content: Any, words: str
-) -> None:
+def test_a_value_that_cannot_be_is_refused_at_start(tmp_path, content, words):
     with pytest.raises(ModelLoadError) as refused:
         read(tmp_path, content)
     told = str(refused.value)
@@ -55,9 +52,7 @@ def test_a_value_that_cannot_be_is_refused_at_start(
     assert "--generation-config none" in told
 
 
-async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(tokenizer, tmp_path):
     config = read(tmp_path, FILE)
     async with serving(tokenizer, config=config) as server:
         said = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
@@ -77,7 +72,7 @@ async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
     assert got == [ours, theirs, ours, theirs, ours, (0.0, 0.95, 20, 9)]
 
 
-async def test_the_models_limit_gives_way_to_the_context(tokenizer: Tokenizer) -> None:
+async def test_the_models_limit_gives_way_to_the_context(tokenizer):
     config = GenerationConfig(max_new_tokens=1000)
     async with serving(tokenizer, config=config) as server:
         assert (await server.post()).status_code == 200

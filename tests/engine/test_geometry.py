@@ -2,7 +2,6 @@
 
 import dataclasses
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def _changed(**values: object) -> EngineConfig:
     ("tp", "dcp", "heads"),
     [(1, 1, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1), (2, 2, 4), (4, 2, 2), (8, 2, 1), (8, 8, 4)],
 )
-def test_the_layout_is_that_of_one_rank_or_of_its_group(tp: int, dcp: int, heads: int) -> None:
+def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
     config = _changed(tp=tp, dcp=dcp, block_size=16, kv_layout="LBCNHD")
     layout = check_geometry(config, _MODEL)
     assert (layout.num_heads, layout.num_layers, layout.num_components) == (heads, 2, 2)
@@ -62,12 +61,12 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp: int, dcp: int, heads
     assert config.tokens_per_block == 16 * dcp
 
 
-def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do():
     with pytest.raises(InvalidParallelism, match=r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"):
         check_geometry(_changed(tp=3), _MODEL)
 
 
-def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> None:
+def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():
     config = _changed(tp=2)
     layout = check_geometry(config, _MODEL)
     least = 2 * layout.block_bytes
@@ -87,7 +86,7 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed() -> Non
         ({"device": "cpu", "attention_backend": "flashinfer"}, r"GPU memory only"),
     ],
 )
-def test_what_no_rank_could_attend_to_is_refused(options: dict[str, str], message: str) -> None:
+def test_what_no_rank_could_attend_to_is_refused(options, message):
     config = _changed(**{"device": "cuda", "dtype": "bfloat16", **options})
     with pytest.raises(UnsupportedPool, match=message):
         check_attention(config, _MODEL)
@@ -98,7 +97,7 @@ def test_what_no_rank_could_attend_to_is_refused(options: dict[str, str], messag
     ("tp", "dcp", "refused"),
     [(1, 1, 48), (2, 1, 24), (3, 1, None), (3, 3, 48), (6, 1, None), (6, 2, None), (6, 3, 24)],
 )
-def test_heads_are_those_of_a_rank_and_of_its_group(tp: int, dcp: int, refused: int | None) -> None:
+def test_heads_are_those_of_a_rank_and_of_its_group(tp, dcp, refused):
     config = _changed(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
     expected = pytest.raises(UnsupportedPool, match=f"for {refused} query heads")
     with expected if refused else nullcontext():
@@ -115,15 +114,13 @@ def test_heads_are_those_of_a_rank_and_of_its_group(tp: int, dcp: int, refused: 
         ({"dcp": 2, "tp": 2}, StepLimits(64, 2048, False), StepLimits(64, 64)),
     ],
 )
-def test_backends_are_made_for_the_steps_to_come(
-    options: dict[str, object], own: StepLimits, of_group: StepLimits
-) -> None:
+def test_backends_are_made_for_the_steps_to_come(options, own, of_group):
     config = _changed(**options)
     assert step_limits(config, of_group=False) == own
     assert step_limits(config, of_group=True) == of_group
 
 
-def test_steps_over_latents_that_no_plan_holds_are_refused() -> None:
+def test_steps_over_latents_that_no_plan_holds_are_refused():
     config = _changed(device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536)
     check_attention(config, _LATENT_MODEL)
     with pytest.raises(UnsupportedPool, match=r"lower --max-num-batched-tokens or --max-num-seqs"):
@@ -132,7 +129,7 @@ def test_steps_over_latents_that_no_plan_holds_are_refused() -> None:
         )
 
 
-def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic() -> None:
+def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic():
     config, needed = _changed(load_format="dummy"), 4 * num_elements(_MODEL)
     check_weights(config, _MODEL, needed)
     check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
@@ -141,14 +138,14 @@ def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_slip_in_a_config_is_refused_on_any_device(device: str) -> None:
+def test_a_slip_in_a_config_is_refused_on_any_device(device):
     model = dataclasses.replace(_MODEL, vocab_size=10**12)
     told = r"953,674\.3 GiB .*embed_tokens\.weight \(vocab_size 10{12} by .*correct config\.json"
     with pytest.raises(InvalidGeometry, match=told):
         check_weights(_changed(load_format="dummy", device=device), model)
 
 
-def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped() -> None:
+def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
     folder = ensure_model("gqa")
     model = load_config(folder)
     mapped = _changed(model_dir=str(folder), pack_weights=False)
@@ -162,9 +159,7 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped() -> None
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
 
 
-def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(tmp_path):
     """Such as the scales of FP8 KV."""
     model, bfloat16 = dataclasses.replace(_MODEL, num_layers=1), torch.bfloat16
     shapes = {each.name: [size.value for size in each.shape] for each in implied_weights(model)}

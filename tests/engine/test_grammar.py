@@ -3,9 +3,6 @@
 import json
 import random
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,13 +64,7 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
         ),
     ],
 )
-def test_masks_equal_a_search_over_the_vocabulary(
-    compiler: GrammarCompiler,
-    tokenizer: Tokenizer,
-    kind: GrammarKind,
-    text: str,
-    begins: Callable[[str], bool],
-) -> None:
+def test_masks_equal_a_search_over_the_vocabulary(compiler, tokenizer, kind, text, begins):
     """At every step of random walks: a token is allowed iff some match begins with the text. Where
     only one continuation is left, its usual tokens are, rather than any that spell it."""
     assert tokenizer.token_bytes is not None
@@ -101,9 +92,7 @@ def test_masks_equal_a_search_over_the_vocabulary(
             assert said in CHOICES
 
 
-def test_words_and_tokens_are_barred_by_what_was_drawn(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+def test_words_and_tokens_are_barred_by_what_was_drawn(compiler, tokenizer):
     """A word of several tokens is barred at its last; a first token taken back counts no more."""
     a, b, c = (tokenizer.encode(char)[0] for char in "abc")
     words = ((c,), (a, b), (b, b, b))
@@ -126,7 +115,7 @@ def test_words_and_tokens_are_barred_by_what_was_drawn(
     assert after(both, b) == {a}
 
 
-def test_blanks_do_not_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_blanks_do_not_go_on_for_ever(compiler, tokenizer):
     state = compiler.state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
@@ -156,15 +145,8 @@ _END = 2
     ],
 )
 def test_what_may_follow_and_how_a_text_ends(
-    compiler: GrammarCompiler,
-    tokenizer: Tokenizer,
-    kind: GrammarKind,
-    text: str,
-    stop: str | None,
-    min_tokens: int,
-    said: str,
-    expected: Any,
-) -> None:
+    compiler, tokenizer, kind, text, stop, min_tokens, said, expected
+):
     """`expected` has the tokens that may be drawn, the end token as $, or the ending."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
@@ -183,9 +165,7 @@ def test_what_may_follow_and_how_a_text_ends(
         assert isinstance(state.ending.error, expected)
 
 
-def test_a_state_is_a_function_of_the_outputs(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer):
     """Taking a first token back, or following late, changes nothing."""
     given = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
@@ -200,7 +180,7 @@ def test_a_state_is_a_function_of_the_outputs(
     assert masks[0] == masks[1] == masks[2] != set()
 
 
-def test_compiling_happens_elsewhere_and_once() -> None:
+def test_compiling_happens_elsewhere_and_once():
     called = threading.Event()
     compiler = GrammarCompiler(ensure_model("gqa"), VOCAB, called.set)
     grammar = Grammar("regex", "[ab]+")
@@ -213,7 +193,7 @@ def test_compiling_happens_elsewhere_and_once() -> None:
     compiler.close()
 
 
-def test_grammars_are_kept_for_so_many_bytes(compiler: GrammarCompiler) -> None:
+def test_grammars_are_kept_for_so_many_bytes(compiler):
     large, larger = Grammar("regex", "a+b"), Grammar("regex", "b+a")
     first = compiler.compiled(large, nbytes=150 << 20)
     assert compiler.compiled(large) is first
@@ -221,14 +201,14 @@ def test_grammars_are_kept_for_so_many_bytes(compiler: GrammarCompiler) -> None:
     assert compiler.compiled(large) is not first
 
 
-def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
         compiler.state(request("regex", "a"))
     compiler.close()
 
 
-def test_a_vocabulary_larger_than_the_logits() -> None:
+def test_a_vocabulary_larger_than_the_logits():
     """Masks have the logits' width; ids beyond it cannot be drawn."""
     compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
@@ -251,9 +231,8 @@ def test_a_vocabulary_larger_than_the_logits() -> None:
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
 ])  # fmt: skip
 def test_a_grammar_begins_behind_the_reasoning(
-    compiler: GrammarCompiler, tokenizer: Tokenizer, begins: Any, said: str, is_complete: Any,
-    kind: GrammarKind, text: str,
-) -> None:  # fmt: skip
+    compiler, tokenizer, begins, said, is_complete, kind, text
+):
     """What is said before may be anything, but no end."""
     grammar = Grammar(kind, text, reasoning=begins)
     state = compiler.state(replace(request(kind, text), sampling=SamplingParams(grammar=grammar)))

@@ -8,22 +8,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
 from engine.text import grammar_check
 from engine.text.grammar_check import GrammarChecker
-from engine.text.grammar_compile import (
-    MAX_GBNF_CHARS,
-    MAX_GRAMMAR_CHARS,
-    compiling_threads,
-    judge,
-)
+from engine.text.grammar_compile import MAX_GBNF_CHARS, MAX_GRAMMAR_CHARS, compiling_threads, judge
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
-from protocol.messages import Grammar, GrammarKind
+from protocol.messages import Grammar
 from protocol.openai.structured import GuidedDecoding
 from tests.rigs.http_server import saying, serving
 
@@ -66,16 +60,14 @@ def chain(length: int) -> str:
     ],
     ids=["numbers", "fewer", "chain", "nested"],
 )
-async def test_what_takes_too_much_is_refused_and_named(
-    tokenizer: Tokenizer, kind: GrammarKind, text: str
-) -> None:
+async def test_what_takes_too_much_is_refused_and_named(tokenizer, kind, text):
     async with checking(tokenizer, 1.0) as checker:
         with pytest.raises(InvalidRequest, match="`here`") as caught:
             await checker.check([regex("a"), GuidedDecoding(Grammar(kind, text), "here")])
         assert caught.value.param == "here"
 
 
-async def test_memory_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_check, "MEMORY_BYTES", 16 << 20)
     async with checking(tokenizer, 60.0) as checker:
         with pytest.raises(InvalidRequest, match="16 MB"):
@@ -83,7 +75,7 @@ async def test_memory_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.Monke
         await checker.check([regex("a")])
 
 
-async def test_others_get_their_turn_beside_slow_ones(tokenizer: Tokenizer) -> None:
+async def test_others_get_their_turn_beside_slow_ones(tokenizer):
     async with checking(tokenizer, 1.0) as checker:
         slow = [asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)])) for i in range(4)]
         await asyncio.gather(*(checker.check([regex(f"a{i}")]) for i in range(20)))
@@ -92,7 +84,7 @@ async def test_others_get_their_turn_beside_slow_ones(tokenizer: Tokenizer) -> N
         assert {type(error) for error in refused} <= {InvalidRequest, Overloaded}
 
 
-async def test_a_killed_process_is_replaced(tokenizer: Tokenizer) -> None:
+async def test_a_killed_process_is_replaced(tokenizer):
     async with checking(tokenizer, 30.0) as checker:
         before = checker.pid
         assert before is not None
@@ -101,7 +93,7 @@ async def test_a_killed_process_is_replaced(tokenizer: Tokenizer) -> None:
         assert checker.pid != before
 
 
-async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer: Tokenizer) -> None:
+async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer):
     async with checking(tokenizer, 60.0) as checker:
         children = Path(f"/proc/{checker.pid}/task/{checker.pid}/children")
         task = asyncio.create_task(checker.check([schema(4_999_999)]))
@@ -113,9 +105,7 @@ async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer: Tokenizer) 
             await asyncio.sleep(0)
 
 
-async def test_open_requests_grammars_have_a_limit_together(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypatch):
     async with checking(tokenizer, 30.0) as checker:
         one, other = regex("a+"), regex("b+")
         await checker.check([one, other])
@@ -136,9 +126,7 @@ async def test_open_requests_grammars_have_a_limit_together(
         ({"tools": [TOOL]}, "tools[0].function.parameters"),
     ],
 )
-async def test_a_server_refuses_one_and_answers_the_other(
-    tokenizer: Tokenizer, fields: dict[str, Any], param: str
-) -> None:
+async def test_a_server_refuses_one_and_answers_the_other(tokenizer, fields, param):
     async with serving(tokenizer, saying(tokenizer, "ab")) as server:
         asked = asyncio.create_task(server.chat(**fields))
         good = await server.post(structured_outputs={"regex": "ab"})
@@ -168,7 +156,7 @@ BYTES = LLTokenizer("byte")
     ],
     ids=lambda grammar: grammar.kind,
 )
-def test_what_can_be_used(grammar: Grammar) -> None:
+def test_what_can_be_used(grammar):
     assert judge(BYTES, grammar).mistake is None
 
 
@@ -193,13 +181,13 @@ def test_what_can_be_used(grammar: Grammar) -> None:
         ("grammar", "\n" * MAX_GRAMMAR_CHARS, str(MAX_GBNF_CHARS)),  # llguidance looks for minutes
     ],
 )
-def test_a_mistake_is_named_in_one_line(kind: str, text: str, said: str) -> None:
+def test_a_mistake_is_named_in_one_line(kind, text, said):
     mistake = judge(BYTES, Grammar(kind, text)).mistake  # type: ignore[arg-type]
     assert mistake is not None
     assert said in mistake and "\n" not in mistake and len(mistake) <= 300
 
 
-def test_rules_in_a_long_row_do_not_end_the_process() -> None:
+def test_rules_in_a_long_row_do_not_end_the_process():
     """They overflow the stack of an ordinary thread, which no handler survives."""
     length = 4000
     rules = "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(length))

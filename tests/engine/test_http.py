@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import CONTEXT, READY, USAGE, chunks, saying, serving
 
 
-async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
+async def test_what_the_engine_is_asked_for(tokenizer):
     async with serving(tokenizer) as server:
         await server.post(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=7)
         await server.post(ignore_eos=True, max_tokens=1, max_completion_tokens=1)
@@ -39,9 +38,7 @@ async def test_what_the_engine_is_asked_for(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(
-    tokenizer: Tokenizer, stream: bool
-) -> None:
+async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream):
     async def endless(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for token_id in tokenizer.encode("one two th"):
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
@@ -76,7 +73,7 @@ class RecordingHooks(ServerHooks):
         return {"kv_transfer_params": [final.usage.transferred for final in finals]}
 
 
-async def test_hooks_shape_the_requests_and_the_answer(tokenizer: Tokenizer) -> None:
+async def test_hooks_shape_the_requests_and_the_answer(tokenizer):
     script = saying(tokenizer, "x")
     async with serving(tokenizer, script, RecordingHooks()) as server:
         response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
@@ -90,9 +87,7 @@ async def test_hooks_shape_the_requests_and_the_answer(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("stops", [None, "a"])
-async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
-    tokenizer: Tokenizer, stops: str | None
-) -> None:
+async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(tokenizer, stops):
     """A prefill server's one token may hold a stop string; its KV params come a moment later."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -111,9 +106,7 @@ async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
 
 
 @pytest.mark.parametrize("request_id", ["req-1", "100% {odd} \u00e9", "x" * 3000])
-async def test_a_request_id_is_echoed_and_logged(
-    tokenizer: Tokenizer, request_id: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
     caplog.set_level(logging.INFO, "baton")
     caplog.handler.setFormatter(LineFormatter("decode"))
     async with serving(tokenizer) as server:
@@ -130,7 +123,7 @@ async def test_a_request_id_is_echoed_and_logged(
     assert sum(f"{request_id[:128]}" in line for line in told) == 2, "an id's beginning names it"
 
 
-async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer: Tokenizer) -> None:
+async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer):
     def series(text: str) -> set[str]:
         names = {line.rsplit(" ", 1)[0] for line in text.splitlines()}
         return {name for name in names if name.startswith(("baton_requests_", "baton_kv_tokens_"))}
@@ -145,7 +138,7 @@ async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer: Tok
         assert 'baton_kv_tokens_total{source="recomputed"}' in before
 
 
-async def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
+async def test_metrics_count_what_happened(tokenizer):
     async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
         key = stat_key("baton_kv_blocks", state="free")
         server.engine.say(EngineStats({key: 7.0, "baton_requests_running": 2.0}))
@@ -166,9 +159,7 @@ async def test_metrics_count_what_happened(tokenizer: Tokenizer) -> None:
             assert f"\n{line}\n" in text, line
 
 
-async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(tokenizer):
     async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
 
         async def stats(since: int) -> Numbers:
@@ -196,7 +187,7 @@ async def test_the_last_requests_are_told_with_their_times_and_without_their_tex
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None:
+async def test_ready_and_models_say_what_is_served(tokenizer):
     ready_engine = replace(READY, geometry={"tp": 2})
     async with serving(tokenizer, hooks=RecordingHooks(), ready=ready_engine) as server:
         ready = (await server.http.get("/ready")).json()
@@ -225,7 +216,7 @@ async def test_ready_and_models_say_what_is_served(tokenizer: Tokenizer) -> None
 _ROOMY = EngineReady(num_blocks=64, block_size=16, max_model_len=4096, vocab_size=4096)
 
 
-async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path: Path) -> None:
+async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
     write_sentencepiece_like(tmp_path)  # puts a token before every text
     tokenizer = Tokenizer(tmp_path)
     bare = tokenizer.encode("Hi", add_special_tokens=False)
@@ -241,7 +232,7 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path: Path) ->
         assert len(third) == len(fourth) + len(second) - len(first)
 
 
-async def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
+async def test_the_last_message_can_be_continued(tokenizer):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}]
 
     async with serving(tokenizer) as server:
@@ -254,7 +245,7 @@ async def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
 # -- /tokenize, /detokenize --------------------------------------------------------------------
 
 
-async def test_a_text_is_tokenized_and_back(tokenizer: Tokenizer) -> None:
+async def test_a_text_is_tokenized_and_back(tokenizer):
     async with serving(tokenizer) as server:
         body = {"model": "m", "prompt": "Hi<end>", "return_token_strs": True}
         found = (await server.http.post("/tokenize", json=body)).json()
@@ -266,7 +257,7 @@ async def test_a_text_is_tokenized_and_back(tokenizer: Tokenizer) -> None:
         assert back.json() == {"prompt": "Hi<end>"}
 
 
-async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer: Tokenizer) -> None:
+async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer):
     messages = [{"role": "user", "content": "Hi"}]
 
     async with serving(tokenizer) as server:
@@ -278,7 +269,7 @@ async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer: Tokenizer) -
 # -- the document, and other origins -----------------------------------------------------------
 
 
-async def test_the_document_lists_what_is_accepted(tokenizer: Tokenizer) -> None:
+async def test_the_document_lists_what_is_accepted(tokenizer):
     async with serving(tokenizer) as server:
         found = (await server.http.get("/openapi.json")).json()
         fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
@@ -295,7 +286,7 @@ async def test_the_document_lists_what_is_accepted(tokenizer: Tokenizer) -> None
                 assert asked.headers["content-type"].split(";")[0] in kinds["content"]
 
 
-async def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> None:
+async def test_pages_of_named_origins_alone_may_call(tokenizer):
     origin = "https://app.example"
     preflight = {"origin": origin, "access-control-request-method": "POST"}
 
@@ -310,7 +301,7 @@ async def test_pages_of_named_origins_alone_may_call(tokenizer: Tokenizer) -> No
         assert "access-control-allow-origin" not in response.headers
 
 
-async def test_the_only_model_need_not_be_named(tokenizer: Tokenizer) -> None:
+async def test_the_only_model_need_not_be_named(tokenizer):
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "ab"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},

@@ -1,7 +1,6 @@
 """What answers say, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,19 +115,13 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (CHAT, ["a"], {}, {"logprobs": None}),
     ],
 )  # fmt: skip
-async def test_an_answer_is_the_same_whole_and_streamed(
-    tokenizer: Tokenizer,
-    path: str,
-    says: list[Any],
-    fields: dict[str, Any],
-    expected: dict[str, Any],
-) -> None:
+async def test_an_answer_is_the_same_whole_and_streamed(tokenizer, path, says, fields, expected):
     async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
         (choice,) = (await ask(server, path, **fields))["choices"]
         assert {key: choice[key] for key in expected} == expected
 
 
-async def test_token_ids_and_usage(tokenizer: Tokenizer) -> None:
+async def test_token_ids_and_usage(tokenizer):
     async with serving(tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1") as server:
         whole = await ask(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
@@ -138,7 +131,7 @@ async def test_token_ids_and_usage(tokenizer: Tokenizer) -> None:
         assert whole["usage"] == usage(prompt=2, completion=8, cached=1)
 
 
-async def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
+async def test_tokens_can_be_named_by_their_ids(tokenizer):
     a, b = tokenizer.encode("ab")
     script = scripted(*of(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
     async with serving(tokenizer, script) as server:
@@ -149,9 +142,7 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
         assert [add.sampling.num_logprobs for add in server.engine.added] == [2, 2]
 
 
-async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokenizer):
     (dot,) = tokenizer.encode(".")
     async with serving(tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")) as server:
         asked = {"stop_token_ids": [dot], "ignore_eos": True}
@@ -176,9 +167,7 @@ def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
     return {"prompt_logprobs": [None, *rest]}
 
 
-async def test_an_echoed_prompt_has_logprobs_before_those_of_the_answer(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_an_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
     found = scores(tokenizer, "aéb")["prompt_logprobs"]
     parts = [{"prompt_logprobs": found[:1]}, {"prompt_logprobs": found[1:]}]
     script = scripted(*parts, *of(tokenizer, ("x", [{"x": -0.5}])), end())
@@ -202,7 +191,7 @@ async def test_an_echoed_prompt_has_logprobs_before_those_of_the_answer(
         assert (added.num_prompt_logprobs, added.max_tokens) == (1, 1)
 
 
-async def test_nothing_is_generated_with_max_tokens_0(tokenizer: Tokenizer) -> None:
+async def test_nothing_is_generated_with_max_tokens_0(tokenizer):
     async with serving(tokenizer, scripted(scores(tokenizer, "ab"), end())) as server:
         whole = await ask(server, max_tokens=0, echo=True, logprobs=0)
         (choice,) = whole["choices"]
@@ -213,7 +202,7 @@ async def test_nothing_is_generated_with_max_tokens_0(tokenizer: Tokenizer) -> N
         assert (await server.post(prompt=[5] * 64, max_tokens=0)).status_code == 200
 
 
-async def test_an_echo_without_logprobs_is_only_text(tokenizer: Tokenizer) -> None:
+async def test_an_echo_without_logprobs_is_only_text(tokenizer):
     async with serving(tokenizer) as server:
         for prompt, text in (("Hi<end>", "Hi<end>"), (tokenizer.encode("Hi<end>"), "Hi")):
             (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))["choices"]
@@ -229,9 +218,7 @@ async def test_an_echo_without_logprobs_is_only_text(tokenizer: Tokenizer) -> No
         ("<s> it", [0, 0, 3]),
     ],
 )
-async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
-    tmp_path: Path, given: str, begins: list[int]
-) -> None:
+async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(tmp_path, given, begins):
     write_sentencepiece_like(tmp_path)  # puts <s> and a space before every text
     tokenizer = Tokenizer(tmp_path)
     script = scripted({"prompt_logprobs": [None] * len(tokenizer.encode(given))}, end())
@@ -242,7 +229,7 @@ async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
         assert choice["logprobs"]["text_offset"][: len(begins)] == begins
 
 
-async def test_prompt_logprobs_are_objects_by_token_id(tokenizer: Tokenizer) -> None:
+async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
     a, b, z = tokenizer.encode("abz")
     found = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0])]
     async with serving(
@@ -261,7 +248,7 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer: Tokenizer) -> 
         assert fewer["prompt_logprobs"][1][str(b)]["rank"] is None
 
 
-async def test_an_engine_that_scores_too_little_is_an_error(tokenizer: Tokenizer) -> None:
+async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):
     async with serving(tokenizer, scripted({"prompt_logprobs": [None]}, end())) as server:
         response = await server.post(prompt_logprobs=0)
         assert response.status_code == 500
@@ -285,9 +272,7 @@ async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-async def test_choices_of_several_prompts_have_indices_in_order(
-    tokenizer: Tokenizer, path: str
-) -> None:
+async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path):
     prompts = {"prompt": [[10], [20, 30]]} if path == TEXT else {}
     ids = [[11, 11], [12, 12], [13, 13], [31, 31], [32, 32], [33, 33]]
     async with serving(tokenizer, counting) as server:

@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from engine.http.api import ServerHooks
-from engine.text.tokenizer import Tokenizer
 from protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -51,9 +50,7 @@ def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_before_the_first_token_is_an_http_error(
-    tokenizer: Tokenizer, stream: bool
-) -> None:
+async def test_a_failure_before_the_first_token_is_an_http_error(tokenizer, stream):
     async with serving(tokenizer, failing_after(0)) as server:
         response = await server.post(stream=stream)
         assert response.status_code == 502
@@ -61,7 +58,7 @@ async def test_a_failure_before_the_first_token_is_an_http_error(
         assert (error["phase"], error["retryable"]) == ("transfer", True)
 
 
-async def test_a_later_failure_ends_the_stream_without_done(tokenizer: Tokenizer) -> None:
+async def test_a_later_failure_ends_the_stream_without_done(tokenizer):
     async with serving(tokenizer, failing_after(2)) as server:
         found = events(await server.post(stream=True))
         assert [name for name, _ in found] == ["message", "message", "error"]
@@ -72,7 +69,7 @@ async def test_a_later_failure_ends_the_stream_without_done(tokenizer: Tokenizer
         assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-async def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
+async def test_one_failing_prompt_ends_the_others(tokenizer):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [2]:
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
@@ -85,7 +82,7 @@ async def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
         assert sorted(server.engine.aborted) == [ids[(1,)], ids[(3,)]]
 
 
-async def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> None:
+async def test_a_bug_in_a_hook_is_an_internal_error(tokenizer):
     class Broken(ServerHooks):
         def prepare(self, *_: Any) -> Any:
             raise ZeroDivisionError
@@ -97,7 +94,7 @@ async def test_a_bug_in_a_hook_is_an_internal_error(tokenizer: Tokenizer) -> Non
         assert server.metrics.value("baton_requests_in_progress") == 0
 
 
-async def test_a_dead_engine_is_503_everywhere(tokenizer: Tokenizer) -> None:
+async def test_a_dead_engine_is_503_everywhere(tokenizer):
     async with serving(tokenizer) as server:
         assert (await server.http.get("/health")).status_code == 200
         server.engine.say(EngineFailed("out of memory"))
@@ -110,7 +107,7 @@ async def test_a_dead_engine_is_503_everywhere(tokenizer: Tokenizer) -> None:
             assert "out of memory" in response.text
 
 
-async def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokenizer) -> None:
+async def test_before_the_engine_is_ready_requests_are_refused(tokenizer):
     async with serving(tokenizer, ready=None) as server:
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.http.get("/ready")).json()["ready"] is False
@@ -123,7 +120,7 @@ async def test_before_the_engine_is_ready_requests_are_refused(tokenizer: Tokeni
 @pytest.mark.parametrize(
     "stage", ["whole, before a token", "stream, before a token", "stream, after one"]
 )
-async def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, stage: str) -> None:
+async def test_a_client_that_leaves_aborts_its_sequences(tokenizer, stage):
     started, ended = asyncio.Event(), asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -156,9 +153,7 @@ async def test_a_client_that_leaves_aborts_its_sequences(tokenizer: Tokenizer, s
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
-    tokenizer: Tokenizer, leaves: bool
-) -> None:
+async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, leaves):
     """The KV of a call's first prompts is leased while its last one is still computed."""
 
     told = asyncio.Event()
@@ -187,8 +182,8 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(
 
 
 async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokenizer, monkeypatch
+):
     def fails(*_: Any) -> None:
         raise RuntimeError("no such thing")
 
@@ -232,9 +227,7 @@ async def _until_let_go(server: Server) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1 << 20])
-async def test_kv_is_kept_for_a_client_that_has_its_answer(
-    tokenizer: Tokenizer, num_bytes: int
-) -> None:
+async def test_kv_is_kept_for_a_client_that_has_its_answer(tokenizer, num_bytes):
     async with serving(tokenizer, scripted(end()), Retaining(num_bytes)) as server:
         for headers in ({}, {"Connection": "close"}):
             answer = await server.post(headers=headers, max_tokens=1)
@@ -244,15 +237,13 @@ async def test_kv_is_kept_for_a_client_that_has_its_answer(
         assert server.engine.aborted == []
 
 
-async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer: Tokenizer) -> None:
+async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer):
     async with serving(tokenizer, scripted(end()), Retaining(None)) as server:
         assert (await server.post(max_tokens=1)).status_code == 200
         await _until_let_go(server)
 
 
-async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(tokenizer):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
         with await _connected(server) as client:
             await _ask(client)
@@ -262,9 +253,7 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
-async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
-    tokenizer: Tokenizer, turns: int
-) -> None:
+async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(tokenizer, turns):
     """In one of these turns of the event loop the connection has ended, which nobody has been told
     yet, and what is sent is lost without a word."""
     made: list[socket.socket] = []
@@ -282,9 +271,7 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(
-    tokenizer: Tokenizer, lent: bool
-) -> None:
+async def test_a_lent_lease_is_left_alone_by_who_refuses_the_request(tokenizer, lent):
     async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
         told: list[EngineInput] = []
         server.engine.tell = told.append  # type: ignore[method-assign]

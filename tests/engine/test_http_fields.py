@@ -96,7 +96,7 @@ async def _ask(
 
 
 @pytest.mark.parametrize("path", ALL)
-async def test_each_field_is_honoured_ignored_or_refused(tokenizer: Tokenizer, path: str) -> None:
+async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
     knowing = with_template(tokenizer, TEMPLATE)
     async with serving_4k(knowing, saying(knowing, "ok")) as server:
         _, _, plain = await _ask(server, path, {})

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from tests.engine.test_http_fields import serving_4k, with_template
 from tests.engine.test_http_tools import CALL, TOOL, call_of
@@ -38,8 +37,8 @@ def said(answer: dict[str, Any]) -> tuple[str | None, str | None]:
     ],
 )  # fmt: skip
 async def test_reasoning_is_told_apart_whole_and_streamed(
-    tokenizer: Tokenizer, template: str, text: str, asked: Any, expected: Any, num_reasoning: int
-) -> None:
+    tokenizer, template, text, asked, expected, num_reasoning
+):
     if "continue_final_message" in asked:
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)
@@ -57,7 +56,7 @@ async def test_reasoning_is_told_apart_whole_and_streamed(
         assert streamed[-1]["usage"]["completion_tokens_details"] == details
 
 
-async def test_calls_are_read_behind_the_reasoning_alone(tokenizer: Tokenizer) -> None:
+async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
     """A call that is only thought of is none, nor is one demanded while the model still thinks."""
     knowing = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
@@ -75,7 +74,7 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer: Tokenizer) -
             assert [(one["name"], one["arguments"]) for one in functions] == calls
 
 
-async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer: Tokenizer) -> None:
+async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer):
     asked = {"structured_outputs": {"regex": "a+"}}
     for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
         knowing = with_template(tokenizer, template)
@@ -85,7 +84,7 @@ async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer: Token
             assert add.sampling.grammar == Grammar("regex", "a+", reasoning=begins)  # type: ignore[arg-type]
 
 
-async def test_each_choice_thinks_for_itself(tokenizer: Tokenizer) -> None:
+async def test_each_choice_thinks_for_itself(tokenizer):
     knowing = with_template(tokenizer, OPEN)
     ids = [knowing.encode(text) for text in ("I</think>a", "We</think>b")]
     script = scripted(*({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1))

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from engine.http import limits as http_limits
 from engine.http.limits import guided_decodings
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
-from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
@@ -84,14 +83,7 @@ def leg(context: object, **asked: Any) -> dict[str, Any]:
             [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
     ],
 )  # fmt: skip
-async def test_bad_input_is_a_clear_refusal(
-    tokenizer: Tokenizer,
-    path: str,
-    fields: dict[str, Any],
-    status: int,
-    param: str | None,
-    message: str,
-) -> None:
+async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, param, message):
     own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
     is_grammar = path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
@@ -110,8 +102,8 @@ async def test_bad_input_is_a_clear_refusal(
 
 @pytest.mark.parametrize("context", [10, None, "10"])
 async def test_a_prefill_is_taken_where_a_decode_server_has_room_or_does_not_say(
-    tokenizer: Tokenizer, context: object
-) -> None:
+    tokenizer, context
+):
     async with serving(tokenizer) as server:
         limit = 7 if context == 10 else 1000
         response = await server.post(prompt=[1, 2, 3], **leg(context, max_tokens=limit))
@@ -129,8 +121,8 @@ async def test_a_prefill_is_taken_where_a_decode_server_has_room_or_does_not_say
     ],
 )
 async def test_prompts_times_choices_times_tokens_are_bounded(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str | None
-) -> None:
+    tokenizer, monkeypatch, fields, param
+):
     monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)  # so what 8 sequences may have
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:
@@ -143,7 +135,7 @@ async def test_prompts_times_choices_times_tokens_are_bounded(
             assert server.engine.added == []
 
 
-def test_schemas_of_tools_have_a_limit_together() -> None:
+def test_schemas_of_tools_have_a_limit_together():
     long = {"type": "object", "description": "x" * 3000}
     tools = [tool(long, f"f{i}") for i in range(50)]
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
@@ -154,7 +146,7 @@ def test_schemas_of_tools_have_a_limit_together() -> None:
 # -- bodies and connections --------------------------------------------------------------------
 
 
-async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer: Tokenizer) -> None:
+async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer):
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
 
     async with serving(tokenizer) as server:
@@ -178,9 +170,7 @@ _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         (_POST + b"Expect: 100-continue\r\nContent-Length: 100000000\r\n\r\n", 413),
     ],
 )
-async def test_what_the_connection_refuses_is_an_error_like_any_other(
-    tokenizer: Tokenizer, raw: bytes, status: int
-) -> None:
+async def test_what_the_connection_refuses_is_an_error_like_any_other(tokenizer, raw, status):
     async with serving(tokenizer) as server:
         url = server.http.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -204,9 +194,7 @@ async def test_what_the_connection_refuses_is_an_error_like_any_other(
         ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
     ],
 )
-async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
-    tokenizer: Tokenizer, path: str, members: str
-) -> None:
+async def test_a_body_of_whatever_depth_is_the_client_s_mistake(tokenizer, path, members):
     """Some depths can be read but not shown in a message."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
@@ -218,7 +206,7 @@ async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
             assert response.json()["error"]["code"] == "invalid_request"
 
 
-async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokenizer) -> None:
+async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
     async with serving(tokenizer) as server:
         missing = await server.http.get("/v2/completions")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
@@ -230,9 +218,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer: Tokeniz
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"]
 )
-async def test_a_head_is_answered_as_a_get_is_without_its_body(
-    tokenizer: Tokenizer, path: str
-) -> None:
+async def test_a_head_is_answered_as_a_get_is_without_its_body(tokenizer, path):
     async with serving(tokenizer) as server:
         whole, head = await server.http.get(path), await server.http.head(path)
         assert (head.status_code, head.content) == (whole.status_code, b"") and head.is_success
@@ -243,7 +229,7 @@ async def test_a_head_is_answered_as_a_get_is_without_its_body(
         assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]
 
 
-async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer: Tokenizer) -> None:
+async def test_the_longest_prompt_and_answer_that_fit_are_served(tokenizer):
     async with serving(tokenizer) as server:
         body = (await server.post(prompt="x" * (CONTEXT - 1))).json()
         assert body["usage"]["completion_tokens"] == 1

@@ -7,7 +7,6 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from engine.text.tokenizer import Tokenizer
 from tests.engine.test_http_fields import serving_4k, with_template
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.rigs.http_server import Server, saying
@@ -39,9 +38,7 @@ def _shown(item: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "kinds"), PIECES)
-async def test_the_client_reads_the_same_items_whole_and_streamed(
-    tokenizer: Tokenizer, text: str, kinds: tuple[str, ...]
-) -> None:
+async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, text, kinds):
     knowing = with_template(tokenizer, SHOWS)
     asked: Any = {"model": "m", "input": "1 + 1?", "tools": [FLAT], "reasoning": {"effort": "low"}}
     async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
@@ -63,7 +60,7 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
 
 
-async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer: Tokenizer) -> None:
+async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer):
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>So: {CALL}"
     async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
@@ -90,7 +87,7 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer: Tokeniz
         ({"tool_choice": "none"}, None),
     ],
 )
-async def test_a_call_can_be_demanded(tokenizer: Tokenizer, asked: Any, grammar: Any) -> None:
+async def test_a_call_can_be_demanded(tokenizer, asked, grammar):
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         body = {"model": "m", "input": "Hi", "tools": [FLAT], **asked}
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
@@ -112,7 +109,7 @@ async def test_a_call_can_be_demanded(tokenizer: Tokenizer, asked: Any, grammar:
         ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_done_is_named(tokenizer: Tokenizer, asked: Any, told: str) -> None:
+async def test_what_cannot_be_done_is_named(tokenizer, asked, told):
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         answer = await server.http.post("/v1/responses", json={"input": "Hi", **asked})
         assert answer.status_code == 400 and told in answer.json()["error"]["message"]

@@ -52,9 +52,7 @@ async def _ids(
 
 
 @pytest.mark.parametrize("body", [_TEXT, _CHAT], ids=["text", "chat"])
-async def test_ids_that_come_with_their_text_s_digest_are_taken(
-    body: dict[str, Any], tokenizer: Tokenizer
-) -> None:
+async def test_ids_that_come_with_their_text_s_digest_are_taken(body, tokenizer):
     params = _params(body, tokenizer)
     assert await _ids(tokenizer, body, params) == (_TOLD, True)
 
@@ -74,7 +72,7 @@ _OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", _OTHERS)
-async def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokenizer) -> None:
+async def test_other_ids_than_of_this_text_are_not(name, tokenizer):
     given, asked, forged = _OTHERS[name]
 
     params = {**_params(given, tokenizer), **forged}
@@ -86,9 +84,7 @@ async def test_other_ids_than_of_this_text_are_not(name: str, tokenizer: Tokeniz
     assert (ids, pulls) == (own, False)
 
 
-async def test_another_tokenizer_s_ids_are_not_taken(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_tokenizer_s_ids_are_not_taken(tokenizer, monkeypatch):
     params = _params(_TEXT, tokenizer)
     monkeypatch.setattr(tokenizer, "digest", "another")
 
@@ -99,9 +95,7 @@ async def test_another_tokenizer_s_ids_are_not_taken(
     ("prompt", "is_told"),
     [("abc", True), ([1, 2, 3], False), (["abc", "abd"], False), ("\ud800", False)],
 )
-async def test_a_prefill_server_tells_what_it_tokenized(
-    prompt: Any, is_told: bool, tokenizer: Tokenizer
-) -> None:
+async def test_a_prefill_server_tells_what_it_tokenized(prompt, is_told, tokenizer):
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
     told = text_digest(validate(CompletionRequest, body), tokenizer)
     assert (told is not None) is is_told
@@ -154,9 +148,7 @@ _CALLING = {
         ({"messages": [_CALLING]}, [True, True]),
     ],
 )
-async def test_long_texts_are_rendered_and_tokenized_aside(
-    tokenizer: Tokenizer, asked: dict[str, Any], aside: list[bool]
-) -> None:
+async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, aside):
     """Whatever makes them long."""
     watched = _Watched(tokenizer)
 
@@ -166,9 +158,7 @@ async def test_long_texts_are_rendered_and_tokenized_aside(
 
 
 @pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
-async def test_large_bodies_are_checked_aside(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_messages: int, aside: bool
-) -> None:
+async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messages, aside):
     threads: list[int] = []
 
     def parse(members: dict[str, Any]) -> GenerationRequest:
@@ -209,8 +199,8 @@ def _told(size: int) -> dict[str, Any]:
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
 async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
-    tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str
-) -> None:
+    tokenizer, path, body, param
+):
     watched = _Watched(tokenizer)
 
     async with serving(watched, max_body=2 * LONG_CHARS) as server:
@@ -224,7 +214,7 @@ async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
         assert len(watched.encoded) == 1, "the first piece has too many"
 
 
-async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenizer) -> None:
+async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
     """Also where they turn out to be longer, and to count them whatever they turn out to be: a
     client may want to know by how much."""
     texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
@@ -240,9 +230,7 @@ async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer: Tokenize
             assert back.json() == {"prompt": text}
 
 
-async def test_what_a_chat_template_leaves_out_takes_no_room(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_chat_template_leaves_out_takes_no_room(tokenizer, monkeypatch):
     short = ChatTemplate("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     monkeypatch.setattr(tokenizer, "chat_template", short)
 
@@ -253,9 +241,7 @@ async def test_what_a_chat_template_leaves_out_takes_no_room(
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)])
-async def test_of_very_long_texts_one_is_worked_on_at_a_time(
-    tokenizer: Tokenizer, size: int, at_once: int
-) -> None:
+async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at_once):
     begun: list[int] = []
     go_on = threading.Event()
 
@@ -278,9 +264,7 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_a_chat_that_becomes_very_long_waits_for_its_turn(tokenizer, monkeypatch, path):
     """Only its template knows how long."""
     monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []

@@ -50,9 +50,7 @@ def call_of(choice: dict[str, Any]) -> tuple[str, str]:
         ('{"a": 1}', {"tool_choice": NAMED}, None),
     ],
 )
-async def test_a_call_whole_and_streamed(
-    tokenizer: Tokenizer, text: str, fields: dict[str, Any], content: str | None
-) -> None:
+async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
     script = saying(tokenizer, text, finish_reason="stop")
 
     async with serving_4k(tokenizer, script) as server:
@@ -71,7 +69,7 @@ async def test_a_call_whole_and_streamed(
         assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer: Tokenizer) -> None:
+async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
     """Under "auto" nothing keeps the model from writing two."""
     script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     asked = {"tools": [TOOL], "parallel_tool_calls": False}
@@ -89,7 +87,7 @@ async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer: Tokenize
         assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
 
 
-async def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
+async def test_an_answer_without_calls_is_as_ever(tokenizer):
     async with serving_4k(tokenizer, saying(tokenizer, "a < b", finish_reason="stop")) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert choice["message"]["content"] == "a < b"
@@ -98,7 +96,7 @@ async def test_an_answer_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
         assert choice["message"]["content"] == "a < b"
 
 
-async def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
+async def test_what_the_engine_is_told(tokenizer):
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         await server.chat(tools=[TOOL])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
@@ -108,9 +106,7 @@ async def test_what_the_engine_is_told(tokenizer: Tokenizer) -> None:
         assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
 
 
-async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(tokenizer):
     odd = {"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "not": {"required": ["a"]}}}}  # fmt: skip
 
@@ -121,7 +117,7 @@ async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_cal
 # -- the prompt --------------------------------------------------------------------------------
 
 
-def test_a_template_that_knows_tools_gets_them(tokenizer: Tokenizer) -> None:
+def test_a_template_that_knows_tools_gets_them(tokenizer):
     tools = Tools((TOOL,), "auto")
     knowing = _with_template(tokenizer, "{{ tools | tojson }}|{{ messages[0].content }}")
     messages, offered = with_tools([USER], tools, knowing)
@@ -131,7 +127,7 @@ def test_a_template_that_knows_tools_gets_them(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
-def test_another_template_gets_a_system_message(tokenizer: Tokenizer, mode: Any) -> None:
+def test_another_template_gets_a_system_message(tokenizer, mode):
     tools = Tools((TOOL,), mode, "add" if mode == "named" else None)
     messages, offered = with_tools([USER], tools, tokenizer)
     assert offered is None and [m["role"] for m in messages] == ["system", "user"]
@@ -142,9 +138,7 @@ def test_another_template_gets_a_system_message(tokenizer: Tokenizer, mode: Any)
     assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
 
 
-def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(
-    tokenizer: Tokenizer,
-) -> None:
+def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
     """As DeepSeek's does, whose calls have texts."""
     turn = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}]}
     for source in ("'<' + f.arguments + '>'", "'<' ~ f.arguments | tojson ~ '>'"):
@@ -154,7 +148,7 @@ def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(
         assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
 
 
-async def test_the_template_s_own_way_to_call_is_read(tokenizer: Tokenizer) -> None:
+async def test_the_template_s_own_way_to_call_is_read(tokenizer):
     """Here Mistral's; a call that is demanded has its own way, and the ids that templates take."""
     knowing = _with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
     text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
@@ -169,9 +163,7 @@ async def test_the_template_s_own_way_to_call_is_read(tokenizer: Tokenizer) -> N
             assert len(call["id"]) == 9 and call["id"].isalnum()
 
 
-def test_earlier_calls_are_told_to_another_template_as_they_were_written(
-    tokenizer: Tokenizer,
-) -> None:
+def test_earlier_calls_are_told_to_another_template_as_they_were_written(tokenizer):
     function = {"name": "add", "arguments": {"a": 1}}
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     (plain,), _ = with_tools([turn], Tools(), tokenizer)

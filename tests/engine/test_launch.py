@@ -25,7 +25,7 @@ def deep(
     return folder
 
 
-def test_sockets_fit_however_deep_the_folder_for_temporary_files_is(deep: Path) -> None:
+def test_sockets_fit_however_deep_the_folder_for_temporary_files_is(deep):
     processes = EngineProcesses("-", lambda reason: None)
     folder = Path(processes.address("sockets").removeprefix("ipc://")).parent
     try:
@@ -39,9 +39,7 @@ def test_sockets_fit_however_deep_the_folder_for_temporary_files_is(deep: Path) 
 
 
 @pytest.mark.parametrize("deep", [107], indirect=True)
-def test_where_no_socket_fits_the_error_says_what_to_do(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_socket_fits_the_error_says_what_to_do(deep, monkeypatch):
     monkeypatch.setattr(launch, "_SHORT", "/proc/nowhere")
     with pytest.raises(OSError, match=r"has 107 bytes, \d\d at most .* set TMPDIR to a folder"):
         EngineProcesses("-", lambda reason: None)

@@ -220,11 +220,11 @@ async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, 
     [(), ("prefill",), ("decode",), ("prefill", "decode")],
     ids=lambda roles: "-".join(roles) or "proxy",
 )
-async def test_no_request_is_read_in_two_ways(roles: tuple[str, ...], tokenizer: Tokenizer) -> None:
+async def test_no_request_is_read_in_two_ways(roles, tokenizer):
     async with served(tokenizer, *roles) if roles else recorded() as (port, prompts):
         wrong = await failures(port, prompts)
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_rows_have_names_of_their_own() -> None:
+def test_rows_have_names_of_their_own():
     assert len({row.name for row in ROWS}) == len(ROWS) >= 140

@@ -25,7 +25,7 @@ def chi_square(counts: torch.Tensor, expected: float) -> float:
     return float((statistic - freedom) / math.sqrt(2 * freedom))
 
 
-def test_keys_are_those_of_splitmix64() -> None:
+def test_keys_are_those_of_splitmix64():
     """Against plain Python integers; the first value is the published one for seed 0."""
 
     def splitmix64(x: int) -> int:
@@ -41,7 +41,7 @@ def test_keys_are_those_of_splitmix64() -> None:
         assert [int(x) % 2**32 for x in key] == [expected % 2**32, expected >> 32]
 
 
-def test_token_noise_matches_plain_python_integers() -> None:
+def test_token_noise_matches_plain_python_integers():
     def mix(x: int, y: int) -> int:
         x = (x ^ (x >> 16)) * 0x7FEB352D + y & 0xFFFFFFFF
         return (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
@@ -63,9 +63,7 @@ def test_token_noise_matches_plain_python_integers() -> None:
 
 
 @pytest.mark.parametrize("other", [(4, 0, 10), (3, 1, 10), (3, 0, 11)])
-def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(
-    other: tuple[int, int, int],
-) -> None:
+def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(other):
     whole = gumbel_of_vocabulary(keys_of(3, 0, [10, 11, 12]), 1000)
     ids = torch.tensor([[999, 5, 5], [0, 1, 2], [500, 400, 300]])
     some = gumbel(keys_of(3, 0, [10, 11, 12]), ids)
@@ -77,7 +75,7 @@ def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(
 
 
 @pytest.mark.parametrize("distance", [1, 2, 64, 4096])
-def test_neighbours_are_independent(distance: int) -> None:
+def test_neighbours_are_independent(distance):
     """Pairs of neighbouring tokens, and of neighbouring positions, fill the unit square evenly."""
     num = 100_000
     tokens = uniforms(gumbel_of_vocabulary(keys_of(1, 0, [0]), num + distance))[0]
@@ -87,7 +85,7 @@ def test_neighbours_are_independent(distance: int) -> None:
         assert abs(chi_square(torch.bincount(cells, minlength=400), num / 400)) < 5
 
 
-def test_noise_is_finite_and_has_a_gumbel_tail() -> None:
+def test_noise_is_finite_and_has_a_gumbel_tail():
     noise = gumbel_of_vocabulary(keys_of(2, 0, list(range(100))), 100_000)
     assert bool(noise.isfinite().all())
     for level in (5.0, 8.0, 11.0):

@@ -1,7 +1,6 @@
 """What is learnt from times of steps, and what prompts get beside streams by it."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -21,9 +20,7 @@ def cpu(load: Load) -> float:
 
 
 @pytest.mark.parametrize(("seconds", "target_s"), [(h200, 0.025), (h200, 0.04), (cpu, 0.5)])
-def test_steps_keep_the_target_once_some_were_measured(
-    seconds: Callable[[Load], float], target_s: float
-) -> None:
+def test_steps_keep_the_target_once_some_were_measured(seconds, target_s):
     """Streams come and go, most prompts are long, one step in 50 is disturbed."""
     rng, pace, streams, shares = random.Random(1), Pace(target_s, 2048), 8, []
     for step in range(800):
@@ -40,7 +37,7 @@ def test_steps_keep_the_target_once_some_were_measured(
     assert 0.8 < shares[len(shares) // 20] and shares[-len(shares) // 20] < 1.15
 
 
-def test_prompts_progress_beside_streams_that_are_past_the_target() -> None:
+def test_prompts_progress_beside_streams_that_are_past_the_target():
     pace, ends = Pace(0.010, 512), random.Random(1)
     for _ in range(300):
         prompts = min(pace.prompt_tokens(64, 64_000), ends.choice([0, 5, 12, 2048, 2048]))
@@ -48,7 +45,7 @@ def test_prompts_progress_beside_streams_that_are_past_the_target() -> None:
     assert 16 <= pace.prompt_tokens(64, 64_000) <= 40
 
 
-def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then() -> None:
+def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then():
     core, executor, out = make_core(
         num_blocks=200, max_num_batched_tokens=256, max_model_len=512, itl_target_s=1e-6
     )

@@ -73,9 +73,7 @@ def _rank_0(socket_folder: Path, size: int, timeout_s: float = _TIMEOUT_S) -> Ra
     return RankLinks(f"ipc://{socket_folder}/ranks", 0, size, timeout_s=timeout_s)
 
 
-def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(
-    socket_folder: Path, follow: Follow
-) -> None:
+def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(socket_folder, follow):
     def agree(links: RankLinks, port: int, blocks: int) -> tuple[int, int]:
         return links.agree(port, int, max), links.agree(blocks, int, min)
 
@@ -89,14 +87,14 @@ def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(
     alone.close()
 
 
-def test_a_rank_that_never_comes_is_a_typed_error(socket_folder: Path) -> None:
+def test_a_rank_that_never_comes_is_a_typed_error(socket_folder):
     links = _rank_0(socket_folder, 2, timeout_s=0.05)
     with pytest.raises(RankTimeout, match="no rank joined"):
         links.agree(4711, int, max)
     links.close()
 
 
-def test_a_rank_that_goes_silent_is_a_typed_error(socket_folder: Path, follow: Follow) -> None:
+def test_a_rank_that_goes_silent_is_a_typed_error(socket_folder, follow):
     links = _rank_0(socket_folder, 2, timeout_s=0.2)
     other = follow(1, lambda links: links.agree(1, int, min) + links._receive()[0])
     assert links.agree(5, int, min) == 1
@@ -107,9 +105,7 @@ def test_a_rank_that_goes_silent_is_a_typed_error(socket_folder: Path, follow: F
     links.close()
 
 
-def test_other_ranks_launch_ahead_as_far_as_rank_0_does(
-    socket_folder: Path, follow: Follow
-) -> None:
+def test_other_ranks_launch_ahead_as_far_as_rank_0_does(socket_folder, follow):
     links, ours, theirs = _rank_0(socket_folder, 2), _AheadRunner(), _AheadRunner()
 
     other = follow(1, partial(_obey, runner=theirs))
@@ -127,8 +123,8 @@ def test_other_ranks_launch_ahead_as_far_as_rank_0_does(
 
 
 def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
-    socket_folder: Path, follow: Follow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    socket_folder, follow, monkeypatch
+):
     monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
     links, theirs, token_ids = _rank_0(socket_folder, 2), _AheadRunner(), list(range(1 << 20))
 
@@ -154,14 +150,12 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.wait()
 
 
-def test_a_failure_beside_living_ranks_is_no_other_s(process: subprocess.Popen[bytes]) -> None:
+def test_a_failure_beside_living_ranks_is_no_other_s(process):
     blame(_FAILURE, 0, [None, process.pid, None])
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_the_rank_that_ended_is_named_and_never_oneself(
-    process: subprocess.Popen[bytes], is_reaped: bool
-) -> None:
+def test_the_rank_that_ended_is_named_and_never_oneself(process, is_reaped):
     process.kill()
     if is_reaped:
         process.wait()
@@ -171,9 +165,7 @@ def test_the_rank_that_ended_is_named_and_never_oneself(
     blame(_FAILURE, 0, [process.pid])
 
 
-def test_a_rank_that_is_being_torn_down_is_waited_for(
-    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_being_torn_down_is_waited_for(process, monkeypatch):
     """Its GPU memory takes a while, and only its end says how it ended."""
     monkeypatch.setattr("engine.worker.ranks.is_ending", lambda pid: True)
     ending = threading.Timer(0.3, process.kill)

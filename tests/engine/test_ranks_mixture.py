@@ -129,7 +129,7 @@ def _logprobs(out: MemoryTransport, name: str, choice: int) -> list[TokenLogprob
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_ranks_answer_like_one(alone: Ranks, shared: Ranks, seed: int) -> None:
+def test_two_ranks_answer_like_one(alone, shared, seed):
     rng = random.Random(seed)
     requests = _requests(rng)
     out = _play(rng, shared, requests)

@@ -28,9 +28,7 @@ CASES: list[tuple[Any, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
-def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(
-    begins: Any, text: str, reasoning: str, content: str
-) -> None:
+def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(begins, text, reasoning, content):
     cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]
     cuts += [[text[:at], *text[at:]] for at in range(len(text))]
     for pieces in cuts:
@@ -40,7 +38,7 @@ def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(
         assert parser.is_over == (begins == "perhaps" or "</think>" in text) or not content
 
 
-def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once() -> None:
+def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once():
     parser = ReasoningParser("open")
     assert [parser.feed(text) for text in ("I ", "add", " 1</", "b>")] == [
         ("I", ""), (" add", ""), (" 1", ""), ("</b>", "")]  # fmt: skip

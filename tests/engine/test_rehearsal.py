@@ -3,7 +3,6 @@ of that shows without a GPU."""
 
 import logging
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_step_fits_the_server(stage: Stage) -> None:
+def test_every_step_fits_the_server(stage):
     for step in steps(stage):
         assert 0 < len(step.token_ids) == step.query_lens.sum() <= stage.max_tokens
         assert 0 < len(step.query_lens) <= stage.max_seqs
@@ -52,7 +51,7 @@ def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
     )
 
 
-def test_any_mix_of_prompts_is_of_a_kind_that_was_run() -> None:
+def test_any_mix_of_prompts_is_of_a_kind_that_was_run():
     rehearsed = {_kind(step) for step in steps(SERVER)}
     rng = np.random.default_rng(7)
     for _ in range(2000):
@@ -66,7 +65,7 @@ def test_any_mix_of_prompts_is_of_a_kind_that_was_run() -> None:
 
 
 @pytest.mark.parametrize("dcp", [1, 2])
-def test_two_ranks_run_all_of_them(dcp: int) -> None:
+def test_two_ranks_run_all_of_them(dcp):
     with ranks(2, dcp=dcp) as executor:
         executor.allocate(20, 8)
         stage = Stage(num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4)
@@ -80,9 +79,7 @@ def test_two_ranks_run_all_of_them(dcp: int) -> None:
             assert len(found.scores) == len(step.scores)
 
 
-def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(caplog, monkeypatch):
     watch = KernelWatch()
     monkeypatch.setattr("engine.core.output_processor.KERNELS", watch)
     with caplog.at_level(logging.WARNING):
@@ -96,9 +93,7 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(
     assert CoreStats().totals()["baton_kernels_loaded_late"] == 1
 
 
-def test_kernels_are_kept_where_everything_else_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
     names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "BATON_CACHE")
     for name in names:
         monkeypatch.setenv(name, "")  # so that the end of the test takes back what is set below
@@ -114,7 +109,7 @@ def test_kernels_are_kept_where_everything_else_is(
 
 
 @pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 63, 64, 65, 256, 1000])
-def test_every_step_has_a_graph_that_pads_it_little(max_seqs: int) -> None:
+def test_every_step_has_a_graph_that_pads_it_little(max_seqs):
     sizes = captured_sizes(max_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1 and sizes[-1] == max_seqs
@@ -124,7 +119,7 @@ def test_every_step_has_a_graph_that_pads_it_little(max_seqs: int) -> None:
     assert len(sizes) < 40
 
 
-def test_padding_rows_touch_the_null_block_only() -> None:
+def test_padding_rows_touch_the_null_block_only():
     tables = np.array([[5, 6, 7], [8, 0, 0]], np.int32)
     lens = np.array([9, 3], np.int32)
     batch = AttentionBatch(np.ones(2, np.int32), lens, tables, np.array([28, 34]))

@@ -122,7 +122,7 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", _STREAMS)
-async def test_a_stream_goes_on_behind_each_of_its_frames(name: str, tokenizer: Tokenizer) -> None:
+async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer):
     path, body, said = _STREAMS[name]
     body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 90, **body}
     knowing = with_template(tokenizer, SHOWS)
@@ -148,7 +148,7 @@ def _anonymous(stream: bytes) -> bytes:
     return re.sub(ids, b"", stream)
 
 
-async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer: Tokenizer) -> None:
+async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
     body = {"prompt": "abc", "max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
     others = [{"prompt": "abd"}, {"temperature": 0.6}, {"n": 2}, {"stop_token_ids": [5]}]
     script = _script(tokenizer, ["hello"])
@@ -169,9 +169,7 @@ async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer: T
             assert (answer.status_code, wanted in answer.text) == (503, True), answer.text
 
 
-async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tokenizer):
     body = {"prompt": "abc", "max_tokens": 3, "stream": True}
     async with serving(tokenizer, _script(tokenizer, ["hello"])) as server:
         for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
@@ -184,7 +182,7 @@ async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(
             assert answer.json()["error"]["param"] == resume.MEMBER
 
 
-async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer: Tokenizer) -> None:
+async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
     for code, text in (
         ("engine_died", b"!died"),
         ("overloaded", b"!busy"),
@@ -202,7 +200,7 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer: Tok
             assert told == text and code.encode() in event
 
 
-async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer: Tokenizer) -> None:
+async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer):
     """Behind all of its tokens, however late they are read."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -220,7 +218,7 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer: Tokenize
         assert not server.engine.aborted, "who goes on comes for it"
 
 
-async def test_only_streams_in_frames_of_one_choice_are_told_to_move(tokenizer: Tokenizer) -> None:
+async def test_only_streams_in_frames_of_one_choice_are_told_to_move(tokenizer):
     async with serving(tokenizer, hang_after_one) as server:
         moves = {"prompt": "a"}
         stay = [{"prompt": "a", "n": 2}, {"prompt": ["a", "b"]}]

@@ -1,7 +1,6 @@
 """The sampler draws from the right distribution, over the right set, whatever its neighbours."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def allowed(logits: list[float], params: SamplingParams) -> set[int]:
     return {i for i, w in weights.items() if w >= params.min_p * max(weights.values())}
 
 
-def test_greedy_takes_the_largest_and_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, -1.0, 5.0, 5.0]])
     assert draw(logits, [SamplingParams(temperature=0)] * 2, [0, 0]) == [1, 0]
 
@@ -64,7 +63,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals() -> None:
         SamplingParams(seed=6, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, choice_index=3),
     ],
 )
-def test_draws_follow_the_softmax_over_the_allowed_set(params: SamplingParams) -> None:
+def test_draws_follow_the_softmax_over_the_allowed_set(params):
     """Property: chi-square of 40,000 draws; tokens outside the set never come."""
     logits = make_logits(9)
     counts = draw_many(logits, params, 40_000)
@@ -73,7 +72,7 @@ def test_draws_follow_the_softmax_over_the_allowed_set(params: SamplingParams) -
     assert_follows(counts[members], (logits[0, members].double() / params.temperature).softmax(-1))
 
 
-def test_seeds_draw_independently() -> None:
+def test_seeds_draw_independently():
     logits, num = make_logits(1), 20_000
     params = [SamplingParams(seed=seed) for seed in range(num)]
     batch = SamplingBatch.from_params(params, [7] * num)
@@ -102,9 +101,7 @@ sampling = st.builds(
 
 @settings(max_examples=60)
 @given(st.lists(sampling, min_size=1, max_size=6), st.integers(0, 1000), st.data())
-def test_a_row_does_not_depend_on_its_neighbours(
-    params: list[SamplingParams], logits_seed: int, data: st.DataObject
-) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(params, logits_seed, data):
     """Property: alone, in a batch, and in a batch of another order, the same token."""
     logits = make_logits(logits_seed, len(params), vocab=400)
     positions = [i * 13 for i in range(len(params))]
@@ -118,9 +115,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
 
 @settings(max_examples=60)
 @given(sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans())
-def test_a_drawn_token_is_in_the_allowed_set(
-    params: SamplingParams, logits_seed: int, is_coarse: bool
-) -> None:
+def test_a_drawn_token_is_in_the_allowed_set(params, logits_seed, is_coarse):
     """Property: over many positions, also where many logits are equal as bfloat16 leaves them."""
     logits = make_logits(logits_seed, vocab=300)
     logits = logits.round() if is_coarse else logits
@@ -144,14 +139,14 @@ def test_a_drawn_token_is_in_the_allowed_set(
         ({"top_k": 100}, {0, 1, 2, 3, 4}),
     ],
 )
-def test_allowed_sets_by_hand(limits: dict[str, float], expected: set[int]) -> None:
+def test_allowed_sets_by_hand(limits, expected):
     logits = torch.tensor([[0.125, 0.3, 0.05, 0.4, 0.125]]).log()
     params = SamplingParams(seed=11, **limits)  # type: ignore[arg-type]
     counts = draw_many(logits, params, 2000)
     assert set(counts.nonzero().flatten().tolist()) == expected
 
 
-def test_a_nucleus_wider_than_the_first_candidates() -> None:
+def test_a_nucleus_wider_than_the_first_candidates():
     logits = torch.zeros(1, 5000)
     logits[0, 4000:] = -30.0
     counts = draw_many(logits, SamplingParams(seed=1, top_p=0.9), 400)
@@ -159,27 +154,27 @@ def test_a_nucleus_wider_than_the_first_candidates() -> None:
     assert int((counts > 0).sum()) > 300
 
 
-def test_positions_and_choices_differ_and_repeats_do_not() -> None:
+def test_positions_and_choices_differ_and_repeats_do_not():
     one, other = SamplingParams(seed=5), SamplingParams(seed=5, choice_index=1)
     first, again, *rest = draw(torch.zeros(4, 1000), [one, one, one, other], [3, 3, 4, 3])
     assert first == again and first not in rest
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
+def test_a_tiny_temperature_is_greedy():
     logits = make_logits(3, rows=4) * 100
     drawn = draw(logits, [SamplingParams(temperature=1e-30)] * 4, [0] * 4)
     assert drawn == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("num", "shape"), [(None, None), (0, (1, 0)), (2, (1, 2))])
-def test_logprobs_are_as_many_as_some_row_wants(num: int | None, shape: Any) -> None:
+def test_logprobs_are_as_many_as_some_row_wants(num, shape):
     batch = SamplingBatch.from_params([SamplingParams(num_logprobs=num)], [0])
     found = sample(make_logits(0), batch).logprobs
     assert (found and found.top_ids.shape) == shape
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
-def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
+def test_logits_that_are_not_numbers(limits):
     nan, inf = math.nan, math.inf
     logits = torch.tensor(
         [
@@ -198,7 +193,7 @@ def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
     torch.testing.assert_close(logits, untouched, equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_bad_neighbour_changes_nothing() -> None:
+def test_a_bad_neighbour_changes_nothing():
     logits = make_logits(5, rows=2)
     params = [SamplingParams(seed=1, top_p=0.7), SamplingParams(seed=2)]
     good = draw(logits, params, [4, 4])
@@ -206,7 +201,7 @@ def test_a_bad_neighbour_changes_nothing() -> None:
     assert draw(logits, params, [4, 4])[1] == good[1]
 
 
-def test_a_batch_without_rows() -> None:
+def test_a_batch_without_rows():
     batch = SamplingBatch.from_params([], [])
     assert sample(torch.zeros(0, VOCAB), batch).token_ids.tolist() == []
 
@@ -226,7 +221,7 @@ class _Model:
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top: int) -> None:
+def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top):
     hidden = torch.randn(400, 2000, generator=torch.Generator().manual_seed(0))
     wanted = [
         ScoredRows(5, list(range(150)), num_top),
@@ -248,7 +243,7 @@ def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top: int) -> 
         )
 
 
-def test_logits_that_are_no_numbers_score_as_impossible() -> None:
+def test_logits_that_are_no_numbers_score_as_impossible():
     hidden = torch.tensor([[float("nan"), 0.0], [0.0, 0.0]])
     ((first, second),) = score(_Model(), hidden, [ScoredRows(0, [1, 1], 0)]).result()  # type: ignore[arg-type]
     assert first.logprob == float("-inf")

@@ -53,7 +53,7 @@ raise SystemExit(
 """
 
 
-def test_a_server_told_to_end_does_not_wait_for_its_model() -> None:
+def test_a_server_told_to_end_does_not_wait_for_its_model():
     done = subprocess.run(
         [sys.executable, "-c", _RESOLVING_FOR_EVER],
         capture_output=True,
@@ -96,7 +96,7 @@ async def _serve(
     return await server._serve(listener, engine, app, READY.side_channel_port)  # type: ignore[arg-type]
 
 
-async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokenizer) -> None:
+async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
         server.stop.set_result(None)
@@ -104,9 +104,7 @@ async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer: Tokeniz
         assert server.failure.done()
 
 
-async def test_a_registered_server_says_that_it_leaves_before_it_refuses(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_a_registered_server_says_that_it_leaves_before_it_refuses(tokenizer):
     heard: list[tuple[bool, int]] = []
 
     async def takes(call: Call) -> None:
@@ -126,9 +124,7 @@ async def test_a_registered_server_says_that_it_leaves_before_it_refuses(
     assert heard == [(False, 200), (True, 200)]
 
 
-async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(tokenizer):
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
         server.stop.set_result(None)
@@ -140,9 +136,7 @@ async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(
         assert await serving == 0
 
 
-async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(tokenizer, caplog):
     engine = _EndingEngine()
     async with _made(engine, shutdown_grace_s=1.0) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
@@ -159,9 +153,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
     assert "Traceback" not in caplog.text
 
 
-async def test_an_engine_that_failed_and_does_not_end_is_given_up(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_failed_and_does_not_end_is_given_up(tokenizer, monkeypatch):
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
@@ -188,9 +180,7 @@ class _Watched(_EndingEngine):
     ("silences", "told"),
     [("sss.sss.sss.", "it was looked at to the end"), ("sss.ssss....", "said nothing for 0.01 s")],
 )
-async def test_only_silence_without_a_break_is_a_hang(
-    silences: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatch):
     monkeypatch.setattr("engine.serve._ENDING_S", 0.0)
     engine = _Watched(silences)
     async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four looks
@@ -198,7 +188,7 @@ async def test_only_silence_without_a_break_is_a_hang(
         assert told in await server.failure
 
 
-def test_gpus_are_not_named_to_a_server_on_the_cpu() -> None:
+def test_gpus_are_not_named_to_a_server_on_the_cpu():
     with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")
 
@@ -216,8 +206,8 @@ class _Started(Exception):
     ],
 )
 async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
-    monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, refusal: type[Exception]
-) -> None:
+    monkeypatch, device, has_gpu, refusal
+):
     def start(config: EngineConfig) -> None:
         raise _Started
 
@@ -231,9 +221,7 @@ async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize("wrong", ["tokenizer", "port"])
-async def test_what_is_wrong_is_told_before_weights_are_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
-) -> None:
+async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_path, wrong):
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         options: dict[str, Any] = {"model": str(ensure_model("gqa")), "device": "cpu"}
@@ -250,7 +238,7 @@ async def test_what_is_wrong_is_told_before_weights_are_there(
                 await server._start_and_serve(listener)
 
 
-async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) -> None:
+async def test_open_requests_are_told_why_the_engine_died(tokenizer):
     engine = _EndingEngine(hang)
     async with _made(engine) as (server, listener):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -268,7 +256,7 @@ async def test_open_requests_are_told_why_the_engine_died(tokenizer: Tokenizer) 
     assert "killed by SIGKILL" in answer.json()["error"]["message"]
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
     error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "config.json"))
     assert _told(error) == f"{tmp_path}/config.json: Permission denied"
     assert _told(ValueError("no such model")) == "no such model"
@@ -283,14 +271,14 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
         ("bfloat16", "cpu", "float32"),
     ],
 )
-def test_the_dtype_that_auto_means(saved: str, device: str, chosen: str) -> None:
+def test_the_dtype_that_auto_means(saved, device, chosen):
     folder = ensure_model("gqa")
     model = dataclasses.replace(load_config(folder), dtype=saved)
     settings = PrefillSettings(_cli_parse_args=[], device=device)
     assert engine_config(settings, b"", folder, model, str).dtype == chosen
 
 
-def test_every_start_has_ids_of_its_own() -> None:
+def test_every_start_has_ids_of_its_own():
     folder = ensure_model("gqa")
     settings = PrefillSettings(_cli_parse_args=[], device="cpu")
     made = [engine_config(settings, b"", folder, load_config(folder), str) for _ in range(9)]

@@ -99,9 +99,7 @@ _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
         st.tuples(st.sets(st.integers(0, 11), min_size=1), st.integers(0, 23)), max_size=14
     ),
 )
-def test_any_mixture_over_any_steps_is_shaped_as_defined(
-    specs: list[tuple[list[int], dict[str, Any]]], rounds: list[tuple[set[int], int]]
-) -> None:
+def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
     bench = Bench()
     sequences = [_sequence(prompt, [3, 4], **params) for prompt, params in specs]
     for members, event in rounds:
@@ -114,7 +112,7 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(
             bench.step(chosen)
 
 
-def test_rows_that_need_nothing_are_left_alone_and_cost_nothing() -> None:
+def test_rows_that_need_nothing_are_left_alone_and_cost_nothing():
     bench = Bench()
     plain, ends = _sequence([1, 2]), _sequence([3], stop=[5], min_tokens=2)
     assert bench.shaping([plain]) is None
@@ -124,7 +122,7 @@ def test_rows_that_need_nothing_are_left_alone_and_cost_nothing() -> None:
     assert len(bench.shaper.seen) == 0, "no penalties, no table"
 
 
-def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere() -> None:
+def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere():
     book = ShapeBook()
     sequence = _sequence([7, 8], presence_penalty=1.0, logit_bias={1: 2.0})
     sequence.token_ids.append(9)
@@ -136,7 +134,7 @@ def test_a_prompt_travels_once_with_the_tokens_that_were_drawn_elsewhere() -> No
     assert again is not None and again.setups == [] and again.rows == first.rows
 
 
-def test_state_rows_are_taken_back_from_what_no_longer_runs() -> None:
+def test_state_rows_are_taken_back_from_what_no_longer_runs():
     book = ShapeBook()
     sequences = [_sequence([at], presence_penalty=1.0) for at in range(3)]
     plan = book.plan(sequences, [1, 1, 1])
@@ -156,7 +154,7 @@ def _mask(*rows: list[int]) -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.1}])
-def test_only_allowed_tokens_are_drawn(temperature: float, limits: dict[str, float]) -> None:
+def test_only_allowed_tokens_are_drawn(temperature, limits):
     allowed = [[0, 31, 32, 69], [5], list(range(VOCAB))]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[1] = -math.inf  # where the model is sure of something else
@@ -169,7 +167,7 @@ def test_only_allowed_tokens_are_drawn(temperature: float, limits: dict[str, flo
         assert all(token in row for token, row in zip(drawn, allowed, strict=True))
 
 
-def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else() -> None:
+def test_a_ban_gives_way_to_a_grammar_that_allows_nothing_else():
     sequence = _sequence([1], stop=[2], min_tokens=5)
     plan = ShapeBook().plan([sequence], [1])
     batch = SamplingBatch.from_params([SamplingParams(seed=3)], [1])

@@ -15,7 +15,6 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from engine.text.tokenizer import Tokenizer
 from protocol.http.tls import Certificate, trusted
 from protocol.settings.options import AccessOptions
 from protocol.settings.settings import ProxySettings
@@ -72,9 +71,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     return [made(folder, name) for name in ("server", "proxy")]
 
 
-async def test_keys_and_tls_from_the_client_to_the_server(
-    tokenizer: Tokenizer, pairs: list[tuple[str, str]]
-) -> None:
+async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
     of_server, of_proxy = pairs
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, role="decode", **tls(of_server), **keys) as server:
@@ -144,9 +141,7 @@ BAD: tuple[Any, ...] = (
         ({"tls_ca": None}, "certificate verify failed"),
     ],
 )
-async def test_a_proxy_that_its_server_does_not_trust_says_why(
-    options: dict[str, Any], told: str, tokenizer: Tokenizer, pairs: list[tuple[str, str]]
-) -> None:
+async def test_a_proxy_that_its_server_does_not_trust_says_why(options, told, tokenizer, pairs):
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
         url = str(server.http.base_url).rstrip("/")
@@ -157,9 +152,7 @@ async def test_a_proxy_that_its_server_does_not_trust_says_why(
             assert not health().ready
 
 
-async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(tokenizer):
     async with serving(tokenizer, role="decode", api_key=(SecretStr(CLIENT),)) as server:
         async with proxying(str(server.http.base_url).rstrip("/")) as (app, front):
             async with httpx.AsyncClient(base_url=front, trust_env=False) as client:
@@ -170,9 +163,7 @@ async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(
                     assert answer.status_code == status
 
 
-async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, caplog):
     cert, key = made(tmp_path, "old")
     certificate = Certificate(AccessOptions(**tls((cert, key))))
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
@@ -205,7 +196,7 @@ async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(
     server.close()
 
 
-def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path: Path) -> None:
+def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path):
     (cert, key), (other, _) = made(tmp_path, "one"), made(tmp_path, "two")
     locked = made(tmp_path, "locked", "-passout", "pass:secret")
     (tmp_path / "text").write_text("no certificate")

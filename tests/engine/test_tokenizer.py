@@ -141,12 +141,12 @@ def assert_equal_to_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_equals_transformers(folders: dict[str, Path], name: str) -> None:
+def test_it_equals_transformers(folders, name):
     assert_equal_to_transformers(folders[name])
 
 
 @pytest.mark.parametrize("folder", shared_models(), ids=lambda folder: folder.name)
-def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
+def test_it_equals_transformers_on_shared_models(folder):
     assert_equal_to_transformers(folder)
 
 
@@ -155,9 +155,7 @@ def test_it_equals_transformers_on_shared_models(folder: Path) -> None:
     "unit",
     ["the cat sat, ", " ", "hello", "0", "<|end|>", "<extra>", "e\u0301", "你", "🙂", "\r\n"],
 )
-def test_no_text_has_fewer_tokens_than_its_bound(
-    folders: dict[str, Path], name: str, unit: str
-) -> None:
+def test_no_text_has_fewer_tokens_than_its_bound(folders, name, unit):
     tokenizer = Tokenizer(folders[name])
     text = unit * (100_000 // len(unit))
     count = len(tokenizer.encode(text))
@@ -167,7 +165,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_many_ids_are_decoded_like_few(folders: dict[str, Path], name: str) -> None:
+def test_many_ids_are_decoded_like_few(folders, name):
     tokenizer = Tokenizer(folders[name])
     few = tokenizer.encode("Hello, wörld! ")
     text = tokenizer.decode_all(few * 3)
@@ -176,7 +174,7 @@ def test_many_ids_are_decoded_like_few(folders: dict[str, Path], name: str) -> N
     assert tokenizer.decode_all(many).startswith(text)
 
 
-def test_the_byte_table_says_what_decode_says(folders: dict[str, Path]) -> None:
+def test_the_byte_table_says_what_decode_says(folders):
     tokenizer = Tokenizer(folders["byte-level"])
     assert tokenizer.token_bytes is not None
     for token_id in range(tokenizer.vocab_size):
@@ -193,16 +191,14 @@ def test_the_byte_table_says_what_decode_says(folders: dict[str, Path]) -> None:
         ("sentencepiece-like", "the cat</s>", " the cat</s>"),  # with its leading space
     ],
 )
-def test_a_token_is_shown_by_its_text(
-    folders: dict[str, Path], kind: str, text: str, shown: str
-) -> None:
+def test_a_token_is_shown_by_its_text(folders, kind, text, shown):
     tokenizer = Tokenizer(folders[kind])
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(tokenizer.token_text(i).text for i in ids) == shown
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
-def test_a_part_of_a_character_is_shown_by_its_bytes(folders: dict[str, Path], kind: str) -> None:
+def test_a_part_of_a_character_is_shown_by_its_bytes(folders, kind):
     tokenizer = Tokenizer(folders[kind])
     shown = [tokenizer.token_text(i) for i in tokenizer.encode("€", add_special_tokens=False)]
     raw = b"".join(token.raw for token in shown)
@@ -223,9 +219,7 @@ def test_a_part_of_a_character_is_shown_by_its_bytes(folders: dict[str, Path], k
         (None, None, None),
     ],
 )
-def test_eos_comes_from_the_most_specific_file(
-    tmp_path: Path, generation: Any, config: Any, expected: Any
-) -> None:
+def test_eos_comes_from_the_most_specific_file(tmp_path, generation, config, expected):
     write_byte_level(tmp_path)
     for name, content in (("generation_config", generation), ("config", config)):
         if content is not None:
@@ -234,7 +228,7 @@ def test_eos_comes_from_the_most_specific_file(
     assert tokenizer.eos_ids == (expected or tuple(tokenizer.encode("<|end|>")))
 
 
-def test_another_chat_template_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+def test_another_chat_template_takes_the_place_of_the_models_own(tmp_path):
     write_byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("own")
     other = tmp_path / "other"
@@ -275,9 +269,7 @@ _CONFIG = "tokenizer_config.json"
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
     ],
 )  # fmt: skip
-def test_what_is_missing_or_broken_is_named(
-    tmp_path: Path, name: str, content: Any, error: type[Exception], told: str
-) -> None:
+def test_what_is_missing_or_broken_is_named(tmp_path, name, content, error, told):
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     if content is None:
@@ -289,7 +281,7 @@ def test_what_is_missing_or_broken_is_named(
         Tokenizer(tmp_path)
 
 
-def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path: Path) -> None:
+def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path):
     write_byte_level(tmp_path)
     inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.enable_truncation(4)
@@ -315,9 +307,7 @@ def render(source: str, *messages: dict[str, Any]) -> str:
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
     ],
 )
-def test_a_template_refuses_in_words_for_the_client(
-    tmp_path: Path, template: Any, told: str | None
-) -> None:
+def test_a_template_refuses_in_words_for_the_client(tmp_path, template, told):
     write_byte_level(tmp_path)
     (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
     messages, tokenizer = [{"role": "user", "content": "Hi"}], Tokenizer(tmp_path)
@@ -330,9 +320,7 @@ def test_a_template_refuses_in_words_for_the_client(
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])
 @pytest.mark.parametrize("strips", [False, True])
-def test_a_message_is_continued_as_transformers_does(
-    tmp_path: Path, content: str, strips: bool
-) -> None:
+def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
     write_byte_level(tmp_path)
     path = tmp_path / "chat_template.jinja"
     shown = "m.content | trim" if strips else "m.content"
@@ -362,18 +350,18 @@ def test_a_message_is_continued_as_transformers_does(
         "{{ nothing.at.all }}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox_nor_crash_the_server(source: str) -> None:
+def test_a_template_cannot_leave_its_sandbox_nor_crash_the_server(source):
     with pytest.raises(InvalidRequest, match="chat template"):
         render(source, {"role": "user", "content": ""})
 
 
-def test_developer_is_system_for_a_template_that_does_not_know_it() -> None:
+def test_developer_is_system_for_a_template_that_does_not_know_it():
     message = {"role": "developer", "content": ""}
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{# developer #}{{ messages[0].role }}", message) == "developer"
     assert message["role"] == "developer"
 
 
-def test_loop_controls_work_as_in_transformers() -> None:
+def test_loop_controls_work_as_in_transformers():
     source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}"
     assert render(source, *[{"role": "user", "content": ""}] * 3) == "x"

@@ -166,9 +166,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
-def test_an_answer_is_read_the_same_however_it_is_cut(
-    kind: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_an_answer_is_read_the_same_however_it_is_cut(kind, text, content, calls):
     rng = random.Random(len(text))
     cuts = [[text], list(text)]
     cuts += [[text[:at], text[at:]] for at in range(len(text))]
@@ -181,7 +179,7 @@ def test_an_answer_is_read_the_same_however_it_is_cut(
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3_json", "required"])
 @pytest.mark.parametrize("nested", ['{"name": "add", "arguments": %s}', '{"name": %s}', "{%s: 1}"])
-def test_brackets_nested_without_end_are_text_like_any_other(kind: str, nested: str) -> None:
+def test_brackets_nested_without_end_are_text_like_any_other(kind, nested):
     deep = "[" * 20_000 + "]" * 20_000
     text = nested % deep
     begin = "<tool_call>" if kind == "hermes" else ""
@@ -202,9 +200,7 @@ def test_brackets_nested_without_end_are_text_like_any_other(kind: str, nested: 
         ("llama3_json", '{"name": "add", "parameters": {"s": "', '"}}', 100_009),
     ],
 )  # fmt: skip
-def test_a_long_argument_in_single_characters_is_looked_at_once(
-    kind: str, begin: str, end: str, size: int
-) -> None:
+def test_a_long_argument_in_single_characters_is_looked_at_once(kind, begin, end, size):
     """In a second; looked at again with each character it would be hours."""
     content, ((name, arguments),) = read(new(kind), [begin, *("x" * 100_000), end])
     assert (content, name, len(arguments)) == ("", "add", size)
@@ -221,7 +217,7 @@ def test_a_long_argument_in_single_characters_is_looked_at_once(
         ("pythonic", "[add()]"),
     ],
 )
-def test_blanks_without_end_are_looked_at_once(kind: str, begin: str) -> None:
+def test_blanks_without_end_are_looked_at_once(kind, begin):
     """As many as here would take half an hour if each were looked at again with the next."""
     parser = new(kind)
     parser.feed(begin)
@@ -229,7 +225,7 @@ def test_blanks_without_end_are_looked_at_once(kind: str, begin: str) -> None:
     assert not any(parsed.content or parsed.calls for parsed in given)
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_come_as_they_are_written():
     """The name first, then pieces of the arguments, not all at the end."""
     parser = new("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
@@ -254,14 +250,12 @@ def test_arguments_come_as_they_are_written() -> None:
         ("hermes", "{{ tools }} <|python_tag|>", "hermes"),
     ],
 )
-def test_the_syntax_is_the_option_s_or_the_template_s(
-    option: str, template: str | None, syntax: str
-) -> None:
+def test_the_syntax_is_the_option_s_or_the_template_s(option, template, syntax):
     assert tool_syntax(option, ChatTemplate(template) if template else None) == syntax
 
 
 @pytest.mark.parametrize("schema", [{"anyOf": 5}, {"oneOf": "x"}, {"type": 5}, {"anyOf": [5]}, 5])
-def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema: object) -> None:
+def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema):
     function = {"name": "add", "parameters": {"properties": {"a": schema}}}
     tools = Tools(({"type": "function", "function": function},), "auto")
     parser = create_tool_parser(tools, "qwen3_coder")
@@ -270,6 +264,6 @@ def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema: object) -> No
     assert read(parser, [call]) == ("", [("add", '{"a": [1]}')])
 
 
-def test_without_tools_there_are_no_calls() -> None:
+def test_without_tools_there_are_no_calls():
     assert create_tool_parser(Tools()) is None
     assert create_tool_parser(Tools(TOOLS, "none")) is None

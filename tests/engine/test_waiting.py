@@ -26,9 +26,7 @@ def waits(tokens: int, priority: int = 0) -> Sequence:
         ([8192, *[1] * 70], [*range(1, MAX_OVERTAKEN + 1), 0, *range(65, 71)]),
     ],
 )
-def test_much_shorter_prompts_go_first_for_as_long_as_they_would_have_waited(
-    lengths: list[int], order: list[int]
-) -> None:
+def test_much_shorter_prompts_go_first_for_as_long_as_they_would_have_waited(lengths, order):
     waiting, sequences = deque[Sequence](), [waits(length) for length in lengths]
     for sequence in sequences:
         enqueue(waiting, sequence)
@@ -39,9 +37,7 @@ lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_TOKENS, 4096, 8192])
 
 
 @given(st.lists(st.tuples(lengths, st.sampled_from([0, 0, 0, 1]), st.booleans()), max_size=60))
-def test_nobody_waits_for_more_than_its_own_length_of_others_that_came_later(
-    asked: list[tuple[int, int, bool]],
-) -> None:
+def test_nobody_waits_for_more_than_its_own_length_of_others_that_came_later(asked):
     waiting, passed = deque[Sequence](), dict[int, list[Sequence]]()
     for tokens, priority, is_served in asked:
         new, before = waits(tokens, priority), list(waiting)
@@ -56,7 +52,7 @@ def test_nobody_waits_for_more_than_its_own_length_of_others_that_came_later(
             passed.pop(id(waiting.popleft()), None)
 
 
-def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way() -> None:
+def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():
     core, _, out = make_core(num_blocks=1200, max_num_batched_tokens=512, max_model_len=4096)
     core.round([add("long", range(1, 3001), 1)])
     core.finish_steps(0)

@@ -21,12 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LOGS = ROOT / "build" / "gpu-tests"
 TIMEOUT_S = float(os.environ.get("BATON_TEST_GPU_TIMEOUT_S", "300"))
-SHARDS = {
-    "test_pulls": 7,
-    "test_runner": 4,
-    "test_flashinfer": 6,
-    "test_nothing_late": 9,
-}
+SHARDS = {"test_pulls": 7, "test_runner": 4, "test_flashinfer": 6, "test_nothing_late": 9}
 _FAILURES = re.compile(r"^(FAILED|ERROR|E   ).*", re.MULTILINE)
 
 

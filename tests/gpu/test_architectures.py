@@ -1,7 +1,6 @@
 """Every architecture on a GPU in bfloat16: graphs compute what eager steps do, and these what
 transformers computes in float32. Weights are random, heads those that the kernels have."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ ALIKE = 0.995  # cosine, the median: where two experts are as good, rounding may
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
-def test_graphs_equal_eager_steps_and_these_transformers(name: str, tmp_path: Path) -> None:
+def test_graphs_equal_eager_steps_and_these_transformers(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].proof]
     shape = LATENTS if ARCHITECTURES[name].mla else HEADS
     reference = make(architecture, tmp_path, **{**options, **SIZES, **shape})

@@ -20,12 +20,12 @@ def bench_of(name: str) -> Bench:
 
 
 @pytest.mark.parametrize("name", _GROUPS)
-def test_shared_tokens_attend_like_whole_sequences(name: str) -> None:
+def test_shared_tokens_attend_like_whole_sequences(name):
     check_growing_sequences(bench_of(name))
 
 
 @pytest.mark.parametrize("name", _GROUPS)
-def test_captured_decode_steps_do_too(name: str) -> None:
+def test_captured_decode_steps_do_too(name):
     bench = bench_of(name)
     for part in bench.parts:
         part.reserve_captured(8, 4)

@@ -2,7 +2,6 @@
 
 import importlib.util
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.transfer.worker.peer import MappedPath
 from kvcache.verify.digest import Digester
-from kvcache.verify.scope import Scope
 from protocol.errors import KVCorrupt
 from tests.kvcache.test_digest import part_of, scoped
-from tests.rigs.geometry import Case
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import Decode, Prefill
 
@@ -28,9 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
 @given(scoped(), st.sampled_from([1, 8, 64, 192]), st.integers(1, 100_000))
-def test_the_kernel_computes_what_torch_computes(
-    scoped: tuple[Case, Scope], widen: int, piece_bytes: int
-) -> None:
+def test_the_kernel_computes_what_torch_computes(scoped, widen, piece_bytes):
     case, scope = scoped
     case = replace(case, head_dim=case.head_dim * widen)
     for end in case.endpoints(case.d):
@@ -61,9 +56,7 @@ class Spoiling(CudaPlacer):
     ],
 )
 @pytest.mark.parametrize("make", [CudaPlacer, Spoiling])
-def test_pulls_between_pools_of_a_gpu_are_verified(
-    made: list[Any], p: dict[str, Any], d: dict[str, Any], make: type[CudaPlacer]
-) -> None:
+def test_pulls_between_pools_of_a_gpu_are_verified(made, p, d, make):
     prefill = Prefill(MemoryAgent, device="cuda:0", digests=True, **p)
     made.append(prefill)
     path = lambda pool: MappedPath(make(pool), required=True)  # noqa: E731

@@ -68,9 +68,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_mixed_steps_equal_the_reference(
-    name: str, prefill: str, request: pytest.FixtureRequest
-) -> None:
+def test_mixed_steps_equal_the_reference(name, prefill, request):
     shape, options = SHAPES[name], {}
     if not shape.rope_dim:
         options = {"prefill": prefill}
@@ -95,8 +93,8 @@ def test_mixed_steps_equal_the_reference(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
 def test_long_new_prompts_read_the_keys_and_values_of_the_step(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num_q_heads, num_kv_heads, head_dim, monkeypatch
+):
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
     shape = gpu_shape(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300
@@ -128,7 +126,7 @@ def new_prompts(backend: AttentionBackend) -> list[int]:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 512)
     shape = gpu_shape(num_blocks=300)
     seqs = make_sequences(shape, [600, 530, 700])
@@ -145,7 +143,7 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch: pytest.Mon
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_blocks_beyond_32_bits_of_elements() -> None:
+def test_blocks_beyond_32_bits_of_elements():
     """A pool of 2**32 + elements: block strides must not overflow."""
     shape = gpu_shape(num_kv_heads=8, num_blocks=140_000, block_size=64)
     pool = make_pool(shape)
@@ -164,7 +162,7 @@ both_pools = pytest.mark.parametrize(
 
 
 @both_pools
-def test_a_captured_step_serves_later_batches_of_its_size(of_pool: dict[str, object]) -> None:
+def test_a_captured_step_serves_later_batches_of_its_size(of_pool):
     shape = gpu_shape(**of_pool)
     lens = [90, 33, 300, 5, 64]
     seqs = make_sequences(shape, lens)
@@ -180,7 +178,7 @@ def test_a_captured_step_serves_later_batches_of_its_size(of_pool: dict[str, obj
 
 
 @pytest.mark.parametrize("num_seqs", [17, 18, 40])
-def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs: int) -> None:
+def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs):
     shape = gpu_shape(block_size=16, num_q_heads=16, num_kv_heads=8, num_blocks=300)
     lens = [9 + seq % 40 for seq in range(num_seqs)]
     lens[0], lens[num_seqs // 2], lens[-1] = 900, 700, 1000
@@ -242,8 +240,8 @@ def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> At
 @pytest.mark.parametrize("num_kv_heads", [8, 32])
 @pytest.mark.parametrize("missing_bytes", [0, 16])
 def test_the_workspace_is_just_as_large_as_captured_steps_need(
-    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, missing_bytes: int
-) -> None:
+    monkeypatch, num_kv_heads, missing_bytes
+):
     def smaller(*args: object) -> Workspace:
         found = workspace_of(*args)
         return replace(found, floats=found.floats - missing_bytes)
@@ -268,9 +266,7 @@ def test_the_workspace_is_just_as_large_as_captured_steps_need(
 @pytest.mark.parametrize("num_tokens", [100, 1000, 8000])
 @pytest.mark.parametrize("num_cached", [0, 5000])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
-def test_the_workspace_is_what_prompts_need_or_more(
-    num_kv_heads: int, num_cached: int, num_tokens: int
-) -> None:
+def test_the_workspace_is_what_prompts_need_or_more(num_kv_heads, num_cached, num_tokens):
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192, False))
     num_blocks = -(-(num_tokens + num_cached) // 64)
@@ -297,13 +293,13 @@ def test_the_workspace_is_what_prompts_need_or_more(
         (latents(kv_dtype=FP8), r"latents of float8_e4m3fn.*--attention-backend torch"),
     ],
 )
-def test_what_the_kernels_lack_is_refused(shape: Shape, message: str) -> None:
+def test_what_the_kernels_lack_is_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         make(shape)
 
 
 @both_pools
-def test_a_long_new_prompt_reads_what_is_stored_of_it(of_pool: dict[str, object]) -> None:
+def test_a_long_new_prompt_reads_what_is_stored_of_it(of_pool):
     """By other kernels than one with context, and yet the same numbers, stored as torch does."""
     shape = gpu_shape(order="LBCNHD", num_blocks=300, **of_pool)
     seqs = make_sequences(shape, [800, 40, 600])

@@ -24,14 +24,14 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 256, 700])
 @pytest.mark.parametrize("width", [96, 1024, 14336])
-def test_silu_and_mul(rows: int, width: int) -> None:
+def test_silu_and_mul(rows, width):
     gate_up = torch.randn(rows, 2 * width, **BF16)
     gate, up = gate_up.float().split(width, dim=1)
     assert_close(fused_ops.kernels().silu_and_mul(gate_up), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_rms_norm_of_rows_and_of_heads(rows: int) -> None:
+def test_rms_norm_of_rows_and_of_heads(rows):
     weight = torch.randn(128, **BF16)
     wide = torch.randn(rows, 3 * 128, **BF16)
     for x in (wide[:, 128:256], wide.view(rows, 3, 128)[:, :2]):
@@ -44,7 +44,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position": 8192}
 
 @pytest.mark.parametrize("scaling", [{}, _LLAMA3])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rotation_in_place_is_that_of_the_cpu(dim: int, scaling: dict[str, object]) -> None:
+def test_rotation_in_place_is_that_of_the_cpu(dim, scaling):
     config = RopeConfig(dim=dim, theta=500000.0, **scaling)
     positions = torch.tensor([0, 1, 77, 4095, 100_000])
     qkv = torch.randn(5, 6 * dim)
@@ -60,7 +60,7 @@ def test_rotation_in_place_is_that_of_the_cpu(dim: int, scaling: dict[str, objec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> None:
+def test_the_first_largest_logit_whatever_the_others_are(dtype):
     logits = torch.randn(5, 30_001, device="cuda").to(dtype)
     logits[0, [20_000, 11, 30_000]] = 9.0
     logits[1, 7], logits[1, [300, 29_000]] = float("nan"), float("inf")
@@ -70,7 +70,7 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype: torch.dtype) -> 
     assert token_kernels.first_largest(logits).tolist() == expected
 
 
-def test_tokens_that_the_device_knows_are_filled_in() -> None:
+def test_tokens_that_the_device_knows_are_filled_in():
     drawn = torch.arange(100, 700, device="cuda")
     token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
     filled = token_kernels.fill_in(token_ids, drawn)
@@ -78,7 +78,7 @@ def test_tokens_that_the_device_knows_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
-def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None:
+def test_products_of_one_row_follow_each_other(num_out, width):
     """Each begins before the one before it has ended, and must yet see what that one wrote."""
     product = fused_ops.kernels().one_row
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
@@ -101,9 +101,7 @@ def test_products_of_one_row_follow_each_other(num_out: int, width: int) -> None
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD"])
 @pytest.mark.parametrize(("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 128)])
 @pytest.mark.parametrize("also_k", [False, True])
-def test_rotating_and_storing_in_one_kernel(
-    num_q: int, num_kv: int, dim: int, order: str, also_k: bool
-) -> None:
+def test_rotating_and_storing_in_one_kernel(num_q, num_kv, dim, order, also_k):
     layout = KVLayout(order, 6, num_kv, 2, 2, 16, dim, "bfloat16")
     pool = KVPool(layout, device="cuda")
     pool.tensor.fill_(-9.0)
@@ -132,9 +130,7 @@ def test_rotating_and_storing_in_one_kernel(
 @pytest.mark.parametrize(
     ("rows", "num_out", "width"), [(1024, 14336, 4096), (1, 256, 64), (3001, 384, 576)]
 )
-def test_a_gated_product_of_many_rows(
-    rows: int, num_out: int, width: int, dtype: torch.dtype
-) -> None:
+def test_a_gated_product_of_many_rows(rows, num_out, width, dtype):
     weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
     x = torch.randn(rows, width, device="cuda").to(dtype)
     assert fused_ops.kernels().gated_rows_work(weight)
@@ -147,13 +143,13 @@ def test_a_gated_product_of_many_rows(
     assert torch.equal(x, x_before) and torch.equal(weight, weight_before)
 
 
-def test_a_gated_product_refuses_what_its_tiles_do_not_fit() -> None:
+def test_a_gated_product_refuses_what_its_tiles_do_not_fit():
     assert not fused_ops.kernels().gated_rows_work(torch.randn(2 * 100, 128, **BF16))
     assert not fused_ops.kernels().gated_rows_work(torch.randn(256, 96, **BF16))
     assert not fused_ops.kernels().gated_rows_work(torch.randn(64, 512, **BF16).t())
 
 
-def test_a_feed_forward_of_many_rows_is_that_of_few() -> None:
+def test_a_feed_forward_of_many_rows_is_that_of_few():
     """Rows of a long step, by one kernel, and of a short one, by two."""
     columns = Columns([Linear(torch.randn(512, 256, **BF16) / 16) for _ in range(2)])
     x = torch.randn(1030, 256, **BF16)

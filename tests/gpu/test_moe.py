@@ -31,9 +31,7 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000])
 @pytest.mark.parametrize("own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str)
 @torch.inference_mode()
-def test_experts_in_a_graph_sum_what_the_cpu_sums(
-    own: range, dtype: torch.dtype, num_tokens: int
-) -> None:
+def test_experts_in_a_graph_sum_what_the_cpu_sums(own, dtype, num_tokens):
     """Those of one rank, of which the last two get nothing at all."""
     torch.manual_seed(num_tokens)
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)
@@ -72,7 +70,7 @@ def one_token_each() -> StepInput:
 
 
 @torch.inference_mode()
-def test_a_step_of_many_sequences_runs_in_a_graph_like_eagerly() -> None:
+def test_a_step_of_many_sequences_runs_in_a_graph_like_eagerly():
     logits = []
     for enforce_eager in (False, True):
         options = {"max_num_seqs": 256, "enforce_eager": enforce_eager}

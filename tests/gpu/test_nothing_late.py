@@ -92,10 +92,7 @@ _TWO = ("--tp", "2", "--devices", "0,1")
 
 def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     has_fewer = torch.cuda.device_count() < count
-    return (
-        pytest.mark.multi_gpu,
-        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
-    )
+    return (pytest.mark.multi_gpu, pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"))
 
 
 @pytest.mark.parametrize(
@@ -113,13 +110,7 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
         pytest.param("mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)),
     ],
 )
-def test_no_kernel_is_loaded_by_a_request(
-    kind: str,
-    of_p: tuple[str, ...],
-    of_d: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_kernel_is_loaded_by_a_request(kind, of_p, of_d, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "START_TIMEOUT_S", 500.0)  # kernels may have to be compiled
     model = _dummy(kind, tmp_path)
     p = partial(start_prefill, model, *_options(*of_p))
@@ -134,7 +125,7 @@ def test_no_kernel_is_loaded_by_a_request(
                 assert seen == late[server.name], (drive.__name__, server.name)
 
 
-def test_new_kernels_and_modules_are_seen() -> None:
+def test_new_kernels_and_modules_are_seen():
     done = subprocess.run(
         [sys.executable, "-c", _NEW_KERNELS], capture_output=True, text=True, check=False
     )

@@ -20,10 +20,7 @@ pytestmark = pytest.mark.gpu
 
 def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     has_fewer = torch.cuda.device_count() < count
-    return (
-        pytest.mark.multi_gpu,
-        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
-    )
+    return (pytest.mark.multi_gpu, pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"))
 
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
@@ -108,9 +105,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
 
 
 @pytest.mark.parametrize(("model", "p", "d"), _CELLS)
-def test_a_pair_equals_the_decode_server_alone(
-    engines: Farm, model: str, p: Geometry, d: Geometry, request: pytest.FixtureRequest
-) -> None:
+def test_a_pair_equals_the_decode_server_alone(engines, model, p, d, request):
     prefiller, decoder = engines.pair(model_dir(model), p, d)
     for length in _LENGTHS:
         prompt = make_prompt(zlib.crc32(f"{request.node.name} {length}".encode()), length)

@@ -112,8 +112,8 @@ def without_compiler(pool: KVPool) -> Placer:
     st.booleans(),
 )
 def test_the_kernel_does_what_its_arithmetic_says(
-    case: Case, d_rank: int, dtypes: Any, launch_bytes: int, widen: int, is_scaled: bool
-) -> None:
+    case, d_rank, dtypes, launch_bytes, widen, is_scaled
+):
     p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
     if is_scaled and p.dtype == "float8_e4m3fn":  # some of these products exceed what FP8 holds
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
@@ -124,9 +124,7 @@ def test_the_kernel_does_what_its_arithmetic_says(
 
 @PROPERTY
 @given(cases(), st.integers(0, 7), st.integers(1, 100_000), st.sampled_from([1, 4, 64]))
-def test_copy_engines_do_what_the_kernel_does(
-    case: Case, d_rank: int, launch_bytes: int, widen: int
-) -> None:
+def test_copy_engines_do_what_the_kernel_does(case, d_rank, launch_bytes, widen):
     d = dataclasses.replace(case.d, order=case.p.order)
     case = dataclasses.replace(case, d=d, head_dim=case.head_dim * widen)
     check(case, d_rank, by_engines, launch_bytes)
@@ -136,15 +134,13 @@ def test_copy_engines_do_what_the_kernel_does(
 @given(
     cases(), st.integers(0, 7), st.sampled_from(PAIRS), st.sampled_from([Placer, without_compiler])
 )
-def test_torch_does_what_the_kernel_does(
-    case: Case, d_rank: int, dtypes: tuple[str, str], make: Callable[[KVPool], Placer]
-) -> None:
+def test_torch_does_what_the_kernel_does(case, d_rank, dtypes, make):
     p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
     check(dataclasses.replace(case, p=p, d=d), d_rank, make)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_latent_cache_of_every_dtype(source: str, target: str) -> None:
+def test_a_latent_cache_of_every_dtype(source, target):
     p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)  # copies of one head
     d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
@@ -164,10 +160,7 @@ def decode_on(
 ) -> Decode:
     def make(pool: KVPool) -> MappedPath:
         placer = CudaPlacer(
-            pool,
-            num_programs=num_programs,
-            long_run_bytes=long_run_bytes,
-            busy=lambda: busy,
+            pool, num_programs=num_programs, long_run_bytes=long_run_bytes, busy=lambda: busy
         )
         return MappedPath(placer, required=True)
 
@@ -222,16 +215,14 @@ def assert_pulls(
         ({"order": "LBCNHD"}, {"tp": 2, "busy": True}),
     ],
 )
-def test_a_pull_out_of_another_process(
-    made: list[Any], source: str, target: str, p: dict[str, Any], d: dict[str, Any]
-) -> None:
+def test_a_pull_out_of_another_process(made, source, target, p, d):
     prefill = prefill_on(source, made, **p)
     decode = decode_on(target, made, **d)
     assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[: -(-22 // decode.layouts[0].block_size)])
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_pool_of_this_process_needs_no_handle(made: list[Any], source: str, target: str) -> None:
+def test_a_pool_of_this_process_needs_no_handle(made, source, target):
     prefill = Prefill(lambda: nixl("P", source), device=source)
     made.append(prefill)
     assert_pulls(decode_on(target, made), prefill)
@@ -240,15 +231,9 @@ def test_a_pool_of_this_process_needs_no_handle(made: list[Any], source: str, ta
 @pytest.mark.parametrize(("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")])
 @pytest.mark.parametrize(
     ("p", "path"),
-    [
-        ({}, "direct"),
-        ({"tp": 2}, "direct"),
-        ({"order": "LBCNHD", "block_size": 16}, "staged"),
-    ],
+    [({}, "direct"), ({"tp": 2}, "direct"), ({"order": "LBCNHD", "block_size": 16}, "staged")],
 )
-def test_a_pull_over_nixl(
-    made: list[Any], source: str, target: str, p: dict[str, Any], path: str
-) -> None:
+def test_a_pull_over_nixl(made, source, target, p, path):
     prefill = prefill_on(source, made, **p)
     decode = Decode(lambda: nixl("D", target), device=target, staging_bytes=1 << 20)
     made.append(decode)
@@ -276,8 +261,8 @@ BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread bl
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
-    made: list[Any], source: str, target: str, long_run_bytes: int
-) -> None:
+    made, source, target, long_run_bytes
+):
     settings = {"connection_timeout_s": 0.5}
     decode = decode_on(target, made, 1, long_run_bytes, settings=settings, **BIG)
     torch.cuda.synchronize()
@@ -309,8 +294,8 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
 def test_a_peer_that_frees_its_memory_under_a_copy_harms_nobody(
-    made: list[Any], source: str, target: str, long_run_bytes: int
-) -> None:
+    made, source, target, long_run_bytes
+):
     prefill = prefill_on(source, made, **BIG)
     decode = decode_on(target, made, 1, long_run_bytes, **BIG)
     blocks = list(range(1, 4001))

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.gpu
 _GPU = ("--device", "cuda", "--dtype", "bfloat16", "--max-num-seqs", "4")
 _CPU = ("--device", "cpu", "--dtype", "bfloat16")
 _REFUSED = {
-    "a GPU that is not there": (
-        ("--devices", "77"),
-        r"GPU 77, but this machine has .*--devices",
-    ),
+    "a GPU that is not there": (("--devices", "77"), r"GPU 77, but this machine has .*--devices"),
     "a second GPU that is not there": (
         ("--tp", "2", "--devices", "0,77"),
         r"GPU 77, but this machine has .*--devices",
@@ -62,9 +59,7 @@ def reasons() -> Iterator[dict[str, Future[str]]]:
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_a_server_that_cannot_work_ends_with_the_reason(
-    reasons: dict[str, Future[str]], name: str
-) -> None:
+def test_a_server_that_cannot_work_ends_with_the_reason(reasons, name):
     reason = reasons[name].result()
     assert re.search(_REFUSED[name][1], reason, re.DOTALL), reason
 
@@ -89,8 +84,8 @@ def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
 
 @pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
 def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused_at_the_handshake(
-    of_other_kinds: list[tuple[Server, Server]], pair: int, kind: str
-) -> None:
+    of_other_kinds, pair, kind
+):
     prefiller, decoder = of_other_kinds[pair]
     prompt = list(range(5, 80))
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))

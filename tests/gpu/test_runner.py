@@ -125,9 +125,7 @@ def assert_same_but_for_ties(
 
 @pytest.mark.parametrize(("backend", "bits"), [("torch", 16), ("auto", 16), ("torch", 8)], ids=str)
 @pytest.mark.parametrize("name", SERVED)
-def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
-    name: str, backend: str, bits: int
-) -> None:
+def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(name, backend, bits):
     options: dict[str, Any] = {}
     if bits == 8:
         if "mla" in name:
@@ -158,9 +156,7 @@ def continue_ahead(
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", SERVED)
-def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
-    name: str, enforce_eager: bool
-) -> None:
+def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(name, enforce_eager):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         assert runner.depth == 1
         expected, _ = decode(runner, 24)
@@ -204,9 +200,7 @@ def assert_allowed(tokens: list[list[int]], vocab_size: int) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", SERVED)
-def test_masked_rows_draw_what_is_allowed_and_free_rows_as_ever(
-    name: str, enforce_eager: bool
-) -> None:
+def test_masked_rows_draw_what_is_allowed_and_free_rows_as_ever(name, enforce_eager):
     with runner_for(MODELS[name], enforce_eager=enforce_eager) as runner:
         free, _ = decode(runner, 12)
         tokens = continue_masked(runner, 12, GREEDY)
@@ -231,9 +225,7 @@ _BANS = [True, *[False] * (len(PROMPTS) - 1)]
         pytest.param(GREEDY, True, True, id="masks"),
     ],
 )
-def test_launching_a_decode_step_waits_for_nothing(
-    sampling: SamplingParams, shaped: bool, masked: bool
-) -> None:
+def test_launching_a_decode_step_waits_for_nothing(sampling, shaped, masked):
     def step(index: int) -> StepInput:
         parts = DRAWN_BEFORE if index else [[token] for token in range(len(PROMPTS))]
         shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP]) if shaped else None
@@ -274,7 +266,7 @@ def no_memory() -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_that_runs_out_of_memory_can_be_taken_again() -> None:
+def test_a_step_that_runs_out_of_memory_can_be_taken_again():
     with runner_for(MODELS[SERVED[0]]) as runner:
         first = step_of(PROMPTS[:1], [70])
         expected = runner.execute(first).token_ids
@@ -287,7 +279,7 @@ def test_a_step_that_runs_out_of_memory_can_be_taken_again() -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager: bool) -> None:
+def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager):
     with runner_for(MODELS[SERVED[0]], enforce_eager=enforce_eager) as runner:
         masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
         drawn = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
@@ -302,7 +294,7 @@ def test_masks_that_run_out_of_memory_can_be_drawn_again(enforce_eager: bool) ->
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_float32_on_the_gpu_equals_the_cpu(name: str) -> None:
+def test_float32_on_the_gpu_equals_the_cpu(name):
     options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
     with runner_for(MODELS[name], **options) as runner:
         tokens, logits = decode(runner, 8)
@@ -314,7 +306,7 @@ def test_float32_on_the_gpu_equals_the_cpu(name: str) -> None:
 
 @pytest.mark.alone  # others' memory is not free
 @pytest.mark.parametrize("name", SERVED[:1])
-def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
+def test_the_pool_is_sized_from_what_is_free(name):
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:
         total = torch.cuda.get_device_properties(0).total_memory
         budget = kv_budget_bytes(runner)
@@ -326,7 +318,7 @@ def test_the_pool_is_sized_from_what_is_free(name: str) -> None:
         assert size.num_blocks == budget // block_bytes
 
 
-def test_what_does_not_fit_says_how_much_is_missing() -> None:
+def test_what_does_not_fit_says_how_much_is_missing():
     with pytest.raises(MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"):
         with fitting("a whole", torch.device("cuda", 0), "use a half"):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")

@@ -37,7 +37,7 @@ def drawn(logits: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("vocab", [128256, 4099, 7])
 @pytest.mark.parametrize("width", [0.3, 3.0])
-def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab: int, width: float) -> None:
+def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab, width):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(45, vocab, generator=generator) * width
     logits[9:] = (logits[9:] * 8).round() / 8  # ties, at the borders of what is allowed too
@@ -46,7 +46,7 @@ def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab: int, width: float) -> N
     assert on_gpu.tolist() == on_cpu.tolist()
 
 
-def test_logits_that_are_no_numbers_and_logprobs() -> None:
+def test_logits_that_are_no_numbers_and_logprobs():
     logits = torch.randn(27, 1000, generator=torch.Generator().manual_seed(1))
     for kind in range(9):
         logits[kind, 11], logits[kind, 500] = float("nan"), float("-inf")
@@ -90,7 +90,7 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_same_tokens_are_drawn_as_on_the_cpu(masked: bool) -> None:
+def test_the_same_tokens_are_drawn_as_on_the_cpu(masked):
     masks = None
     if masked:
         masks = np.random.default_rng(3).integers(-(2**31), 2**31, (ROWS, 32)).astype(np.int32)

@@ -93,9 +93,7 @@ def continued(
 
 
 @pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_two_ranks_continue_like_one(
-    continued: dict[tuple[str, str, int], Any], name: str, kind: str
-) -> None:
+def test_two_ranks_continue_like_one(continued, name, kind):
     (tokens, logits), _ = continued[name, kind, 0]
     with runner_for(_folder(name), enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
@@ -103,9 +101,7 @@ def test_two_ranks_continue_like_one(
 
 
 @pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
-    continued: dict[tuple[str, str, int], Any], name: str, kind: str
-) -> None:
+def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(continued, name, kind):
     drawn, theirs = (continued[name, kind, rank][1] for rank in range(2))
     assert drawn == theirs
     assert_allowed(drawn, load_config(_folder(name)).vocab_size)

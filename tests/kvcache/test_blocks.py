@@ -9,30 +9,24 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache.blocks import (
-    BlockAllocator,
-    BlockState,
-    BlockStateError,
-    IntegrityError,
-    OutOfBlocks,
-)
+from kvcache.blocks import BlockAllocator, BlockState, BlockStateError, IntegrityError, OutOfBlocks
 from tests.rigs.examples import examples
 
 FREE, USED, CACHED = BlockState.FREE, BlockState.USED, BlockState.CACHED
 LEASED, RECEIVING, QUARANTINED = BlockState.LEASED, BlockState.RECEIVING, BlockState.QUARANTINED
 
 
-def test_a_pool_has_a_block_beside_the_null_block() -> None:
+def test_a_pool_has_a_block_beside_the_null_block():
     with pytest.raises(ValueError, match="num_blocks is 1"):
         BlockAllocator(1)
 
 
-def test_what_is_too_much_is_refused_with_both_numbers() -> None:
+def test_what_is_too_much_is_refused_with_both_numbers():
     with pytest.raises(OutOfBlocks, match="5 blocks wanted, 4 of 4 available"):
         BlockAllocator(5).allocate(5)
 
 
-def test_fresh_and_released_blocks_come_out_in_ascending_runs() -> None:
+def test_fresh_and_released_blocks_come_out_in_ascending_runs():
     allocator = BlockAllocator(10)
     first, second = allocator.allocate(4), allocator.allocate(3)
     assert (first, second) == ([1, 2, 3, 4], [5, 6, 7])
@@ -53,7 +47,7 @@ def test_fresh_and_released_blocks_come_out_in_ascending_runs() -> None:
         lambda a: a._evictable.clear(),
     ],
 )
-def test_integrity_check_sees_corrupted_books(corrupt: Callable[[BlockAllocator], object]) -> None:
+def test_integrity_check_sees_corrupted_books(corrupt):
     allocator = BlockAllocator(10)
     blocks = allocator.allocate(4)
     allocator.receive([3])

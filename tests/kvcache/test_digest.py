@@ -82,9 +82,7 @@ def part_of(
 
 
 @given(scoped(), st.integers(1, 5000))
-def test_engines_that_hold_the_same_agree_whatever_their_geometries(
-    scoped: tuple[Case, Scope], piece_bytes: int
-) -> None:
+def test_engines_that_hold_the_same_agree_whatever_their_geometries(scoped, piece_bytes):
     """Orders, TP, DCP, copies of heads, blocks, and what lies in the rest of them."""
     case, scope = scoped
     told = scope.merged(parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads)
@@ -106,9 +104,7 @@ def flip(case: Case, side: Side, rank: int, pool: KVPool, draw: Any) -> tuple[in
 
 
 @given(scoped(), st.data())
-def test_any_wrong_bit_is_found_and_its_tokens_are_named(
-    scoped: tuple[Case, Scope], data: st.DataObject
-) -> None:
+def test_any_wrong_bit_is_found_and_its_tokens_are_named(scoped, data):
     """On whichever rank, a copy's among them. Two that would cancel out in a plain sum as well."""
     case, scope = scoped
     scope = replace(scope, samples=False)
@@ -130,9 +126,7 @@ def test_any_wrong_bit_is_found_and_its_tokens_are_named(
 
 
 @given(scoped(), st.data())
-def test_a_sample_finds_every_token_that_is_another(
-    scoped: tuple[Case, Scope], data: st.DataObject
-) -> None:
+def test_a_sample_finds_every_token_that_is_another(scoped, data):
     """As where a block is wrong, stale or was never written."""
     case, scope = scoped
     scope = replace(scope, samples=True)
@@ -147,7 +141,7 @@ def test_a_sample_finds_every_token_that_is_another(
     assert scope.faults(parts_of(case, case.d, pools, scope), told)
 
 
-def test_samples_of_many_leases_leave_no_layer_out() -> None:
+def test_samples_of_many_leases_leave_no_layer_out():
     samples = [Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)]
     for seen in np.stack(samples, axis=1):  # of one chunk: [leases, layers]
         assert seen.shape[1] == 3 and set(seen.flat) == set(range(40))

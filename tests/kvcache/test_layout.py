@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 @given(layouts())
 @settings(deadline=None, max_examples=200)
-def test_strides_and_shape_are_those_of_a_contiguous_array(layout: KVLayout) -> None:
+def test_strides_and_shape_are_those_of_a_contiguous_array(layout):
     array = np.zeros(layout.shape, NUMPY_STANDIN[layout.itemsize])
     by_axis = dict(zip(layout.order, array.strides, strict=True))
     assert layout.nbytes == array.nbytes
@@ -44,7 +44,7 @@ def test_strides_and_shape_are_those_of_a_contiguous_array(layout: KVLayout) -> 
         assert layout.strides[axis] * layout.itemsize == by_axis[axis]
 
 
-def test_counts_of_tokens_and_bytes() -> None:
+def test_counts_of_tokens_and_bytes():
     assert BASE.block_bytes == 1536 and BASE.nbytes == 5 * 1536
     assert BASE.token_bytes == 2 * 3 * 2 * 8 * 4
     assert BASE.capacity_tokens == 16  # the null block holds nobody's tokens
@@ -75,12 +75,12 @@ def test_counts_of_tokens_and_bytes() -> None:
         ({"num_blocks": 2**60}, "num_blocks is"),
     ],
 )
-def test_an_impossible_layout_is_refused_by_name(change: dict[str, object], named: str) -> None:
+def test_an_impossible_layout_is_refused_by_name(change, named):
     with pytest.raises(LayoutError, match=named):
         replace(BASE, **change)  # type: ignore[arg-type]
 
 
-def test_a_record_carries_every_field_across_the_wire() -> None:
+def test_a_record_carries_every_field_across_the_wire():
     wire = msgspec.msgpack.encode(BASE.to_record())
     assert KVLayout.from_record(msgspec.msgpack.decode(wire, type=LayoutRecord)) == BASE
     assert {f.name for f in fields(KVLayout)} == set(LayoutRecord.__struct_fields__)

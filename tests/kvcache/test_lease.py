@@ -12,7 +12,7 @@ def table_with() -> LeaseTable:
     return table
 
 
-def test_tombstones_are_bounded_by_count_and_age() -> None:
+def test_tombstones_are_bounded_by_count_and_age():
     table = LeaseTable(max_tombstones=2, tombstone_s=50.0)
     for name in "abc":
         table.grant(name, name, [1], 10.0, now=0.0)
@@ -22,7 +22,7 @@ def test_tombstones_are_bounded_by_count_and_age() -> None:
     assert not table.complete("c", "t", now=51.5)
 
 
-def test_a_lease_id_serves_once() -> None:
+def test_a_lease_id_serves_once():
     table = table_with()
     with pytest.raises(ValueError, match="exists"):
         table.grant("L", "r", [3], 1.0, now=100.0)

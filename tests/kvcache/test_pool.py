@@ -37,9 +37,7 @@ def fill(pool: KVPool) -> None:
     st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 2), st.integers(1, 5), st.integers(1, 4)),
 )
 @settings(deadline=None, max_examples=100)
-def test_pools_of_any_two_orders_hold_the_same_content(
-    order: str, other: str, dtype: str, sizes: tuple[int, int, int, int, int, int]
-) -> None:
+def test_pools_of_any_two_orders_hold_the_same_content(order, other, dtype, sizes):
     pools = [KVPool(KVLayout(each, *sizes, dtype)) for each in (order, other)]
     for pool in pools:
         fill(pool)
@@ -53,7 +51,7 @@ def test_pools_of_any_two_orders_hold_the_same_content(
 
 @pytest.mark.parametrize("order", NAMED_ORDERS)
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
-def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> None:
+def test_a_views_element_lies_where_the_layout_says(order, dtype):
     pool = KVPool(replace(BASE, order=order, dtype=dtype))
     strides = pool.layout.byte_strides
     at = sum(i * strides[axis] for axis, i in zip(AXES, (2, 1, 1, 1, 3, 0), strict=True))
@@ -67,7 +65,7 @@ def test_a_views_element_lies_where_the_layout_says(order: str, dtype: str) -> N
     )
 
 
-def test_item_sizes_are_those_of_torch() -> None:
+def test_item_sizes_are_those_of_torch():
     assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEMSIZE
 
 
@@ -75,7 +73,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_an_untouched_pool_costs_no_memory() -> None:
+def test_an_untouched_pool_costs_no_memory():
     large = replace(BASE, num_blocks=2**30 // BASE.block_bytes)  # 1 GiB
     before = resident_bytes()
     pool = KVPool(large)
@@ -85,14 +83,14 @@ def test_an_untouched_pool_costs_no_memory() -> None:
     assert resident_bytes() - before < 64 * 2**20
 
 
-def test_views_keep_the_memory_alive() -> None:
+def test_views_keep_the_memory_alive():
     view = KVPool(BASE).view(0)
     gc.collect()
     view.fill_(2.0)
     assert float(view.sum()) == 2.0 * view.numel()
 
 
-def test_a_pool_that_cannot_fit_says_how_many_bytes() -> None:
+def test_a_pool_that_cannot_fit_says_how_many_bytes():
     impossible = replace(BASE, num_blocks=2**48 // BASE.block_bytes)
     with pytest.raises(MemoryError, match=f"{impossible.nbytes} bytes does not fit"):
         KVPool(impossible)
@@ -100,7 +98,7 @@ def test_a_pool_that_cannot_fit_says_how_many_bytes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpu_pool_has_the_same_views() -> None:
+def test_a_gpu_pool_has_the_same_views():
     pool = KVPool(BASE, device="cuda")
     fill(pool)
     reference = KVPool(BASE)

@@ -34,9 +34,7 @@ def _resident(pool: KVPool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCHND", "LCBNHD"])
-def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(order, monkeypatch):
     pool = _pool(order)
     monkeypatch.setattr(prefault, "_AHEAD_BYTES", pool.nbytes // 4)  # five blocks
     pool.flat_bytes[12345] = 7
@@ -56,7 +54,7 @@ def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
     assert int(pool.flat_bytes[12345]) == int(pool.flat_bytes.sum()) == 7
 
 
-def test_memory_that_cannot_be_had_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_had_ends_it(monkeypatch):
     monkeypatch.setattr(KVPool, "base_address", 1 << 46)  # nobody's address
     thread = PrefaultThread(_pool("BHLCND"))
     thread.start()

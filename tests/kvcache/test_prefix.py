@@ -32,7 +32,7 @@ def published(index: PrefixIndex, tokens: list[int]) -> list[int]:
     return blocks
 
 
-def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone() -> None:
+def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone():
     allocator, index = make(10)
     tokens, cursor = list(range(16)), PrefixCursor()
     theirs, ours = published(index, tokens[:8]), allocator.allocate(4)
@@ -46,7 +46,7 @@ def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone() -> None:
     index.check_integrity()
 
 
-def test_a_block_that_is_receiving_can_not_be_published_or_found() -> None:
+def test_a_block_that_is_receiving_can_not_be_published_or_found():
     allocator, index = make()
     tokens, blocks = list(range(8)), allocator.allocate(2)
     allocator.receive(blocks)
@@ -59,7 +59,7 @@ def test_a_block_that_is_receiving_can_not_be_published_or_found() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], list(range(7)), list(range(50, 58))])
-def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens: list[int]) -> None:
+def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens):
     _, index = make()
     blocks = published(index, list(range(8)))
     with pytest.raises(BlockStateError, match="cannot"):
@@ -67,7 +67,7 @@ def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens: list[int]) 
     index.check_integrity()
 
 
-def test_a_cursor_saves_reading_the_tokens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cursor_saves_reading_the_tokens_again(monkeypatch):
     allocator, index = make(100)
     tokens, cursor = list(range(160)), PrefixCursor()
     published(index, tokens)
@@ -81,7 +81,7 @@ def test_a_cursor_saves_reading_the_tokens_again(monkeypatch: pytest.MonkeyPatch
     assert read == list(range(40))
 
 
-def test_integrity_check_sees_marks_and_entries_that_differ() -> None:
+def test_integrity_check_sees_marks_and_entries_that_differ():
     allocator, index = make()
     (block,) = allocator.allocate(1)
     allocator.mark_cached(block)

@@ -32,7 +32,7 @@ def owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
     return process, int(pid), int(fd), bytes.fromhex(token)
 
 
-def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() -> None:
+def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed():
     process, pid, fd, token = owner()
     memory = open_memory(pid, fd, token, NBYTES)
     assert memory[5] == 77 and memory[6] == 0
@@ -55,19 +55,19 @@ def test_another_process_reads_what_the_owner_wrote_even_when_it_was_killed() ->
         ({"pid": 2**22 + 1}, "cannot be opened"),
     ],
 )
-def test_what_is_not_the_announced_memory_is_refused(change: dict, reason: str) -> None:
+def test_what_is_not_the_announced_memory_is_refused(change, reason):
     mine = SharedMemory(NBYTES)
     values = {"pid": os.getpid(), "fd": mine.fd, "token": mine.token, "nbytes": NBYTES}
     with pytest.raises(NotMappable, match=reason):
         open_memory(**(values | change))
 
 
-def test_a_file_of_another_kind_is_not_opened(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_not_opened(tmp_path):
     with open(tmp_path / "file", "wb") as file, pytest.raises(NotMappable, match="another one"):
         open_memory(os.getpid(), file.fileno(), b"", 1)
 
 
-def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
+def test_memory_that_could_shrink_under_a_reader_is_refused():
     fd = os.memfd_create("baton-kv")
     os.ftruncate(fd, 2 * mmap.PAGESIZE)
     try:
@@ -77,7 +77,7 @@ def test_memory_that_could_shrink_under_a_reader_is_refused() -> None:
         os.close(fd)
 
 
-def test_it_begins_zeroed_on_a_page_cannot_shrink_and_closes_its_file_with_its_end() -> None:
+def test_it_begins_zeroed_on_a_page_cannot_shrink_and_closes_its_file_with_its_end():
     mine = SharedMemory(NBYTES)
     array = np.frombuffer(mine.mapping, np.uint8)
     assert array.ctypes.data % mmap.PAGESIZE == 0

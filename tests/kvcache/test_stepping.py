@@ -3,7 +3,7 @@
 from kvcache.step_watch import StepWatch
 
 
-def test_an_engine_is_busy_while_a_step_runs_and_between_two_decode_steps() -> None:
+def test_an_engine_is_busy_while_a_step_runs_and_between_two_decode_steps():
     now, ended = 100.0, False
     stepping = StepWatch(lambda: now)
     assert not stepping.busy  # it never stepped

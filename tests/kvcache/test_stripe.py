@@ -19,9 +19,7 @@ def owner(token: int, stripe: Stripe) -> int:
 
 
 @given(SIZES, BLOCK_SIZES, st.integers(0, 3000))
-def test_every_token_is_counted_by_the_one_rank_that_keeps_it(
-    size: int, block_size: int, tokens: int
-) -> None:
+def test_every_token_is_counted_by_the_one_rank_that_keeps_it(size, block_size, tokens):
     kept = [int(stripe.num_local(tokens)) for stripe in stripes(size, block_size)]
     for stripe, count in zip(stripes(size, block_size), kept, strict=True):
         assert count == sum(owner(token, stripe) == stripe.rank for token in range(tokens))
@@ -29,7 +27,7 @@ def test_every_token_is_counted_by_the_one_rank_that_keeps_it(
 
 
 @given(SIZES, BLOCK_SIZES, st.lists(st.integers(0, 1 << 40), max_size=9))
-def test_many_counts_at_once_are_the_same(size: int, block_size: int, tokens: list[int]) -> None:
+def test_many_counts_at_once_are_the_same(size, block_size, tokens):
     for stripe in stripes(size, block_size):
         found = stripe.num_local(np.array(tokens, np.int64))
         assert found.tolist() == [int(stripe.num_local(count)) for count in tokens]
@@ -37,8 +35,8 @@ def test_many_counts_at_once_are_the_same(size: int, block_size: int, tokens: li
 
 @given(SIZES, BLOCK_SIZES, st.integers(1, 6), st.randoms())
 def test_the_slots_of_all_ranks_together_hold_every_token_once(
-    size: int, block_size: int, num_blocks: int, random
-) -> None:
+    size, block_size, num_blocks, random
+):
     """Slots are numbered as one block table numbers them; block 0 is nobody's."""
     table = list(range(1, num_blocks + 1))
     random.shuffle(table)
@@ -57,8 +55,8 @@ def test_the_slots_of_all_ranks_together_hold_every_token_once(
 
 @given(SIZES, st.integers(1, 16), st.integers(1, 5), st.integers(0, 600), st.randoms())
 def test_a_peers_blocks_hold_the_ranks_own_tokens_in_their_order(
-    size: int, remote_block_size: int, ratio: int, tokens: int, random
-) -> None:
+    size, remote_block_size, ratio, tokens, random
+):
     table = list(range(1, -(-tokens // remote_block_size) + 1))
     random.shuffle(table)
     for stripe in stripes(size, remote_block_size * ratio):
@@ -71,7 +69,7 @@ def test_a_peers_blocks_hold_the_ranks_own_tokens_in_their_order(
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 24), (1, 2)])
-def test_a_peer_whose_blocks_hold_tokens_of_two_ranks_is_refused(ours: int, theirs: int) -> None:
+def test_a_peer_whose_blocks_hold_tokens_of_two_ranks_is_refused(ours, theirs):
     said = rf"block_size is {ours} here and {theirs} on the peer.*--block-size {theirs}"
     with pytest.raises(StripeError, match=said):
         Stripe(1, 2, ours).remote_blocks([3, 4], theirs)

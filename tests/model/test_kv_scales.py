@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,9 +50,7 @@ def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[st
         ("k_proj.output_scale", "v_proj.output_scale"),
     ],
 )
-def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
-    checkpoint: Path, k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(checkpoint, k, v, shape, dtype):
     plain = fingerprint(load_config(checkpoint), checkpoint)
     unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
     config = add(checkpoint, {**named(k, v, shape, dtype), **unused})
@@ -77,9 +74,7 @@ OWN = {
         (OWN, {"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
     ],
 )
-def test_an_option_goes_first_then_the_checkpoint_then_1(
-    checkpoint: Path, own: dict[str, torch.Tensor], option: Any, expected: tuple[float, ...]
-) -> None:
+def test_an_option_goes_first_then_the_checkpoint_then_1(checkpoint, own, option, expected):
     config = add(checkpoint, own)
     file = checkpoint / "scales.json"
     file.write_text(json.dumps(option), encoding="utf-8")
@@ -88,7 +83,7 @@ def test_an_option_goes_first_then_the_checkpoint_then_1(
     assert resolve_scales(None, config, "nowhere", load_format="dummy") == (1.0,) * 4
 
 
-def test_a_latent_has_one_scale(tmp_path: Path) -> None:
+def test_a_latent_has_one_scale(tmp_path):
     config, file = parse_config(DEEPSEEK), tmp_path / "scales.json"
     assert resolve_scales("0.5", config, tmp_path) == (0.5,) * config.num_layers
     file.write_text('{"k_scale": 1, "v_scale": 1}', encoding="utf-8")
@@ -110,9 +105,7 @@ def test_a_latent_has_one_scale(tmp_path: Path) -> None:
         ({"k_scale": "x", "v_scale": 1.0}, 'k_scale is "x"'),
     ],
 )
-def test_an_option_that_is_none_is_refused_by_name(
-    tmp_path: Path, content: Any, message: str
-) -> None:
+def test_an_option_that_is_none_is_refused_by_name(tmp_path, content, message):
     config, option = parse_config(LLAMA | {"num_hidden_layers": LAYERS}), content
     if not isinstance(content, str):
         file = tmp_path / "scales.json"
@@ -130,9 +123,7 @@ def test_an_option_that_is_none_is_refused_by_name(
         ({"model.layers.0.self_attn.k_scale": torch.ones(4)}, r"shape \(4,\).*--kv-scales"),
     ],
 )
-def test_a_checkpoint_whose_scales_do_not_fit_is_refused(
-    checkpoint: Path, changes: dict[str, torch.Tensor | None], message: str
-) -> None:
+def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, message):
     scales = {**named("k_scale", "v_scale", (), torch.float32), **changes}
     config = add(checkpoint, {name: t for name, t in scales.items() if t is not None})
     with pytest.raises(InvalidScales, match=message):
@@ -146,7 +137,7 @@ def test_a_checkpoint_whose_scales_do_not_fit_is_refused(
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_plain_weights_calibrated_for_fp8_kv_are_served(quantization: dict[str, Any]) -> None:
+def test_plain_weights_calibrated_for_fp8_kv_are_served(quantization):
     assert parse_config(LLAMA | {"quantization_config": quantization}).num_layers
     with pytest.raises(UnsupportedModel):
         parse_config(

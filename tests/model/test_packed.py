@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(2, 2)), reason="this to
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 17), (1, 5)])
-def test_products_are_those_of_the_plain_weight(num_rows: int, shape: tuple[int, int]) -> None:
+def test_products_are_those_of_the_plain_weight(num_rows, shape):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(num_rows, shape[1])
     expected = F.linear(x, weight, bias)
@@ -25,7 +25,7 @@ def test_products_are_those_of_the_plain_weight(num_rows: int, shape: tuple[int,
     assert torch.allclose(row(x, residual), expected + 1, atol=1e-4)
 
 
-def test_joined_projections_are_split_again() -> None:
+def test_joined_projections_are_split_again():
     torch.manual_seed(0)
     parts = [Linear(torch.randn(rows, 32)) for rows in (48, 16, 16)]
     x = torch.randn(5, 32)
@@ -35,13 +35,13 @@ def test_joined_projections_are_split_again() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_not_packed(dtype):
     weight = torch.ones(8, 8, dtype=dtype)
     assert not Linear(weight, pack=True).is_packed
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_a_packed_model_reads_no_page_that_was_given_back(kind: str) -> None:
+def test_a_packed_model_reads_no_page_that_was_given_back(kind):
     plain, fast = (load(ensure_model(kind), pack=pack) for pack in (False, True))
     prompt = list(range(3, 40))
     assert greedy(plain, prompt, 30) == greedy(fast, prompt, 30)

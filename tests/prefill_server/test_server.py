@@ -40,7 +40,7 @@ def _prepare(**members: Any) -> list[bool]:
     return [add.retain_kv for add in _LEGS.prepare(request, adds, _READY)]
 
 
-def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does() -> None:
+def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does():
     assert _prepare() == [True, True]
     assert _prepare(kv_transfer_params=None, max_tokens=9) == [False, False]
 
@@ -48,9 +48,7 @@ def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does()
 @pytest.mark.parametrize(
     ("is_reachable", "dcp", "fix"), [(False, 1, "--side-channel-host"), (True, 2, "--dcp")]
 )
-def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
-    is_reachable: bool, dcp: int, fix: str
-) -> None:
+def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(is_reachable, dcp, fix):
     request = validate(CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _ASK})
     ready = msgspec.structs.replace(_READY, geometry={"dcp": dcp})
     with pytest.raises(KVParamsRejected, match=f"cannot read .*{fix}"):
@@ -58,17 +56,17 @@ def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
 
 
 @pytest.mark.parametrize("members", [{"max_tokens": 2}, {"stream": True}])
-def test_a_handover_of_more_than_one_token_is_refused(members: dict[str, Any]) -> None:
+def test_a_handover_of_more_than_one_token_is_refused(members):
     with pytest.raises(InvalidRequest, match="max_tokens 1 and stream false"):
         _prepare(**members)
 
 
-def test_a_reference_beside_do_remote_decode_is_refused() -> None:
+def test_a_reference_beside_do_remote_decode_is_refused():
     with pytest.raises(KVParamsRejected, match="remote_host"):
         _prepare(kv_transfer_params={**_ASK, "remote_host": "10.0.0.1"})
 
 
-def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
+def test_one_prompt_answers_with_an_object_and_several_with_a_list():
     finals = [TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"]
     hooks = PrefillLeg()
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
@@ -76,7 +74,7 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list() -> None:
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
 
 
-def test_kv_that_nobody_will_come_for_is_let_go() -> None:
+def test_kv_that_nobody_will_come_for_is_let_go():
     params = offer(b"secret", [1, 2], remote_request_id="r-1")
     (ended,) = _LEGS.refused([params, {**params, "lease_ms": 9000}, None, 3])
     assert isinstance(ended, ReleaseRemote) and ended.remote.request_id == "r-1"
@@ -87,7 +85,7 @@ def _ask(name: object) -> dict[str, Any]:
     return {"kv_transfer_params": {**_ASK, "transfer_id": name}}
 
 
-def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
+def test_requests_are_called_off_by_the_name_of_their_transfer():
     hooks = PrefillLeg()
     for name, adds in (("a", _adds(3)), ("b", _adds(3, 4, 5)), ("a", _adds(6, 6))):
         hooks.admit(adds, _READY, **_ask(name))
@@ -98,13 +96,13 @@ def test_requests_are_called_off_by_the_name_of_their_transfer() -> None:
 
 
 @pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])
-def test_what_is_no_name_of_a_transfer_names_none(name: object) -> None:
+def test_what_is_no_name_of_a_transfer_names_none(name):
     hooks, is_named = PrefillLeg(), name != "ordinary"
     hooks.admit(_adds(3, retain_kv=is_named), _READY, **_ask(name))
     assert hooks.refused({"transfer_id": name}) == []
 
 
-def test_the_oldest_transfers_are_forgotten_first() -> None:
+def test_the_oldest_transfers_are_forgotten_first():
     transfers = Transfers(max_requests=4)
     transfers.add("a", ["1", "2"])
     transfers.add("b", ["3"])
@@ -137,7 +135,7 @@ def _adds(
     ]
 
 
-def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> None:
+def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():
     hooks = PrefillLeg()
     first = hooks.admit(_adds(16, 17), _READY)  # 3 blocks
     second = hooks.admit(_adds(90, 1), _READY)  # 7, which make 10 of 20
@@ -152,7 +150,7 @@ def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered() -> 
         hooks.admit(adds, _READY)()
 
 
-def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server() -> None:
+def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server():
     hooks, ready = PrefillLeg(), msgspec.structs.replace(_READY, num_blocks=10**6)
     hooks.admit(_adds(79_000, 79_000, prompt_logprobs=20), ready)()
     hooks.admit(_adds(160_000), ready)()

@@ -91,7 +91,7 @@ OTHERS |= {"num_components": 1, "head_dim": 128, "rope": "{}"}
 
 
 @pytest.mark.parametrize("field", OTHERS)
-def test_a_difference_names_the_field_and_both_values(field: str) -> None:
+def test_a_difference_names_the_field_and_both_values(field):
     with pytest.raises(PeerIncompatible) as caught:
         check_compatible(COMPAT, compat(**{field: OTHERS[field]}))
     assert caught.value.param == field
@@ -99,7 +99,7 @@ def test_a_difference_names_the_field_and_both_values(field: str) -> None:
     assert json.dumps(getattr(COMPAT, field)) in caught.value.message
 
 
-def test_unequal_scales_name_both_values_and_the_fix() -> None:
+def test_unequal_scales_name_both_values_and_the_fix():
     ours = fp8(kv_scales=(1.0, 0.5, 1.0, 0.25, 1.0, 1.0))
     with pytest.raises(PeerIncompatible) as caught:
         check_compatible(ours, fp8(kv_scales=(1.0, 0.5, 1.0, 0.125, 1.0, 2.0)))
@@ -108,7 +108,7 @@ def test_unequal_scales_name_both_values_and_the_fix() -> None:
         assert word in caught.value.message
 
 
-def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts() -> None:
+def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():
     check_compatible(COMPAT, COMPAT)
     check_compatible(COMPAT, compat(kv_dtype="float32"), allow_convert=True)
     check_compatible(COMPAT, fp8(), allow_convert=True)
@@ -119,7 +119,7 @@ def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts() -> None
 
 @pytest.mark.parametrize("field", OTHERS)
 @pytest.mark.parametrize("converts", [False, True])
-def test_digests_pair_just_whom_a_handshake_lets_pair(field: str, converts: bool) -> None:
+def test_digests_pair_just_whom_a_handshake_lets_pair(field, converts):
     for prefill, decode in (
         (COMPAT, COMPAT),
         (fp8(), COMPAT),
@@ -140,7 +140,7 @@ def test_digests_pair_just_whom_a_handshake_lets_pair(field: str, converts: bool
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 5, 8, 10])
-def test_consistent_metadata_passes_for_any_parallelism(tp: int) -> None:
+def test_consistent_metadata_passes_for_any_parallelism(tp):
     counts = [max(r * 5 // tp + 1, (r + 1) * 5 // tp) - r * 5 // tp for r in range(tp)]
     check_consistent(engine(tp_size=tp, ranks=[rank(r, counts[r]) for r in range(tp)]))
 
@@ -173,9 +173,7 @@ INCONSISTENT = [
 
 
 @pytest.mark.parametrize(("metadata", "field"), INCONSISTENT, ids=[f for _, f in INCONSISTENT])
-def test_metadata_that_contradicts_itself_names_the_field(
-    metadata: EngineMetadata, field: str
-) -> None:
+def test_metadata_that_contradicts_itself_names_the_field(metadata, field):
     with pytest.raises(PeerIncompatible) as caught:
         check_consistent(metadata)
     assert str(caught.value.param).startswith(field)
@@ -195,14 +193,14 @@ REPLIES: list[Reply] = [
 ]
 
 
-def test_messages_survive_the_wire() -> None:
+def test_messages_survive_the_wire():
     for request in REQUESTS:
         assert open_request(seal_request(request, SECRET), SECRET) == request
     for reply in REPLIES:
         assert open_reply(seal_reply(reply, SECRET), SECRET) == reply
 
 
-def test_unknown_fields_are_ignored_and_optional_ones_have_defaults() -> None:
+def test_unknown_fields_are_ignored_and_optional_ones_have_defaults():
     newer = msgspec.msgpack.decode(msgspec.msgpack.encode(engine()))
     newer["new_field"] = newer["ranks"][0]["layout"]["new_field"] = 1
     del newer["dcp_size"], newer["ranks"][0]["extra"]
@@ -210,7 +208,7 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults() -> None:
 
 
 @given(st.data())
-def test_property_no_changed_bit_is_accepted(data: st.DataObject) -> None:
+def test_property_no_changed_bit_is_accepted(data):
     changed = bytearray(seal_request(REQUESTS[2], SECRET))
     bit = data.draw(st.integers(0, len(changed) * 8 - 1))
     changed[bit // 8] ^= 1 << bit % 8
@@ -219,13 +217,13 @@ def test_property_no_changed_bit_is_accepted(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_property_garbage_is_a_frame_error(message: bytes) -> None:
+def test_property_garbage_is_a_frame_error(message):
     for opened in (open_request, open_reply):
         with pytest.raises(FrameError):
             opened(message, SECRET)
 
 
-def test_requests_and_replies_are_not_each_others_proof() -> None:
+def test_requests_and_replies_are_not_each_others_proof():
     with pytest.raises(FrameError):
         open_request(seal_reply(Ok(nonce="n"), SECRET), SECRET)
     ok = Ok(nonce="n")
@@ -234,7 +232,7 @@ def test_requests_and_replies_are_not_each_others_proof() -> None:
         open_reply(reflected, SECRET)
 
 
-def test_only_a_refusal_is_believed_without_proof() -> None:
+def test_only_a_refusal_is_believed_without_proof():
     assert isinstance(open_reply(seal_reply(Refused(), b"other"), SECRET), Refused)
     for reply in REPLIES[:3]:
         with pytest.raises(FrameError, match="secret"):
@@ -242,7 +240,7 @@ def test_only_a_refusal_is_believed_without_proof() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x" * 129])
-def test_ids_are_bounded(text: str) -> None:
+def test_ids_are_bounded(text):
     sealed = seal_request(Renew(nonce="n", incarnation="i", lease_id=text), SECRET)
     with pytest.raises(FrameError, match="lease_id"):
         open_request(sealed, SECRET)

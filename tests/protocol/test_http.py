@@ -14,7 +14,7 @@ from protocol.http.connections import Countdown, read_body
 from tests.rigs.client import sse_events
 
 
-def test_an_error_event_has_its_name_and_openai_s_shape() -> None:
+def test_an_error_event_has_its_name_and_openai_s_shape():
     ((name, data),) = sse_events(sse.error_event(TransferFailed("cut off")).decode())
     assert name == "error"
     assert json.loads(data)["error"]["code"] == "transfer_failed"
@@ -46,9 +46,7 @@ def halves(*spans: tuple[float, float]) -> list[float]:
         ([100.0 * turn for turn in range(10)], None, 500.0),  # always late
     ],
 )
-def test_a_countdown_of_4_s_ends(
-    looks: list[float], cancelled_at: float | None, end: float | None
-) -> None:
+def test_a_countdown_of_4_s_ends(looks, cancelled_at, end):
     found: list[float] = []
 
     async def look() -> None:
@@ -66,7 +64,7 @@ def test_a_countdown_of_4_s_ends(
     assert found == ([] if end is None else [end])
 
 
-async def test_the_error_of_a_connection_keeps_nothing_of_the_body() -> None:
+async def test_the_error_of_a_connection_keeps_nothing_of_the_body():
     known: dict[str, Any] = {"refusal": None}
     error = Overloaded("too many")
 

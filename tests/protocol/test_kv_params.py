@@ -38,7 +38,7 @@ def through_floats(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def test_signature_survives_relays_that_write_json_differently() -> None:
+def test_signature_survives_relays_that_write_json_differently():
     text = json.dumps(offer(), indent=2, sort_keys=True)
     parse(json.loads(text)).verify(SECRET)
     parse({**offer(), "added_by_a_proxy": {"x": 1}, "do_remote_decode": None}).verify(SECRET)
@@ -53,9 +53,7 @@ def test_signature_survives_relays_that_write_json_differently() -> None:
     seed=st.integers(0, 2**63 - 1),
     request_id=st.text(min_size=1, max_size=50),
 )
-def test_property_any_values_survive_a_json_relay(
-    logprob: float, lease_s: float, seed: int, request_id: str
-) -> None:
+def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, request_id):
     token = FirstToken(5, TokenLogprobs(logprob, [5, 7], [logprob, -3.25]))
     obj = offer(first_tokens=[token], lease_s=lease_s, seed=seed, remote_request_id=request_id)
     params = parse(through_floats(json.loads(json.dumps(obj))))
@@ -87,7 +85,7 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("field", ALTERED)
-def test_every_altered_field_breaks_the_signature(field: str) -> None:
+def test_every_altered_field_breaks_the_signature(field):
     params = parse({**offer(), field: ALTERED[field]})
     with pytest.raises(KVParamsRejected, match="signature does not match") as caught:
         params.verify(SECRET)
@@ -99,13 +97,13 @@ def test_every_altered_field_breaks_the_signature(field: str) -> None:
 @pytest.mark.parametrize(
     "field", ["remote_engine_id", "remote_request_id", "remote_host", "incarnation"]
 )
-def test_text_that_cannot_be_encoded_has_no_signature(field: str) -> None:
+def test_text_that_cannot_be_encoded_has_no_signature(field):
     obj = json.loads(json.dumps({**offer(), field: "\ud800"}))
     with pytest.raises(KVParamsRejected, match="signature"):
         parse(obj).verify(SECRET)
 
 
-def test_altered_logprobs_break_the_signature_and_so_does_another_secret() -> None:
+def test_altered_logprobs_break_the_signature_and_so_does_another_secret():
     obj = offer(first_tokens=[FirstToken(42, TokenLogprobs(-0.125, [42, 7], [-0.125, -3.25]))])
     obj["first_tokens"][0]["logprobs"][1] = [42, 8]
     with pytest.raises(KVParamsRejected, match=r"signature .* first_tokens changed"):
@@ -152,7 +150,7 @@ WRONG = [
     ],
     ids=lambda v: str(v)[:12],
 )
-def test_a_wrong_type_or_range_names_the_field(field: str, value: Any) -> None:
+def test_a_wrong_type_or_range_names_the_field(field, value):
     with pytest.raises(KVParamsRejected) as caught:
         parse({**offer(), field: value})
     assert str(caught.value.param).startswith(f"kv_transfer_params.{field}")
@@ -161,12 +159,12 @@ def test_a_wrong_type_or_range_names_the_field(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("obj", [None, 3, "x", [], {}])
-def test_what_is_no_reference_is_rejected(obj: Any) -> None:
+def test_what_is_no_reference_is_rejected(obj):
     with pytest.raises(KVParamsRejected):
         parse(obj)
 
 
-def test_one_object_for_each_prompt() -> None:
+def test_one_object_for_each_prompt():
     assert len(parse_list(offer(), 1)) == 1
     assert len(parse_list([offer(), offer()], 2)) == 2
     for obj, prompts in [(offer(), 2), ([offer()], 2), ([], 1), ([offer(), offer()], 1)]:
@@ -174,7 +172,7 @@ def test_one_object_for_each_prompt() -> None:
             parse_list(obj, prompts)
 
 
-def test_the_order_to_prefill_may_carry_null_members() -> None:
+def test_the_order_to_prefill_may_carry_null_members():
     usual = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
     assert is_prefill_request({**usual, "remote_block_ids": None, "unknown": 1})
     for silent in (None, {}, {"do_remote_decode": False, "remote_host": None}):
@@ -192,12 +190,12 @@ def test_the_order_to_prefill_may_carry_null_members() -> None:
         "x",
     ],
 )
-def test_a_contradictory_order_to_prefill_is_rejected(obj: Any) -> None:
+def test_a_contradictory_order_to_prefill_is_rejected(obj):
     with pytest.raises(KVParamsRejected):
         is_prefill_request(obj)
 
 
-def test_remote_prefill_has_the_values_and_every_choice() -> None:
+def test_remote_prefill_has_the_values_and_every_choice():
     rows = [None, *[TokenLogprobs(-0.5)] * 9]
     offered = offer(first_tokens=[FirstToken(1), FirstToken(2)], prompt_logprobs=rows)
     params: KVTransferParams = parse(offered)
@@ -207,7 +205,7 @@ def test_remote_prefill_has_the_values_and_every_choice() -> None:
     assert remote.prompt_logprobs == rows
 
 
-def test_prompt_logprobs_are_signed_and_survive_json() -> None:
+def test_prompt_logprobs_are_signed_and_survive_json():
     rows = [None, TokenLogprobs(-0.25, [3], [-0.125]), TokenLogprobs(-math.inf)]
     obj = json.loads(json.dumps(offer(prompt_logprobs=rows)))
     params = parse(through_floats(obj))
@@ -219,6 +217,6 @@ def test_prompt_logprobs_are_signed_and_survive_json() -> None:
             parse({**obj, "prompt_logprobs": changed}).verify(SECRET)
 
 
-def test_prompt_digest_tells_prompts_apart() -> None:
+def test_prompt_digest_tells_prompts_apart():
     prompts = [[], [0], [0, 0], [1, 2], [2, 1], [258], [1 << 40]]
     assert len({prompt_digest(prompt) for prompt in prompts}) == len(prompts)

@@ -54,7 +54,7 @@ def ends(fd: int) -> bool:
     return bool(readable) and os.read(fd, 1) == b""
 
 
-def test_reports_arrive_in_order_and_exit_is_last(events: Events) -> None:
+def test_reports_arrive_in_order_and_exit_is_last(events):
     child = events.spawn("report_progress('loading'); report_ready({'port': 12})")
     found = [events.next() for _ in range(3)]
     assert found == [("progress", "loading"), ("ready", {"port": 12}), ("exited", 0)]
@@ -62,9 +62,7 @@ def test_reports_arrive_in_order_and_exit_is_last(events: Events) -> None:
     assert lifecycle.terminate([child], grace_s=0.0)  # one that has ended is left alone
 
 
-def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(capfd):
     def broken(event: lifecycle.Event) -> None:
         raise RuntimeError(f"cannot take {event.kind}")
 
@@ -92,9 +90,7 @@ def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(
         ),
     ],
 )
-def test_an_end_has_a_reason(
-    body: str, code: int, reason: str, events: Events, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_has_a_reason(body, code, reason, events, capfd):
     child = events.spawn(body)
     if "report" in body or "Vital" in body:
         assert events.next() == ("failed", reason)
@@ -104,16 +100,14 @@ def test_an_end_has_a_reason(
         assert "child | ValueError: tp is 9" in capfd.readouterr().out
 
 
-def test_a_program_that_is_not_there_leaks_no_descriptor() -> None:
+def test_a_program_that_is_not_there_leaks_no_descriptor():
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError, match="no-such-program"):
         lifecycle.spawn(["/no-such-program"], name="child")
     assert set(os.listdir("/dev/fd")) == before
 
 
-def test_stdin_and_environment_reach_the_child(
-    events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdin_and_environment_reach_the_child(events, monkeypatch):
     monkeypatch.setenv("BATON_PORT", "8000")  # the launcher's own setting
     told = "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
     events.spawn(
@@ -124,9 +118,7 @@ def test_stdin_and_environment_reach_the_child(
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(
-    events: Events, ignores: bool
-) -> None:
+def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(events, ignores):
     body = "report_ready({}); time.sleep(600)"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
     child = events.spawn(ignore + body)
@@ -166,9 +158,7 @@ signal.pause()
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ignore", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
-def test_sigkill_of_the_launcher_ends_children_and_grandchildren(
-    tmp_path: Path, ignore: str
-) -> None:
+def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignore):
     program = tmp_path / "tree.py"
     program.write_text(TREE.format(root=str(ROOT), ignore=ignore))
     alive_read, alive_write = os.pipe()
@@ -189,9 +179,7 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_process_started_by_hand_watches_and_reports_nothing(
-    value: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_started_by_hand_watches_and_reports_nothing(value, monkeypatch, capfd):
     monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
     if value is not None:
         monkeypatch.setenv(lifecycle.PARENT_FD, value)
@@ -202,9 +190,7 @@ def test_a_process_started_by_hand_watches_and_reports_nothing(
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "0", "99999", "9" * 40, "1.5", "{a_pipe}"])
-def test_a_descriptor_that_no_parent_left_is_refused_by_name(
-    value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_descriptor_that_no_parent_left_is_refused_by_name(value, monkeypatch, capfd):
     ends = os.pipe()
     monkeypatch.setenv(lifecycle.PARENT_FD, value.format(a_pipe=ends[1]))
     with pytest.raises(SystemExit) as ended:
@@ -217,7 +203,7 @@ def test_a_descriptor_that_no_parent_left_is_refused_by_name(
     assert told.endswith("unset BATON_PARENT_FD\n") and told.count("\n") == 1
 
 
-def test_stop_signals_count_and_are_restored() -> None:
+def test_stop_signals_count_and_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     seen: list[tuple[int, int]] = []
     with lifecycle.stop_signals(lambda number, count: seen.append((number, count))):
@@ -227,7 +213,7 @@ def test_stop_signals_count_and_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_a_vital_thread_that_raises_ends_its_process(events: Events) -> None:
+def test_only_a_vital_thread_that_raises_ends_its_process(events):
     events.spawn(
         """
         end_with_vital_threads()
@@ -240,7 +226,7 @@ def test_only_a_vital_thread_that_raises_ends_its_process(events: Events) -> Non
     assert [events.next(), events.next()] == [("ready", {}), ("exited", 0)]
 
 
-def test_an_output_that_nobody_reads_keeps_no_process() -> None:
+def test_an_output_that_nobody_reads_keeps_no_process():
     argv = python(
         """
         lifecycle._TELL_S = 0.2
@@ -291,7 +277,7 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("where", ["code", "callback", "finalizer"])
-def test_it_is_never_lost(where: str) -> None:
+def test_it_is_never_lost(where):
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, where], cwd=ROOT, capture_output=True, text=True, timeout=50
     )

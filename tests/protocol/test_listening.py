@@ -7,7 +7,7 @@ import pytest
 from protocol.ipc.wire import CannotListen, bind
 
 
-def test_a_free_port_is_taken_and_may_be_listened_on() -> None:
+def test_a_free_port_is_taken_and_may_be_listened_on():
     with bind("127.0.0.1", 0) as sock:
         sock.listen()
         socket.create_connection(sock.getsockname()).close()
@@ -26,8 +26,6 @@ def test_a_free_port_is_taken_and_may_be_listened_on() -> None:
         ("ü..b", "encoding"),
     ],
 )
-def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(
-    host: str, reason: str
-) -> None:
+def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(host, reason):
     with pytest.raises(CannotListen, match=rf"{host}:0 \(({reason}).*\); use another --host$"):
         bind(host, 0)

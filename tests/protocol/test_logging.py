@@ -25,7 +25,7 @@ def stream() -> Iterator[io.StringIO]:
         logger.setLevel(level)
 
 
-def test_a_line_says_when_who_which_request_and_where(stream: io.StringIO) -> None:
+def test_a_line_says_when_who_which_request_and_where(stream):
     setup_logging("decode", rank=1, stream=stream)
     with request_context("r-1"):
         get_logger("engine.core").info("admitted, %d blocks", 3)
@@ -34,7 +34,7 @@ def test_a_line_says_when_who_which_request_and_where(stream: io.StringIO) -> No
     assert re.fullmatch(pattern, stream.getvalue())
 
 
-def test_a_request_id_cannot_forge_a_line(stream: io.StringIO) -> None:
+def test_a_request_id_cannot_forge_a_line(stream):
     setup_logging("proxy", stream=stream)
     with request_context("a\n2026 ERROR forged\x1b[2J"):
         get_logger("proxy").warning("first\nsecond")
@@ -45,7 +45,7 @@ def test_a_request_id_cannot_forge_a_line(stream: io.StringIO) -> None:
     assert escape("grüße 東京\u2028\x85") == r"grüße 東京\u2028\x85"
 
 
-def test_tasks_keep_their_own_request(stream: io.StringIO) -> None:
+def test_tasks_keep_their_own_request(stream):
     setup_logging("proxy", stream=stream)
     turn = asyncio.Event()
 
@@ -67,7 +67,7 @@ def test_tasks_keep_their_own_request(stream: io.StringIO) -> None:
     )
 
 
-def test_level_and_foreign_loggers(stream: io.StringIO) -> None:
+def test_level_and_foreign_loggers(stream):
     setup_logging("proxy", level="error", stream=stream)
     get_logger("x").warning("hidden")
     logging.getLogger("httpx").info("hidden")
@@ -75,7 +75,7 @@ def test_level_and_foreign_loggers(stream: io.StringIO) -> None:
     assert stream.getvalue().count("\n") == 1 and "shown" in stream.getvalue()
 
 
-def test_a_traceback_follows_its_line(stream: io.StringIO) -> None:
+def test_a_traceback_follows_its_line(stream):
     setup_logging("proxy", stream=stream)
     try:
         raise KeyError("block 7")

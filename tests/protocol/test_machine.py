@@ -10,7 +10,7 @@ from model.hub import build_once
 from protocol.settings.machine import CannotKeep, _make, available_cores, cache_dir, cluster_secret
 
 
-def test_a_variable_or_the_home_directory_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_or_the_home_directory_says_where(monkeypatch):
     monkeypatch.setenv("HOME", "/of/somebody")
     monkeypatch.delenv("BATON_CACHE", raising=False)
     assert cache_dir() == Path("/of/somebody/.cache/baton")
@@ -18,9 +18,7 @@ def test_a_variable_or_the_home_directory_says_where(monkeypatch: pytest.MonkeyP
     assert cache_dir() == Path("/elsewhere")
 
 
-def test_a_user_without_a_home_directory_is_told_what_to_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -30,9 +28,7 @@ def test_a_user_without_a_home_directory_is_told_what_to_set(
         cluster_secret(None)
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "baton"
     monkeypatch.setenv("BATON_CACHE", str(folder))
@@ -43,7 +39,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
         build_once(cache_dir() / "model", "key", lambda scratch: None)
 
 
-def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
+def test_the_first_use_makes_this_machines_secret(tmp_path):
     file = tmp_path / "deep" / "cluster-secret"
     first = cluster_secret(None, file)
     assert len(first) == 64 and cluster_secret(None, file) == first
@@ -55,7 +51,7 @@ def test_the_first_use_makes_this_machines_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n", "too short"])
-def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_without_a_secret_is_refused(tmp_path, content):
     file = tmp_path / "cluster-secret"
     file.write_text(content)
     with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
@@ -63,7 +59,7 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: str) -> Non
 
 
 @pytest.mark.parametrize("quota", ["150000 100000\n", "50000 100000", "max 100000\n", None])
-def test_a_containers_quota_counts(tmp_path: Path, quota: str | None) -> None:
+def test_a_containers_quota_counts(tmp_path, quota):
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(quota)

@@ -2,7 +2,6 @@
 
 import tomllib
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -10,7 +9,7 @@ from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
 from protocol.version import VERSION, system_fingerprint
 
 
-def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
+def test_the_table_has_one_line_per_name_in_prometheus_style():
     assert len(SPECS) == len(TABLE)
     for spec in TABLE:
         assert spec.name.startswith("baton_") and not spec.name.endswith("_total")
@@ -23,12 +22,12 @@ def test_the_table_has_one_line_per_name_in_prometheus_style() -> None:
     ("name", "labels"),
     [("baton_nothing", {}), ("baton_kv_blocks", {}), ("baton_engine_steps", {"state": "free"})],
 )
-def test_a_key_that_the_table_does_not_have_is_our_bug(name: str, labels: dict[str, str]) -> None:
+def test_a_key_that_the_table_does_not_have_is_our_bug(name, labels):
     with pytest.raises(KeyError):
         stat_key(name, **labels)
 
 
-def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
+def test_the_engine_s_newest_value_counts_and_gaps_stay():
     metrics = Metrics("server")
     granted = stat_key("baton_leases", event="granted")
     metrics.update_engine({"baton_requests_running": 3, granted: 1})
@@ -39,7 +38,7 @@ def test_the_engine_s_newest_value_counts_and_gaps_stay() -> None:
     assert "# TYPE baton_leases_total counter" in text
 
 
-def test_the_engine_s_histogram_counts_what_is_at_most_each_bound() -> None:
+def test_the_engine_s_histogram_counts_what_is_at_most_each_bound():
     histogram = EngineHistogram("baton_kv_transfer_seconds")
     metrics = Metrics("server")
     for seconds in (0.0001, 0.001, 0.0011, 99.0):
@@ -59,16 +58,14 @@ def test_the_engine_s_histogram_counts_what_is_at_most_each_bound() -> None:
 
 
 @pytest.mark.parametrize("origin", ["server", "proxy"])
-def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(
-    origin: Literal["server", "proxy"],
-) -> None:
+def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(origin):
     text = Metrics(origin).expose().decode()
     assert f'baton_build_info{{version="{VERSION}"}}' in text
     assert "\nprocess_resident_memory_bytes " in text
     assert "_created" not in text
 
 
-def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metrics_own() -> None:
+def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metrics_own():
     metrics = Metrics("proxy")
     metrics.inc("baton_proxy_requests", path="pd", reason="routed")
     metrics.inc("baton_proxy_requests", 2, reason="routed", path="pd")
@@ -79,7 +76,7 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
         metrics.inc("baton_prompt_tokens")  # of another process
 
 
-def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model() -> None:
+def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["version"] == VERSION
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")

@@ -57,7 +57,7 @@ LEG = {"do_remote_decode": True}
         (responses(max_output_tokens=7, seed=3), {"token_limit": 7, "seed": 3, "guided": None}),
     ],
 )
-def test_what_a_member_means(parsed: Any, read: dict[str, Any]) -> None:
+def test_what_a_member_means(parsed, read):
     assert {name: getattr(parsed, name) for name in read} == read
 
 
@@ -76,9 +76,7 @@ SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalt
         ({"logit_bias": {"5": -100, "7": 2}}, {"logit_bias": {5: -100.0, 7: 2.0}}),
     ],
 )
-def test_what_shapes_the_distribution_reaches_the_engine(
-    fields: dict[str, Any], drawn: dict[str, Any]
-) -> None:
+def test_what_shapes_the_distribution_reaches_the_engine(fields, drawn):
     sampling = completion(**fields).sampling(9)
     assert {name: getattr(sampling, name) for name in drawn} == drawn
 
@@ -87,7 +85,7 @@ def turns(parsed: Any) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in parsed.messages]
 
 
-def test_a_conversation_is_read_whatever_its_form() -> None:
+def test_a_conversation_is_read_whatever_its_form():
     part = {"type": "text", "text": "b"}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -99,7 +97,7 @@ def test_a_conversation_is_read_whatever_its_form() -> None:
     assert answer.tool_call_id == "c1"
 
 
-def test_what_responses_are_asked_for_is_a_conversation() -> None:
+def test_what_responses_are_asked_for_is_a_conversation():
     assert turns(responses(instructions="Be kind.")) == [("system", "Be kind."), ("user", "a")]
     part = {"type": "input_text", "text": "b"}
     answer = {
@@ -115,7 +113,7 @@ def test_what_responses_are_asked_for_is_a_conversation() -> None:
 
 
 @pytest.mark.parametrize(("parse", "model"), [(completion, CompletionRequest), (chat, ChatRequest)])
-def test_every_neutral_value_is_accepted_and_null_too(parse: Any, model: Any) -> None:
+def test_every_neutral_value_is_accepted_and_null_too(parse, model):
     assert len(neutral_fields(model)) > 10
     for field, values in neutral_fields(model).items():
         for value in (None, *values):
@@ -137,7 +135,7 @@ def read(**fields: Any) -> Tools:
     return toolset
 
 
-def test_the_default_is_none_without_tools_and_auto_with_them() -> None:
+def test_the_default_is_none_without_tools_and_auto_with_them():
     assert read().mode == "none" and not read(tools=[]).active
     assert read(tool_choice="auto").mode == "none"
     assert not read(tools=[tool()], tool_choice="none").active
@@ -147,7 +145,7 @@ def test_the_default_is_none_without_tools_and_auto_with_them() -> None:
     assert found.guided is None
 
 
-def test_a_named_tool_demands_its_arguments() -> None:
+def test_a_named_tool_demands_its_arguments():
     choice = {"type": "function", "function": {"name": "g"}}
     found = read(tools=[tool(), tool("g", parameters=NUMBER)], tool_choice=choice)
     assert (found.mode, found.name) == ("named", "g")
@@ -157,7 +155,7 @@ def test_a_named_tool_demands_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_required_demands_a_list_of_calls(parallel: bool) -> None:
+def test_required_demands_a_list_of_calls(parallel):
     asked = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
     found = read(**asked, parallel_tool_calls=parallel)
     assert found.guided is not None and found.guided.grammar.kind == "grammar"
@@ -196,14 +194,12 @@ def structured(**members: Any) -> dict[str, Any]:
         ({"guided_regex": "a"}, "guided_regex", REGEX),
     ],
 )
-def test_every_way_to_say_what_to_match(
-    fields: dict[str, Any], field: str, grammar: Grammar
-) -> None:
+def test_every_way_to_say_what_to_match(fields, field, grammar):
     for parsed in (completion(**fields), chat(**fields)):
         assert parsed.guided == GuidedDecoding(grammar, field)
         assert parsed.sampling(1).grammar == grammar
 
 
-def test_a_flat_format_is_a_demand_as_well() -> None:
+def test_a_flat_format_is_a_demand_as_well():
     demand = responses(text={"format": {"type": "json_schema", **NAMED}}).guided
     assert demand == GuidedDecoding(OF_SCHEMA, "text.format.schema")

@@ -4,10 +4,7 @@ import json
 from typing import Any
 
 from protocol.messages import KVUsage
-from protocol.openai.responses import (
-    ChoicePiece,
-    Usage,
-)
+from protocol.openai.responses import ChoicePiece, Usage
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 from tests.rigs.client import sse_events
@@ -23,7 +20,7 @@ def responses_writer(**fields: Any) -> ResponsesWriter:
     return ResponsesWriter("1", 5, parse_responses({"model": "m", "input": "a", **fields}))
 
 
-def test_events_of_a_response_in_several_pieces_and_in_one() -> None:
+def test_events_of_a_response_in_several_pieces_and_in_one():
     out = responses_writer()
     data = out.chunk(ChoicePiece(0, "He", first=True)) + out.chunk(ChoicePiece(0, ""))
     data += out.last_chunk(ChoicePiece(0, "llo", finish_reason="stop"), USAGE, {}) + out.end
@@ -42,7 +39,7 @@ def test_events_of_a_response_in_several_pieces_and_in_one() -> None:
     assert (names[0], names[-1]) == ("response.created", "response.incomplete")
 
 
-def test_a_whole_response_tells_what_was_asked_and_why_it_ended() -> None:
+def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
     asked = {"instructions": "i", "max_output_tokens": 2, "metadata": {"k": "v"}}
     out = responses_writer(**asked)
     body = json.loads(out.full([ChoicePiece(0, "ab", finish_reason="length")], USAGE, {"x": 1}))

@@ -43,20 +43,20 @@ def tokenize(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"nonsense", b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000]
 )
-def test_malformed_json_is_an_invalid_request(raw: bytes) -> None:
+def test_malformed_json_is_an_invalid_request(raw):
     with pytest.raises(InvalidRequest, match="JSON"):
         parse_json_object(raw)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"1", b'"text"', b"null", b"true", b'[null, "x"]'])
-def test_a_body_must_be_an_object(raw: bytes) -> None:
+def test_a_body_must_be_an_object(raw):
     with pytest.raises(InvalidRequest) as caught:
         parse_json_object(raw)
     assert caught.value.message == f"The body is {raw.decode()}; send a JSON object."
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_object_or_an_invalid_request(raw: bytes) -> None:
+def test_any_bytes_are_an_object_or_an_invalid_request(raw):
     try:
         assert isinstance(parse_json_object(raw), dict)
     except InvalidRequest:
@@ -76,7 +76,7 @@ FIELDS = (
 
 @settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=4))
-def test_any_json_is_a_request_or_an_invalid_request(fields: dict[str, Any]) -> None:
+def test_any_json_is_a_request_or_an_invalid_request(fields):
     for parse in (completion, chat, responses, tokenize):
         try:
             parse(**fields)
@@ -85,7 +85,7 @@ def test_any_json_is_a_request_or_an_invalid_request(fields: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)])
-def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body: bytes) -> None:
+def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
     begun: list[str] = []
 
     def seen(phase: str, info: dict[str, int]) -> None:
@@ -144,7 +144,7 @@ BAD_VALUES = {
 @pytest.mark.parametrize(
     ("field", "value"), [(field, value) for field, values in BAD_VALUES.items() for value in values]
 )
-def test_a_bad_value_is_named_with_the_fix(field: str, value: Any) -> None:
+def test_a_bad_value_is_named_with_the_fix(field, value):
     with pytest.raises(InvalidRequest, match=f"`{field}.*must be") as caught:
         completion(**{field: value})
     assert str(caught.value.param).partition(".")[0] == field
@@ -269,7 +269,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("parse", "fields", "param"), MISTAKES)
-def test_a_mistake_is_named(parse: Parse, fields: dict[str, Any], param: str) -> None:
+def test_a_mistake_is_named(parse, fields, param):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
@@ -331,19 +331,19 @@ def test_a_mistake_is_named(parse: Parse, fields: dict[str, Any], param: str) ->
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
     ],
 )
-def test_a_refusal_says_why(parse: Parse, fields: dict[str, Any], told: str) -> None:
+def test_a_refusal_says_why(parse, fields, told):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert told in caught.value.message
 
 
-def test_an_endless_field_name_does_not_make_an_endless_message() -> None:
+def test_an_endless_field_name_does_not_make_an_endless_message():
     with pytest.raises(InvalidRequest) as caught:
         completion(**{"x" * 100_000: 1})
     assert len(caught.value.message) < 400
 
 
-def test_zero_may_be_written_as_integer_or_float_but_never_as_false() -> None:
+def test_zero_may_be_written_as_integer_or_float_but_never_as_false():
     class Body(Strict):
         number: Any = neutral(0.0)
         one: Any = neutral(1)
@@ -389,5 +389,5 @@ NESTED = {"a": [True, None, {"b": "c"}], "d": 1.5}
         (DEEP, "[" * 77 + "..."),
     ],
 )
-def test_a_value_is_shown_as_json(value: Any, told: str) -> None:
+def test_a_value_is_shown_as_json(value, told):
     assert short_repr(value) == told

@@ -222,11 +222,7 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(
 
 @pytest.mark.parametrize(
     ("cls", "argv"),
-    [
-        (P, ["--host", "10.0.0.7"]),
-        (D, ["--host", "::"]),
-        (P, ["--side-channel-host", "host-p"]),
-    ],
+    [(P, ["--host", "10.0.0.7"]), (D, ["--host", "::"]), (P, ["--side-channel-host", "host-p"])],
 )
 def test_servers_of_several_machines_are_given_their_secret(
     cls: type[BatonSettings], argv: list[str], monkeypatch: pytest.MonkeyPatch

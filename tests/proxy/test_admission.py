@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from typing import Any
 
 import pytest
 
@@ -42,8 +41,8 @@ def fleet(*behaviours: Behave) -> list[Fake]:
     ],
 )
 async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_to_come_back(
-    prefill: Any, decode: Any, status: int, retry_after: str | None, num_asked: tuple[int, ...]
-) -> None:
+    prefill, decode, status, retry_after, num_asked
+):
     async with Rig(fleet(*prefill), fleet(*decode), routing="round_robin") as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
@@ -56,7 +55,7 @@ async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_
         assert rig.in_flight() == 0 and all(map(rig.is_ready, range(len(fakes))))
 
 
-async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_urgent() -> None:
+async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_urgent():
     prefill, decode = fleet(prefills), fleet(full(100))
     async with Rig(prefill, decode) as rig:
         for priority, length, num_asked in (
@@ -70,7 +69,7 @@ async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_
         assert answer.status_code == 429 and len(decode[0].calls) == num_asked + 1
 
 
-async def test_prompts_that_prefill_servers_have_yet_to_compute_are_a_queue() -> None:
+async def test_prompts_that_prefill_servers_have_yet_to_compute_are_a_queue():
     """Of servers that say nothing of their own, as vLLM's."""
     waits = Waits(prefills)
     async with Rig(fleet(waits), max_queue_s=10.0) as rig:  # it takes 25 s, as guessed
@@ -85,7 +84,7 @@ async def test_prompts_that_prefill_servers_have_yet_to_compute_are_a_queue() ->
         assert (await rig.complete()).status_code == 200
 
 
-async def test_only_so_many_requests_are_under_way() -> None:
+async def test_only_so_many_requests_are_under_way():
     waits = Waits(decodes)
     async with Rig([], fleet(waits), max_in_flight=1) as rig:
         first = asyncio.create_task(rig.complete())
@@ -106,7 +105,7 @@ SOON_LINE = "x-request-timeout-s: 0.02"
 
 
 @pytest.mark.parametrize("given", ["0", "soon", "-3"])
-async def test_a_time_that_is_none_is_refused(given: str) -> None:
+async def test_a_time_that_is_none_is_refused(given):
     async with Rig() as rig:
         answer = await rig.complete(headers={"x-request-timeout-s": given})
         error = answer.json()["error"]
@@ -115,7 +114,7 @@ async def test_a_time_that_is_none_is_refused(given: str) -> None:
 
 
 @pytest.mark.parametrize("default", [False, True])
-async def test_servers_are_told_what_is_left_of_the_time(default: bool) -> None:
+async def test_servers_are_told_what_is_left_of_the_time(default):
     options = {"request_timeout_s": 50.0} if default else {}
     async with Rig(**options) as rig:
         given = None if default else {"x-request-timeout-s": "50"}
@@ -133,9 +132,7 @@ async def test_servers_are_told_what_is_left_of_the_time(default: bool) -> None:
     ids=["in prefill", "in decode"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_expired_request_is_504_and_its_legs_end(
-    prefill: Behave, decode: Behave, gives_back: str, stream: bool
-) -> None:
+async def test_an_expired_request_is_504_and_its_legs_end(prefill, decode, gives_back, stream):
     async with Rig(fleet(prefill), fleet(decode)) as rig:
         answer = await rig.complete(headers=SOON, stream=stream)
         assert answer.status_code == 504
@@ -145,7 +142,7 @@ async def test_an_expired_request_is_504_and_its_legs_end(
         assert rig.in_flight() == 0 and all(map(rig.is_ready, range(2)))
 
 
-async def test_an_expired_stream_ends_in_an_error_event() -> None:
+async def test_an_expired_stream_ends_in_an_error_event():
     waits = Waits(sends=b'data: {"text": "one"}\n\ndata: {"te')
     async with Rig(decode=fleet(waits)) as rig:
         answer = await rig.complete(headers=SOON, stream=True)
@@ -158,7 +155,7 @@ async def test_an_expired_stream_ends_in_an_error_event() -> None:
         assert rig.in_flight() == 0
 
 
-async def test_a_body_that_comes_too_late_is_504() -> None:
+async def test_a_body_that_comes_too_late_is_504():
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Length: 9", SOON_LINE)
@@ -168,7 +165,7 @@ async def test_a_body_that_comes_too_late_is_504() -> None:
         assert not rig.prefill[0].calls
 
 
-async def test_a_client_that_does_not_read_holds_its_server_back() -> None:
+async def test_a_client_that_does_not_read_holds_its_server_back():
     """Nothing piles up here: the server's own connection fills, and the server knows what to do."""
     sent, is_over, piece = 0, False, b'data: {"text": "' + b"x" * 60_000 + b'"}\n\n'
 

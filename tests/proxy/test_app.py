@@ -10,16 +10,7 @@ import pytest
 
 from protocol.process import logging as baton_logging
 from proxy.pd_request import PDRequest
-from tests.proxy.fakes import (
-    Call,
-    Fake,
-    Rig,
-    Waits,
-    answers,
-    decodes,
-    prefills,
-    until,
-)
+from tests.proxy.fakes import Call, Fake, Rig, Waits, answers, decodes, prefills, until
 
 
 async def _pieces() -> Any:
@@ -38,9 +29,7 @@ async def _pieces() -> Any:
         (None, 413, "more than 1000 bytes"),  # whose length is not announced
     ],
 )
-async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
-    content: bytes | None, status: int, words: str
-) -> None:
+async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(content, status, words):
     async with Rig(max_body_bytes=1000) as rig:
         sent = _pieces() if content is None else content
         response = await rig.client.post("/v1/completions", content=sent)
@@ -70,9 +59,7 @@ async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
         ("DELETE", "/v1/models", 405, "use GET"),
     ],
 )
-async def test_unknown_paths_and_methods_are_named(
-    method: str, path: str, status: int, words: str
-) -> None:
+async def test_unknown_paths_and_methods_are_named(method, path, status, words):
     async with Rig() as rig:
         response = await rig.client.request(method, path)
         assert response.status_code == status
@@ -81,7 +68,7 @@ async def test_unknown_paths_and_methods_are_named(
         assert response.headers.get("allow") == (allowed if status == 405 else None)
 
 
-async def test_ready_counts_servers_and_says_what_is_missing() -> None:
+async def test_ready_counts_servers_and_says_what_is_missing():
     prefill = [Fake(prefills), Fake(prefills, ready=False)]
     async with Rig(prefill, [Fake(decodes, ready=False)]) as rig:
         await until(lambda: all(f.polls > 0 for f in (*rig.prefill, *rig.decode)))
@@ -110,7 +97,7 @@ async def test_ready_counts_servers_and_says_what_is_missing() -> None:
         assert response.json()["missing"] == ["no prefill server is ready"]
 
 
-async def test_clients_are_told_no_address_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_are_told_no_address_of_a_server(caplog):
     async with Rig(health_interval_s=60.0) as rig:
         servers = (rig.prefill[0], rig.decode[0])
         for fake in servers:
@@ -122,9 +109,7 @@ async def test_clients_are_told_no_address_of_a_server(caplog: pytest.LogCapture
             assert f"-0 {fake.url}" in caplog.text  # the operator is
 
 
-async def test_a_server_given_as_the_other_kind_gets_no_request(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_server_given_as_the_other_kind_gets_no_request(caplog):
     prefill, decode = [Fake(decodes, role="decode")], [Fake(prefills, role="prefill")]
     async with Rig(prefill, decode, ready=False) as rig:
         await until(lambda: rig.prefill[0].polls > 3 and rig.decode[0].polls > 1)
@@ -135,9 +120,7 @@ async def test_a_server_given_as_the_other_kind_gets_no_request(
     assert caplog.text.count(told) == 1
 
 
-async def test_servers_that_end_with_the_proxy_are_no_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_servers_that_end_with_the_proxy_are_no_warning(caplog):
     async with Rig() as rig:
         rig.app.shut_down(60.0)
         await rig.decode[0].stop()
@@ -145,9 +128,7 @@ async def test_servers_that_end_with_the_proxy_are_no_warning(
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
-async def test_a_bug_is_answered_and_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_bug_is_answered_and_logged(monkeypatch, caplog):
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
@@ -160,7 +141,7 @@ async def test_a_bug_is_answered_and_logged(
     assert "boom" in caplog.text
 
 
-async def test_every_line_about_a_request_carries_its_id() -> None:
+async def test_every_line_about_a_request_carries_its_id():
     ids: list[str | None] = []
 
     class Handler(logging.Handler):
@@ -183,7 +164,7 @@ async def test_every_line_about_a_request_carries_its_id() -> None:
 # -- its end
 
 
-async def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
+async def test_requests_in_flight_may_finish_when_the_proxy_ends():
     slow = Waits(lambda call: call.write(b"data: [DONE]\n\n", more=False), b"data: 1\n\n")
     async with Rig(decode=[Fake(slow)], shutdown_grace_s=20.0) as rig:
         request = asyncio.create_task(rig.complete(stream=True))
@@ -198,9 +179,7 @@ async def test_requests_in_flight_may_finish_when_the_proxy_ends() -> None:
         await rig.task
 
 
-async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(caplog):
     async with Rig(shutdown_grace_s=1.0) as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
@@ -215,9 +194,7 @@ async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(
-    stream: bool,
-) -> None:
+async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(stream):
     endless = Waits(sends=b"data: 1\n\n" if stream else b"")
     async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
@@ -250,9 +227,7 @@ async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends
         ("/v1/models/org/name%20x", "/v1/models/org/name x"),
     ],
 )
-async def test_tokenizing_documents_and_models_are_a_decode_server_s(
-    path: str, asked: str | None
-) -> None:
+async def test_tokenizing_documents_and_models_are_a_decode_server_s(path, asked):
     async def tells_its_path(call: Call) -> None:
         await call.answer(201, {"path": call.path})
 
@@ -271,7 +246,7 @@ async def test_tokenizing_documents_and_models_are_a_decode_server_s(
         assert response.status_code == 503
 
 
-async def test_pages_of_named_origins_alone_may_call() -> None:
+async def test_pages_of_named_origins_alone_may_call():
     origin = "https://app.example"
 
     async with Rig(cors_origin=(origin,)) as rig:
@@ -289,7 +264,7 @@ async def test_pages_of_named_origins_alone_may_call() -> None:
 # -- metrics
 
 
-async def test_metrics_tell_what_was_done_by_this_proxy() -> None:
+async def test_metrics_tell_what_was_done_by_this_proxy():
     async with Rig() as rig, Rig() as other:
         await rig.complete()
         await rig.client.post("/v1/completions", content=b"{")
@@ -308,7 +283,7 @@ async def test_metrics_tell_what_was_done_by_this_proxy() -> None:
             assert line in lines and (line in others) is not is_new
 
 
-async def test_a_fleet_that_was_never_seen_has_its_series() -> None:
+async def test_a_fleet_that_was_never_seen_has_its_series():
     async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
         assert {
             'baton_proxy_upstream_ready{role="decode",server="decode-0"}',

@@ -47,14 +47,14 @@ NOT_OBJECTS = [
 
 
 @pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))
-def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+def test_what_is_not_a_json_object_is_refused(data):
     with pytest.raises(InvalidRequest, match="the body"):
         parse_body(data)
 
 
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON, max_size=5))
-def test_the_decode_server_gets_what_the_client_sent(body: dict[str, Any]) -> None:
+def test_the_decode_server_gets_what_the_client_sent(body):
     body.pop("kv_transfer_params", None)
     body["seed"] = 5
     clean, stripped = sanitize(parse_body(json.dumps(body).encode()))
@@ -75,15 +75,13 @@ def test_the_decode_server_gets_what_the_client_sent(body: dict[str, Any]) -> No
         (b"[{ }, 7]", b"[{ },7]"),
     ],
 )  # fmt: skip
-def test_a_decode_server_hears_that_the_lease_is_the_proxys_to_end(
-    params: bytes, lent: bytes
-) -> None:
+def test_a_decode_server_hears_that_the_lease_is_the_proxys_to_end(params, lent):
     found = params_of(b'{"kv_transfer_params":' + params + b"}")
     assert found is not None
     assert decode_leg({}, found) == b'{"kv_transfer_params":' + lent + b"}"
 
 
-def test_numbers_are_not_rewritten() -> None:
+def test_numbers_are_not_rewritten():
     data = b'{"a":1.10,"b":123456789012345678901234567890,"c":1E400,"seed":0}'
     assert decode_leg(sanitize(parse_body(data))[0], None) == data
 
@@ -96,13 +94,13 @@ def test_numbers_are_not_rewritten() -> None:
         ("kv_transfer_para\\u006ds", '[{"remote_host": "x"}]', True),
     ],
 )
-def test_params_of_clients_are_dropped_and_counted(name: str, params: str, counted: bool) -> None:
+def test_params_of_clients_are_dropped_and_counted(name, params, counted):
     clean, stripped = sanitize(parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode()))
     assert json.loads(decode_leg(clean, None)) == {"seed": 1}
     assert stripped is counted
 
 
-def test_of_a_repeated_key_both_servers_see_the_same() -> None:
+def test_of_a_repeated_key_both_servers_see_the_same():
     clean, _ = sanitize(parse_body(b'{"seed": 1, "prompt": "a", "prompt": "b"}'))
     assert json.loads(decode_leg(clean, None))["prompt"] == "b"
     assert json.loads(prefill_leg(clean))["prompt"] == "b"
@@ -134,9 +132,7 @@ _USAGE = {"include_usage": True}
         ({"stream": "yes"}, {"max_tokens": 1, "stream": "yes"}),
     ],
 )
-def test_the_prefill_server_is_asked_for_one_whole_token_and_told_what_was_asked(
-    asked: dict[str, Any], leg: dict[str, Any]
-) -> None:
+def test_the_prefill_server_is_asked_for_one_whole_token_and_told_what_was_asked(asked, leg):
     kept = {"prompt": "x", "min_tokens": 7}  # which shapes the first token
     found = prefill(**kept, **asked)
     assert client_request(found) == {**kept, **asked}
@@ -158,12 +154,12 @@ def test_the_prefill_server_is_asked_for_one_whole_token_and_told_what_was_asked
         (b"not json", None),
     ],
 )
-def test_params_are_taken_from_the_answer_as_they_are(answer: bytes, params: bytes | None) -> None:
+def test_params_are_taken_from_the_answer_as_they_are(answer, params):
     found = params_of(answer)
     assert (None if found is None else bytes(found)) == params
 
 
-def test_a_response_is_prefilled_with_its_own_limit() -> None:
+def test_a_response_is_prefilled_with_its_own_limit():
     for body in ({"input": "a"}, {"input": "a", "max_output_tokens": 9, "stream": True}):
         leg = json.loads(prefill_leg(parse_body(json.dumps(body).encode()), "/v1/responses"))
         assert leg["max_output_tokens"] == 1 and "max_tokens" not in leg

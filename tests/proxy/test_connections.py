@@ -55,7 +55,7 @@ async def connected(
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"\r\n{", request()[:-1]])
-async def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent: bytes) -> None:
+async def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent):
     async with connected(client_timeout_s=TIMEOUT_S) as (rig, reader, writer):
         writer.write(sent)
         answer = await reader.read()
@@ -63,7 +63,7 @@ async def test_a_client_that_owes_a_request_and_is_silent_is_let_go(sent: bytes)
         assert rig.prefill[0].calls == []
 
 
-async def test_a_head_that_comes_in_drops_has_one_timeout() -> None:
+async def test_a_head_that_comes_in_drops_has_one_timeout():
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
         for byte in HEAD:
             if reader.at_eof() or writer.is_closing():  # the server may reset it
@@ -74,7 +74,7 @@ async def test_a_head_that_comes_in_drops_has_one_timeout() -> None:
             pytest.fail("a byte now and then is enough")
 
 
-async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed() -> None:
+async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed():
     waits = Waits(decodes)
     async with Rig(decode=[Fake(waits)], client_timeout_s=TIMEOUT_S) as rig:
         reader, writer = await connect(rig)
@@ -94,7 +94,7 @@ async def test_neither_an_idle_connection_nor_one_that_is_being_served_is_closed
         writer.close()
 
 
-async def test_a_head_without_end_is_refused() -> None:
+async def test_a_head_without_end_is_refused():
     async with connected() as (_, reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         piece = b"X-Filler: " + b"y" * 60_000 + b"\r\n"
@@ -105,7 +105,7 @@ async def test_a_head_without_end_is_refused() -> None:
                 await asyncio.sleep(0)
 
 
-async def test_a_body_that_comes_after_its_answer_is_no_head() -> None:
+async def test_a_body_that_comes_after_its_answer_is_no_head():
     async with connected() as (_, reader, writer):
         length = 3 * MAX_HEAD_BYTES
         writer.write(head(length).replace(b"/v1/completions", b"/nowhere"))
@@ -132,7 +132,7 @@ class NeverEnds:
         self.ended.set()
 
 
-async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs() -> None:
+async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs():
     never_ends = NeverEnds(b"data: 1\n\n")
     async with connected([Fake(never_ends)]) as (rig, reader, writer):
         writer.write(request(stream=True))
@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs()
         await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
 
 
-async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None:
+async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
     one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async with Rig() as rig:
@@ -161,7 +161,7 @@ async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound() -> None
         assert (await rig.client.get("/health")).status_code == 200
 
 
-async def test_a_client_that_reads_nothing_ends_its_request() -> None:
+async def test_a_client_that_reads_nothing_ends_its_request():
     never_ends = NeverEnds(b"data: " + b"x" * 600_000 + b"\n\n")
     async with Rig(decode=[Fake(never_ends)], client_timeout_s=TIMEOUT_S) as rig:
         with socket.create_connection(rig.listener.getsockname()) as deaf:
@@ -172,9 +172,7 @@ async def test_a_client_that_reads_nothing_ends_its_request() -> None:
 
 @pytest.mark.parametrize("cut", [0, 3, 40, 200])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(
-    protocol: bytes, cut: int
-) -> None:
+async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(protocol, cut):
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
     data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer % protocol)
 
@@ -199,7 +197,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, by
     return int(first.split()[1]), headers, json.loads(body)
 
 
-async def test_a_body_that_comes_in_drops_is_refused() -> None:
+async def test_a_body_that_comes_in_drops_is_refused():
     async with connected(client_timeout_s=TIMEOUT_S) as (rig, reader, writer):
         writer.write(head(1000, b"X-Request-Id: mine"))
         answer = asyncio.create_task(read_answer(reader))
@@ -214,7 +212,7 @@ async def test_a_body_that_comes_in_drops_is_refused() -> None:
         assert rig.prefill[0].calls == []
 
 
-async def test_a_body_that_keeps_the_least_rate_is_served() -> None:
+async def test_a_body_that_keeps_the_least_rate_is_served():
     piece = b" " * round(MIN_BODY_BYTES_PER_S * TIMEOUT_S / 2)
 
     async with connected(client_timeout_s=TIMEOUT_S) as (_, reader, writer):
@@ -227,7 +225,7 @@ async def test_a_body_that_keeps_the_least_rate_is_served() -> None:
         assert (await read_answer(reader))[0] == 200
 
 
-async def test_no_body_is_asked_for_that_is_declared_too_long() -> None:
+async def test_no_body_is_asked_for_that_is_declared_too_long():
     async with Rig(max_body_bytes=1000) as rig:
         reader, writer = await connect(rig)
         writer.write(head(1001, b"Expect: 100-continue"))
@@ -249,7 +247,7 @@ async def test_no_body_is_asked_for_that_is_declared_too_long() -> None:
 
 
 @pytest.mark.parametrize("closing", [(), (b"Connection: close",)])
-async def test_a_client_that_sends_too_much_sees_its_answer_first(closing: Any) -> None:
+async def test_a_client_that_sends_too_much_sees_its_answer_first(closing):
     async with connected(max_body_bytes=1000) as (_, reader, writer):
         writer.write(head(5_000_000, *closing))
         assert (await read_answer(reader))[0] == 413
@@ -262,7 +260,7 @@ async def test_a_client_that_sends_too_much_sees_its_answer_first(closing: Any) 
             assert (await read_answer(reader))[0] == 200
 
 
-async def test_of_too_many_unfinished_bodies_the_first_is_refused() -> None:
+async def test_of_too_many_unfinished_bodies_the_first_is_refused():
     async with Rig(max_body_bytes=40_000, max_unfinished_bytes=100_000) as rig:
         gone = [await connect(rig) for _ in range(3)]
         for _, writer in gone:
@@ -289,7 +287,7 @@ async def test_of_too_many_unfinished_bodies_the_first_is_refused() -> None:
             writer.close()
 
 
-async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0() -> None:
+async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0():
     async with Rig() as rig:
         for body, expected in (
             (b'{"prompt": "x", "stream": true}', b"data: [DONE]\n\n"),
@@ -325,9 +323,7 @@ def get(
         (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400, "HTTP"),
     ],
 )
-async def test_what_is_no_good_head_gets_an_error_like_any_other(
-    raw: bytes, status: int, words: str
-) -> None:
+async def test_what_is_no_good_head_gets_an_error_like_any_other(raw, status, words):
     async with connected() as (_, reader, writer):
         writer.write(raw)
         told, headers, body = await read_answer(reader)
@@ -340,7 +336,7 @@ async def test_what_is_no_good_head_gets_an_error_like_any_other(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_no_http_is_no_part_of_the_answer_before_it(stream: bool) -> None:
+async def test_what_is_no_http_is_no_part_of_the_answer_before_it(stream):
     fakes = [Fake(Waits(sends=b"data: 1\n\n"))] if stream else None
     async with connected(fakes) as (_, reader, writer):
         writer.write(request(stream=stream))

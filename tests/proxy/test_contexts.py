@@ -23,9 +23,7 @@ async def prefills_100_tokens(call: Call) -> None:
     ("lengths", "told"),
     [((300, 500), 500), ((300, None), None), ((None, None), None), ((300, -500), 300)],
 )
-async def test_a_prefill_server_hears_of_the_longest_context_behind_it(
-    lengths: tuple[int | None, int | None], told: int | None
-) -> None:
+async def test_a_prefill_server_hears_of_the_longest_context_behind_it(lengths, told):
     """A negative one is that of a server that is not ready."""
     fakes = [
         Fake(decodes, ready=length is None or length > 0, max_model_len=length and abs(length))
@@ -81,9 +79,7 @@ FEW, MANY = (P, None, 4), (P, None, 64)
         ([(P, None, 4, False)], [(D,)], {"n": 5}, 200, [0, 4], "no_prefill_server"),  # not ready
     ],
 )
-async def test_requests_go_where_there_is_room(
-    prefill: Any, decode: Any, body: dict[str, Any], status: int, calls: Any, reason: str | None
-) -> None:
+async def test_requests_go_where_there_is_room(prefill, decode, body, status, calls, reason):
     """Four of them; servers are (behaviour, longest context, most sequences, whether ready)."""
 
     def fake(behave: Any, length: int | None = None, n: int | None = None, up: bool = True) -> Fake:
@@ -105,9 +101,7 @@ async def test_requests_go_where_there_is_room(
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}])
-async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(
-    asked: dict[str, Any],
-) -> None:
+async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(asked):
     async def refuses(call: Call) -> None:  # of another size, and some gateways say it so
         await call.start(413, {"content-type": "text/html"})
         await call.write(b"<h1>413</h1>", more=False)
@@ -143,7 +137,7 @@ async def scores(call: Call) -> None:
         {"max_tokens": -0.0},  # JSON has a negative zero
     ],
 )
-async def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> None:
+async def test_the_prefill_server_answers_all_of_it(fields):
     async with Rig(prefill=[Fake(scores)], decode=[Fake(decodes, ready=False)]) as rig:
         body = {"model": "m", "prompt": "hello", "seed": 1, **fields}
         content = json.dumps(body).replace("-0.0", "-0")
@@ -160,7 +154,7 @@ async def test_the_prefill_server_answers_all_of_it(fields: dict[str, Any]) -> N
         assert (await rig.complete(max_tokens=5)).status_code == 503  # a decode server's
 
 
-async def test_without_a_prefill_server_a_decode_server_scores() -> None:
+async def test_without_a_prefill_server_a_decode_server_scores():
     async with Rig(prefill=[Fake(drops)]) as rig:
         response = await rig.complete(max_tokens=0)
         assert response.json() == {"text": "onetwo"}

@@ -54,7 +54,7 @@ def refuses(call: Call) -> Any:
     return answers(400, {"error": error})(call)
 
 
-async def test_the_decode_server_answers_while_the_prefill_server_has_not() -> None:
+async def test_the_decode_server_answers_while_the_prefill_server_has_not():
     p = Waits(prefills)
     async with early([fake(p, "P")], [fake(decodes)]) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
@@ -73,7 +73,7 @@ async def test_the_decode_server_answers_while_the_prefill_server_has_not() -> N
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer() -> None:
+async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer():
     p, d = Waits(fails(400, "no_such_model")), Waits()
     async with early([fake(p)], [fake(d)]) as rig:
         asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
@@ -85,7 +85,7 @@ async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer() -> None
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew() -> None:
+async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew():
     p, (first, second) = Waits(drops), (Waits(), decodes)
     behaviours = iter([first, second])
     async with early(
@@ -101,7 +101,7 @@ async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew() -> Non
 
 
 @pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
-async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) -> None:
+async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal):
     """A decode server of another secret is offered nothing more, one that failed is."""
     behaviours = iter([refusal, decodes, decodes])
     d = fake(lambda call: next(behaviours)(call))
@@ -123,7 +123,7 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal: Behave) 
     ],
     ids=str,
 )
-async def test_the_old_order_serves_what_cannot_be_begun_early(told: Any, asked: Any) -> None:
+async def test_the_old_order_serves_what_cannot_be_begun_early(told, asked):
     async with early([fake(prefills, **told)], [fake(decodes, **told)]) as rig:
         response = await rig.client.post("/v1/completions", json=BODY | asked)
         assert response.json() == {"text": "onetwo"}
@@ -150,9 +150,7 @@ def fails_in_turn(*outcomes: Behave) -> list[Fake]:
         ([drops, fails(502, "x"), drops, decodes], 3, [1, 1, 0, 0], "onetwo"),
     ],
 )
-async def test_so_many_decode_servers_are_given_a_request(
-    outcomes: list[Behave], max_resumes: int, offers: list[int], told: str
-) -> None:
+async def test_so_many_decode_servers_are_given_a_request(outcomes, max_resumes, offers, told):
     """At most 1 + --max-resumes, by an offer or after it; then P has its KV back."""
     p = fake(prefills)
     async with early([p], fails_in_turn(*outcomes), max_resumes=max_resumes) as rig:
@@ -166,9 +164,7 @@ async def test_so_many_decode_servers_are_given_a_request(
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_both_legs_end_well_and_nothing_is_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_both_legs_end_well_and_nothing_is_given_back(monkeypatch):
     """A stream's head has waited for what P tells of its KV."""
     monkeypatch.setattr(early_decode, "HEAD_WAIT_S", 60.0)
     p = Waits(prefills)
@@ -185,7 +181,7 @@ async def test_both_legs_end_well_and_nothing_is_given_back(
         assert not rig.prefill[0].releases
 
 
-async def test_no_other_prefill_server_works_for_an_answer_that_has_begun() -> None:
+async def test_no_other_prefill_server_works_for_an_answer_that_has_begun():
     p, d = Waits(drops), Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     async with early([fake(p, "P0"), fake(prefills, "P1")], [fake(d)]) as rig:
         asked = rig.client.stream("POST", "/v1/completions", json=BODY | {"stream": True})

@@ -38,21 +38,21 @@ def failed_times(n: int, health: Health = READY) -> Health:
     return health
 
 
-def test_the_room_of_a_server_is_what_it_said_last() -> None:
+def test_the_room_of_a_server_is_what_it_said_last():
     told = polled(READY, Said(True, room=Room(300, 8)), 1.0)
     starting = polled(told, STARTING, 2.0)
     assert starting.room == Room(300, 8)
     assert polled(starting, Said(True, room=Room(max_num_seqs=4)), 3.0).room == Room(None, 4)
 
 
-def test_a_connection_error_outweighs_a_health_check_begun_before_it() -> None:
+def test_a_connection_error_outweighs_a_health_check_begun_before_it():
     down = unreachable(READY, "refused", now=5.0)
     assert not down.ready
     assert not polled(down, YES, 4.9).ready
     assert polled(down, YES, 5.1).ready
 
 
-def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while() -> None:
+def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while():
     health = READY
     for _ in range(SILENCES - 1):
         health = silent(health, "no answer")
@@ -63,7 +63,7 @@ def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while() -> Non
     assert not silent(Health(), "no answer").ready
 
 
-def test_failures_in_a_row_open_the_circuit_and_each_failed_trial_doubles_the_cooldown() -> None:
+def test_failures_in_a_row_open_the_circuit_and_each_failed_trial_doubles_the_cooldown():
     assert admits(failed_times(FAILURES - 1), 0.0)
     assert admits(failed_times(FAILURES - 1, succeeded(failed_times(FAILURES - 1))), 0.0)
     health, now, cooldowns = failed_times(FAILURES), 0.0, []
@@ -91,9 +91,7 @@ MOVES: dict[str, Any] = {
 
 
 @given(st.lists(st.tuples(st.sampled_from([*MOVES]), st.floats(0, 20))))
-def test_whatever_happened_a_server_that_works_again_is_used_again(
-    events: list[tuple[str, float]],
-) -> None:
+def test_whatever_happened_a_server_that_works_again_is_used_again(events):
     health, now = Health(), 0.0
     for event, passed in events:
         now += passed
@@ -115,9 +113,7 @@ def test_whatever_happened_a_server_that_works_again_is_used_again(
      (503, "engine_died", Failure.DIED), (503, "overloaded", Failure.BUSY),
      (500, "engine_died", Failure.ERROR)],
 )  # fmt: skip
-def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
-    status: int, code: str, failure: Failure | None
-) -> None:
+def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(status, code, failure):
     assert failure_of(status, b'{"error": {"code": "%s"}}' % code.encode()) is failure
     if failure in (Failure.ERROR, Failure.BUSY):
         assert trips_breaker(failure, status) is (status == 500)
@@ -125,16 +121,14 @@ def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_prefill_is_repeated_and_a_decode_only_when_it_costs_the_client_no_second_wait(
-    failure: Failure,
-) -> None:
+def test_a_prefill_is_repeated_and_a_decode_only_when_it_costs_the_client_no_second_wait(failure):
     assert may_retry(Kind.PREFILL, [failure])
     expected = failure not in (Failure.TIMEOUT, Failure.ERROR)
     assert may_retry(Kind.DECODE, [failure]) is expected
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_what_was_not_delivered_may_be_tried_everywhere(kind: Kind) -> None:
+def test_what_was_not_delivered_may_be_tried_everywhere(kind):
     assert may_retry(kind, [Failure.UNREACHABLE, Failure.BUSY] * 10)
     assert not may_retry(kind, [Failure.LOST, Failure.UNREACHABLE, Failure.LOST])
     assert not may_retry(kind, [Failure.DIED, Failure.BUSY, Failure.LOST])
@@ -171,7 +165,7 @@ def trip(fleet: Fleet, server: Server) -> None:
         ("a", "", "abc", None),
     ],
 )
-def test_turns(last: str | None, ready: str, admitted: str, chosen: str | None) -> None:
+def test_turns(last, ready, admitted, chosen):
     fleet = fleet_of("abc")
     if last:
         assert fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
@@ -185,7 +179,7 @@ def test_turns(last: str | None, ready: str, admitted: str, chosen: str | None) 
 
 
 @given(st.integers(1, 6), st.data())
-def test_usable_servers_get_equal_shares(num_servers: int, data: st.DataObject) -> None:
+def test_usable_servers_get_equal_shares(num_servers, data):
     urls = "abcdef"[:num_servers]
     working = "".join(data.draw(st.sets(st.sampled_from(urls), min_size=1)))
     fleet = fleet_of(urls, ready=working)
@@ -193,7 +187,7 @@ def test_usable_servers_get_equal_shares(num_servers: int, data: st.DataObject) 
     assert sorted(server.url for server in chosen if server) == sorted(3 * working)
 
 
-def test_kinds_do_not_mix_and_servers_tried_before_are_left_out() -> None:
+def test_kinds_do_not_mix_and_servers_tried_before_are_left_out():
     fleet = fleet_of("ab", "a")  # one URL may play both parts
     (p1, p2), (d1,) = fleet.of[Kind.PREFILL], fleet.of[Kind.DECODE]
     assert [fleet.choose(Kind.PREFILL) for _ in range(3)] == [p1, p2, p1]
@@ -206,11 +200,11 @@ def test_kinds_do_not_mix_and_servers_tried_before_are_left_out() -> None:
     assert fleet.choose(Kind.PREFILL) == p1
 
 
-def test_a_url_given_twice_is_one_server() -> None:
+def test_a_url_given_twice_is_one_server():
     assert [str(server) for server in fleet_of("aba").servers] == ["prefill-0 a", "prefill-1 b"]
 
 
-def test_changes_of_readiness_and_of_what_bars_it_are_told_once() -> None:
+def test_changes_of_readiness_and_of_what_bars_it_are_told_once():
     told: list[tuple[bool, bool, str]] = []
     watch = Watch(on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason)))
     fleet = fleet_of("a", watch=watch)
@@ -219,7 +213,7 @@ def test_changes_of_readiness_and_of_what_bars_it_are_told_once() -> None:
     assert told == [(False, True, ""), (True, False, "refused"), (False, False, "loading")]
 
 
-def test_a_failing_server_comes_last_until_its_trial() -> None:
+def test_a_failing_server_comes_last_until_its_trial():
     now = 0.0
     fleet = fleet_of("ab", clock=lambda: now)
     first, second = fleet.servers

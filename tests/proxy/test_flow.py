@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ from tests.proxy.fakes import (
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_request_goes_through_both_servers(path: str) -> None:
+async def test_a_request_goes_through_both_servers(path):
     async with Rig() as rig:
         body = {"model": "m", "prompt": "héllo \U0001f600", "max_tokens": 7, "n": 1}
         body |= {"temperature": 0.30000000000000004, "seed": 2**63 - 1}
@@ -42,7 +41,7 @@ async def test_a_request_goes_through_both_servers(path: str) -> None:
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
 
 
-async def test_headers_travel_both_ways() -> None:
+async def test_headers_travel_both_ways():
     async with Rig() as rig:
         name = 'any string: "quotes", ünïcode'.encode().decode("latin-1")
         headers = {"X-Request-Id": name.encode("latin-1"), "Authorization": b"Bearer k"}
@@ -58,7 +57,7 @@ async def test_headers_travel_both_ways() -> None:
         assert response.headers["content-type"] == "application/json"
 
 
-async def test_white_space_around_header_values_is_not_passed_on() -> None:
+async def test_white_space_around_header_values_is_not_passed_on():
     """HTTP forbids it, and some clients without a key send `Bearer ` all the same."""
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
@@ -75,7 +74,7 @@ async def test_white_space_around_header_values_is_not_passed_on() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"seed": None}])
-async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given: dict[str, Any]) -> None:
+async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given):
     async with Rig() as rig:
         ids = [(await rig.complete(**given)).headers["x-request-id"] for _ in range(2)]
         calls = [fake.calls for fake in (rig.prefill[0], rig.decode[0])]
@@ -85,7 +84,7 @@ async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given: dict[str,
         assert len(set(ids)) == len(set(seeds)) == 2
 
 
-async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() -> None:
+async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers():
     async def echoes(call: Call) -> None:
         told = {"x-request-id": call.headers["x-request-id"]}
         await call.answer(200, {"kv_transfer_params": KV_PARAMS}, told)
@@ -102,14 +101,14 @@ async def test_an_id_too_long_to_be_echoed_is_refused_and_no_server_suffers() ->
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 2
 
 
-async def test_params_of_a_client_reach_no_server() -> None:
+async def test_params_of_a_client_reach_no_server():
     async with Rig(prefill=[]) as rig:
         await rig.complete(kv_transfer_params={**KV_PARAMS, "remote_host": "10.0.0.1"})
         assert "kv_transfer_params" not in rig.decode[0].calls[0].body
         assert rig.metric("baton_proxy_stripped_kv_transfer_params") == 1
 
 
-async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
+async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
     seen = asyncio.Event()
 
     async def streams(call: Call) -> None:
@@ -136,7 +135,7 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk() -> None:
 
 
 @pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 400)])
-async def test_a_refusal_by_either_server_is_the_answer(who: str, status: int) -> None:
+async def test_a_refusal_by_either_server_is_the_answer(who, status):
     error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
     refuses = [Fake(answers(status, error))]
     async with Rig(**{who: refuses}) as rig:
@@ -160,8 +159,8 @@ async def test_a_refusal_by_either_server_is_the_answer(who: str, status: int) -
     ],
 )
 async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
-    behave: Any, reason: str
-) -> None:
+    behave, reason
+):
     async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
         response = await rig.complete()
         assert response.status_code == 200
@@ -170,7 +169,7 @@ async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_cou
 
 
 @pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops, breaks_off])
-async def test_another_prefill_server_takes_over(behave: Any) -> None:
+async def test_another_prefill_server_takes_over(behave):
     async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
         assert (await rig.complete()).status_code == 200
         assert [len(fake.calls) for fake in rig.prefill] == [1, 1]
@@ -183,9 +182,7 @@ _died = fails(503, "engine_died")
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "stream": True}])
 @pytest.mark.parametrize("behave", [answers(503, {}), _died, drops])
-async def test_another_decode_server_gets_the_same_params(
-    behave: Any, fields: dict[str, Any]
-) -> None:
+async def test_another_decode_server_gets_the_same_params(behave, fields):
     async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
         response = await rig.complete(**fields)
         assert response.status_code == 200 and b"two" in response.content
@@ -195,7 +192,7 @@ async def test_another_decode_server_gets_the_same_params(
     assert rig.prefill[0].releases == []
 
 
-async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full() -> None:
+async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full():
     decode = [Fake(decodes), Fake(answers(503, {})), Fake(decodes)]
     async with Rig(decode=decode, health_interval_s=60.0) as rig:
         await decode[0].stop()
@@ -220,8 +217,8 @@ async def test_what_was_prefilled_once_goes_on_past_who_is_gone_and_who_is_full(
 )
 @pytest.mark.parametrize("on_release", [answers(200, {"released": 1}), drops])
 async def test_what_no_decode_server_does_ends_in_its_error_and_kv_is_given_back_once(
-    behave: Any, status: int, code: str, num_asked: int, on_release: Any
-) -> None:
+    behave, status, code, num_asked, on_release
+):
     decode = [Fake(behave) for _ in range(4)]
     options = {"health_interval_s": 60.0, "max_resumes": 2}
     async with Rig([Fake(prefills, on_release=on_release)], decode, **options) as rig:
@@ -233,7 +230,7 @@ async def test_what_no_decode_server_does_ends_in_its_error_and_kv_is_given_back
     assert [call.body for call in rig.prefill[0].releases] == [{"kv_transfer_params": KV_PARAMS}]
 
 
-async def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> None:
+async def test_a_server_that_only_broke_a_connection_is_used_again_at_once():
     async with Rig(decode=[Fake(drops)], health_interval_s=60.0) as rig:
         assert (await rig.complete()).status_code == 502
         rig.decode[0].behave = decodes
@@ -242,7 +239,7 @@ async def test_a_server_that_only_broke_a_connection_is_used_again_at_once() -> 
         assert (await rig.complete()).status_code == 200
 
 
-async def test_servers_that_are_gone_are_not_asked_again_and_kv_is_given_back() -> None:
+async def test_servers_that_are_gone_are_not_asked_again_and_kv_is_given_back():
     async with Rig(health_interval_s=60.0) as rig:
         await rig.decode[0].stop()
         assert [(await rig.complete()).status_code for _ in range(2)] == [503, 503]
@@ -259,7 +256,7 @@ async def test_servers_that_are_gone_are_not_asked_again_and_kv_is_given_back() 
             assert response.json()["error"]["code"] == "no_server_available"
 
 
-async def test_many_requests_at_once_go_round_all_servers() -> None:
+async def test_many_requests_at_once_go_round_all_servers():
     fakes = [Fake(prefills) for _ in range(3)], [Fake(decodes) for _ in range(2)]
     async with Rig(*fakes, routing="round_robin") as rig:
         bodies = [{"prompt": f"p{i}", "stream": i % 2 == 0} for i in range(120)]
@@ -281,9 +278,7 @@ async def test_many_requests_at_once_go_round_all_servers() -> None:
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
     ],
 )
-async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(
-    method: str, path: str, body: dict[str, Any]
-) -> None:
+async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(method, path, body):
     decode = [Fake(answers(200, {})), Fake(answers(200, {}))]
     async with Rig([Fake(prefills), Fake(prefills)], decode) as rig:
         for _ in range(4):

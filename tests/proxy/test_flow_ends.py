@@ -3,7 +3,6 @@ leave."""
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ _ONE = b"data: 1\n\n"
         streams(_ONE),  # without its last event
     ],
 )
-async def test_a_stream_that_breaks_ends_in_an_error_event(behave: Any) -> None:
+async def test_a_stream_that_breaks_ends_in_an_error_event(behave):
     async with Rig(decode=[Fake(behave)]) as rig:
         response = await rig.complete(stream=True)
         assert response.status_code == 200
@@ -50,7 +49,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(behave: Any) -> None:
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
 
 
-async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given_back() -> None:
+async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given_back():
     text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 
     async with Rig(decode=[Fake(streams(text))]) as rig:
@@ -70,8 +69,8 @@ async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given
     ],
 )
 async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
-    prefill: Any, decode: Any, status: int, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    prefill, decode, status, code, monkeypatch
+):
     monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)
     async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
         response = await rig.complete()
@@ -84,9 +83,7 @@ async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(
-    others: int,
-) -> None:
+async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(others):
     """As a whole server that is stopped: its connections stay, and nothing comes."""
     stopped = Fake(hangs)
     fakes = [stopped, *(Fake(prefills) for _ in range(others))]
@@ -102,8 +99,8 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_waited_for(
-    begun: bool, others: int
-) -> None:
+    begun, others
+):
     async def stops(call: Call) -> None:
         stopped.silent = True
         await Waits(sends=_ONE if begun else b"")(call)
@@ -122,7 +119,7 @@ async def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_wai
         assert rig.in_flight() == 0
 
 
-async def test_a_decode_server_silent_for_a_while_keeps_its_requests() -> None:
+async def test_a_decode_server_silent_for_a_while_keeps_its_requests():
     pauses = Waits(decodes)
     async with Rig(decode=[Fake(pauses)], health_timeout_s=0.05) as rig:
         request = asyncio.create_task(rig.complete())
@@ -139,7 +136,7 @@ async def test_a_decode_server_silent_for_a_while_keeps_its_requests() -> None:
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
-async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
+async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg):
     waits = Waits(sends=_ONE if leg == "stream" else b"")
     fakes = ([Fake(waits)], None) if leg == "prefill" else (None, [Fake(waits)])
     async with Rig(*fakes) as rig:
@@ -157,7 +154,7 @@ async def test_a_client_that_goes_away_ends_the_leg_in_flight(leg: str) -> None:
         assert rig.is_ready(0) and rig.is_ready(1)
 
 
-async def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
+async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
     lingers = Waits(sends=_ONE + b"data: [DONE]\n\n")
     async with Rig(decode=[Fake(lingers)]) as rig:
         body = {"prompt": "x", "stream": True}
@@ -173,8 +170,8 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused_before", [False, True])
 async def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_hangs(
-    refused_before: bool, stream: bool
-) -> None:
+    refused_before, stream
+):
     """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
     runs is told first, and loses no lease before it knows. One that has refused has left the lease
     to the proxy."""
@@ -217,7 +214,7 @@ async def _stops_before_the_last_byte(call: Call) -> None:
 
 @pytest.mark.parametrize("end", ["the client leaves", "time is up", "the connection breaks"])
 @pytest.mark.parametrize("stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte])
-async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops: Any, end: str) -> None:
+async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops, end):
     """The prefill server may have leased KV that only its answer tells of."""
     begun = asyncio.Event()
 
@@ -244,7 +241,7 @@ async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops: Any,
         await asyncio.gather(request, return_exceptions=True)
 
 
-async def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_back() -> None:
+async def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_back():
     is_slow, refuses = Waits(releases), Fake(fails(413, "payload_too_large"))
     async with Rig([Fake(prefills, on_release=is_slow)], [refuses]) as rig:
         assert (await rig.complete()).status_code == 413
@@ -252,7 +249,7 @@ async def test_no_client_waits_for_a_prefill_server_that_is_slow_to_take_its_kv_
         is_slow.go.set()
 
 
-async def test_nothing_is_given_back_that_was_not_asked_for_or_ended_well() -> None:
+async def test_nothing_is_given_back_that_was_not_asked_for_or_ended_well():
     async with Rig([Fake(prefills), Fake(prefills)], health_interval_s=60.0) as rig:
         await rig.prefill[0].stop()
         for stream in (False, True):
@@ -291,9 +288,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, WHOLE])
-async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
-    answer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer, monkeypatch):
     monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)  # there is no other server
 
     async def asks(rig: Rig, dying: Dying) -> None:
@@ -317,7 +312,7 @@ async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
             await asks(rig, dying)
 
 
-async def test_a_deadline_that_comes_before_the_head_has_room_is_told_once_it_has() -> None:
+async def test_a_deadline_that_comes_before_the_head_has_room_is_told_once_it_has():
     """As behind an answer on the same connection that its client has not taken yet."""
     text = "x" * (1 << 24)
     body = b'{"model": "m", "prompt": "hello"}'

@@ -89,9 +89,7 @@ def pair(prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm) -
         ),
     ],
 )
-async def test_both_legs_are_those_of_vllm_s_own_proxies(
-    limits: dict[str, int], of_prefill: dict[str, int]
-) -> None:
+async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
     sent = {**USER, **limits, "stream": True, "stream_options": {"include_usage": True}}
     async with pair() as rig:
         headers = {"x-request-timeout-s": "60"}  # which is the proxy's to keep
@@ -122,8 +120,8 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(
     ],
 )
 async def test_what_goes_wrong_is_as_with_our_servers_but_that_nothing_is_given_back(
-    prefill: Behave, decode: Behave, status: int, reason: str | None
-) -> None:
+    prefill, decode, status, reason
+):
     async with pair(prefill, decode) as rig:
         assert (await rig.client.post("/v1/chat/completions", json=USER)).status_code == status
         if reason is not None:
@@ -133,7 +131,7 @@ async def test_what_goes_wrong_is_as_with_our_servers_but_that_nothing_is_given_
     assert rig.prefill[0].releases == []
 
 
-async def test_all_names_of_a_server_are_served_and_others_are_not() -> None:
+async def test_all_names_of_a_server_are_served_and_others_are_not():
     async with pair() as rig:
         listed = (await rig.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in listed] == [
@@ -146,7 +144,7 @@ async def test_all_names_of_a_server_are_served_and_others_are_not() -> None:
         assert [call.body["model"] for call in rig.prefill[0].calls] == ["org/m"]
 
 
-async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing() -> None:
+async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing():
     ours = Fake(decodes_as_vllm, told={"model": "org/m", "kv_digest": "a.b.c"})
     async with Rig([vllm(prefills_as_vllm, "org/m")], [ours]) as rig:
         assert (await rig.client.post("/v1/chat/completions", json=USER)).status_code == 200
@@ -159,7 +157,7 @@ async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing() 
     ("status", "body", "is_one"),
     [(401, b'{"error": "Unauthorized"}', True), (404, b"<html>", False), (200, b"[]", False)],
 )
-def test_what_is_taken_for_one_of_vllm_s(status: int, body: bytes, is_one: bool) -> None:
+def test_what_is_taken_for_one_of_vllm_s(status, body, is_one):
     said = _foreign(200, status, body)
     assert (said.ready, said.is_foreign, said.models) == (is_one, is_one, ())
     assert is_one or said.reason == "GET /ready answers with status 404, unlike a Baton server"

@@ -58,7 +58,7 @@ class Fleet:
         return found.engine_id if found else None
 
 
-def test_whoever_lacks_something_is_told_of_who_has_it() -> None:
+def test_whoever_lacks_something_is_told_of_who_has_it():
     fleet = Fleet()
     assert fleet.named(fleet.p) == "engine decode0", "which has the answer"
     assert fleet.named(fleet.q) == fleet.named(fleet.e) == "engine decode0"
@@ -83,22 +83,20 @@ def test_whoever_lacks_something_is_told_of_who_has_it() -> None:
         ({}, "engine decode0"),
     ],
 )
-def test_nobody_is_told_of_a_server_that_cannot_lend(
-    change: dict[str, Any], named: str | None
-) -> None:
+def test_nobody_is_told_of_a_server_that_cannot_lend(change, named):
     fleet = Fleet()
     fleet.d.health = replace(fleet.d.health, **change)
     assert fleet.named(fleet.q) == named
 
 
 @pytest.mark.parametrize("change", [{"is_foreign": True}, {"subscribes": False}])
-def test_foreign_servers_are_told_nothing(change: dict[str, Any]) -> None:
+def test_foreign_servers_are_told_nothing(change):
     fleet = Fleet()
     fleet.q.health = replace(fleet.q.health, **change)
     assert fleet.named(fleet.q) is None
 
 
-def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secret() -> None:
+def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secret():
     fleet = Fleet()
     fleet.knowledge.forget(fleet.d)
     assert fleet.named(fleet.q) == "engine prefill0"
@@ -109,7 +107,7 @@ def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secr
     assert fleet.named(fleet.q) is None
 
 
-def test_a_prefix_that_can_be_pulled_need_not_be_queued_for() -> None:
+def test_a_prefix_that_can_be_pulled_need_not_be_queued_for():
     turn, having, idle = Ask(8192), Load(0, free_at=0.3), Load(1)
     decode = Load(2, running=32, held=32_000)
     for lent, chosen in ((0, 0), (15, 1)):
@@ -117,7 +115,7 @@ def test_a_prefix_that_can_be_pulled_need_not_be_queued_for() -> None:
         assert found is not None and found.prefill == chosen
 
 
-def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself() -> None:
+def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
     fleet = Fleet()
     knowledge, turn_2 = Knowledge("auto", "auto", clock=fleet.clock), ask(TURN_2)
     work = knowledge.begin("d", ask(TURN_1), computes=False, generates=True)
@@ -148,7 +146,7 @@ async def turns(rig: Rig, count: int) -> None:
         assert answer.status_code == 200
 
 
-async def test_the_leg_that_computes_carries_a_hint_which_servers_believe() -> None:
+async def test_the_leg_that_computes_carries_a_hint_which_servers_believe():
     options = {"routing": "round_robin", "cluster_secret": SECRET}
     async with Rig(fakes(2, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
         await turns(rig, 2)
@@ -169,9 +167,7 @@ async def test_the_leg_that_computes_carries_a_hint_which_servers_believe() -> N
 
 
 @pytest.mark.parametrize(("prefix_blocks", "refused"), [(0, 0), (1000, 1)])
-async def test_a_hint_that_is_not_believed_costs_one_more_request(
-    prefix_blocks: int, refused: int
-) -> None:
+async def test_a_hint_that_is_not_believed_costs_one_more_request(prefix_blocks, refused):
     refuses = {
         "error": {"code": "kv_params_rejected", "param": "kv_transfer_params.hint.signature"}
     }

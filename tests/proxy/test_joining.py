@@ -7,7 +7,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,7 +55,7 @@ def ready(rig: Rig, *urls: str) -> Callable[[], bool]:
 # -- registration
 
 
-async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream() -> None:
+async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream():
     slow, other = Fake(ends()), Fake(decodes)
     async with rig_of(fixed_series=False) as rig:
         for fake in (slow, other):
@@ -80,9 +79,7 @@ async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream()
         await asyncio.gather(slow.stop(), other.stop())
 
 
-async def test_a_registration_that_is_not_repeated_lapses(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_registration_that_is_not_repeated_lapses(caplog):
     ids = list[str | None]()
     seen = logging.Handler()
     seen.emit = lambda record: ids.append(current_request_id())  # type: ignore[method-assign]
@@ -96,9 +93,7 @@ async def test_a_registration_that_is_not_repeated_lapses(
     assert set(ids) == {None}  # not that of the request that registered it
 
 
-async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(caplog):
     now_ms = int(time.time() * 1000)
     late_ms = now_ms - int(MAX_AGE_S * 2000)
     async with rig_of(fixed_series=False) as rig:
@@ -123,7 +118,7 @@ async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(
         assert (answer.status_code, "BATON_CLUSTER_SECRET" in answer.text) == (403, True)
 
 
-async def test_a_copy_of_a_record_does_nothing_whatever_its_server_said_since() -> None:
+async def test_a_copy_of_a_record_does_nothing_whatever_its_server_said_since():
     async with rig_of(fixed_series=False) as rig:
         first, last = record("http://d:1"), record("http://d:1", leaving=True)
         assert (await register(rig, first)).status_code == 200
@@ -135,7 +130,7 @@ async def test_a_copy_of_a_record_does_nothing_whatever_its_server_said_since() 
         assert (await register(rig, record("http://d:1"))).status_code == 200
 
 
-async def test_whoever_claims_a_name_serves_the_model_that_others_serve_by_it() -> None:
+async def test_whoever_claims_a_name_serves_the_model_that_others_serve_by_it():
     known = Fake(decodes, told={"model": "m", "kv_digest": "a.b.c"})
     async with rig_of([known], fixed_series=False) as rig:
         for said, status in (
@@ -150,7 +145,7 @@ async def test_whoever_claims_a_name_serves_the_model_that_others_serve_by_it() 
             )
 
 
-async def test_of_two_models_that_claim_a_name_the_first_has_it_until_it_leaves() -> None:
+async def test_of_two_models_that_claim_a_name_the_first_has_it_until_it_leaves():
     async with rig_of(fixed_series=False) as rig:
 
         async def says(url: str, digest: str, **said: Any) -> int:
@@ -167,7 +162,7 @@ async def test_of_two_models_that_claim_a_name_the_first_has_it_until_it_leaves(
         assert await says(first, "x.b.c") == 200
 
 
-async def test_a_server_goes_on_until_a_proxy_takes_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_goes_on_until_a_proxy_takes_it(caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     async with rig_of(fixed_series=False) as rig:
@@ -179,7 +174,7 @@ async def test_a_server_goes_on_until_a_proxy_takes_it(caplog: pytest.LogCapture
         assert names(rig) == []
 
 
-async def test_a_server_registers_with_every_proxy_behind_a_name() -> None:
+async def test_a_server_registers_with_every_proxy_behind_a_name():
     asked = list[tuple[str, str]]()
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,7 +199,7 @@ async def test_a_server_registers_with_every_proxy_behind_a_name() -> None:
 # -- operators
 
 
-async def test_an_operator_drains_a_server_and_takes_it_back() -> None:
+async def test_an_operator_drains_a_server_and_takes_it_back():
     slow, other = Fake(ends()), Fake(decodes)
     async with rig_of([slow, other]) as rig:
 
@@ -262,9 +257,7 @@ async def test_an_operator_drains_a_server_and_takes_it_back() -> None:
         (None, "No such file"),
     ],
 )
-def test_a_file_that_says_no_servers_is_refused(
-    tmp_path: Path, text: str | None, words: str
-) -> None:
+def test_a_file_that_says_no_servers_is_refused(tmp_path, text, words):
     file = tmp_path / "servers.yaml"
     if text is not None:
         file.write_text(text)
@@ -272,9 +265,7 @@ def test_a_file_that_says_no_servers_is_refused(
         read_servers(str(file))
 
 
-async def test_a_file_is_followed_and_a_bad_one_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path, caplog):
     file, fakes = tmp_path / "servers.yaml", [Fake(decodes), Fake(decodes)]
     a, b = (fake.url for fake in fakes)
     file.write_text(json.dumps({"decode": [a]}))
@@ -297,7 +288,7 @@ async def test_a_file_is_followed_and_a_bad_one_changes_nothing(
 # -- names
 
 
-async def test_every_address_of_a_name_is_a_member_and_old_answers_are_kept_for_a_while() -> None:
+async def test_every_address_of_a_name_is_a_member_and_old_answers_are_kept_for_a_while():
     now, looks = 0.0, 0
     answer: list[str] | OSError = ["10.0.0.2", "10.0.0.1", "fd00::1", "10.0.0.1"]
 

@@ -39,7 +39,7 @@ def start(*argv: str, command: tuple[str, ...] = ("-m", "proxy")) -> tuple[lifec
     return lifecycle.spawn(argv, name="proxy", on_event=events.put), events
 
 
-def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
+def test_it_reports_its_port_serves_and_ends_with_a_signal():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     child, events = start("--prefill", nobody, "--decode", nobody)
@@ -67,9 +67,7 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal() -> None:
         (("--servers-file", "/dev/null"), "--servers-file /dev/null: it must say", 2),
     ],
 )
-def test_it_says_what_it_cannot_start_without(
-    argv: tuple[str, ...], words: str, status: int
-) -> None:
+def test_it_says_what_it_cannot_start_without(argv, words, status):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         child, events = start("--port", port, *argv)
@@ -114,7 +112,7 @@ async def proxy_of(
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["its head", "its end"])
-async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
+async def test_an_answer_that_came_meanwhile_is_relayed(begun):
     asked, go_on, sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def waits(call: Call) -> None:
@@ -140,7 +138,7 @@ async def test_an_answer_that_came_meanwhile_is_relayed(begun: bool) -> None:
         assert b"data: [DONE]" in told, told
 
 
-async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
+async def test_a_request_whose_rest_came_meanwhile_is_answered():
     options = ("--client-timeout-s", str(TIMEOUT_S))
     async with proxy_of(Fake(decodes), *options) as (child, reader, writer):
         writer.write(_HEAD + b"Expect: 100-continue\r\n\r\n")
@@ -150,7 +148,7 @@ async def test_a_request_whose_rest_came_meanwhile_is_answered() -> None:
         assert b"data: [DONE]" in await reader.read()
 
 
-async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered() -> None:
+async def test_a_request_that_came_meanwhile_on_an_idle_connection_is_answered():
     async with proxy_of(Fake(decodes)) as (child, reader, writer):
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"baton_build_info")

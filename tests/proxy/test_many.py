@@ -63,7 +63,7 @@ async def connected(
 
 
 @pytest.mark.parametrize("connections", [200, pytest.param(2000, marks=pytest.mark.slow)])
-async def test_idle_connections_cost_little_and_leave_room(connections: int) -> None:
+async def test_idle_connections_cost_little_and_leave_room(connections):
     async with proxied() as proxy:
         before = proxy.memory_bytes
         async with connected(proxy.port, connections) as opened:
@@ -99,7 +99,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("each", [25, pytest.param(250, marks=pytest.mark.slow)])
-async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each: int) -> None:
+async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each):
     async with proxied("--client-timeout-s", "1") as proxy:
         before = proxy.memory_bytes
         async with connected(proxy.port, (len(SLOW) + 1) * each) as opened:
@@ -125,9 +125,7 @@ async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each: in
     ("idle", "busy", "interval_s"),
     [(60, 20, 0.02), pytest.param(1000, 200, 0.1, marks=pytest.mark.slow)],
 )
-async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(
-    idle: int, busy: int, interval_s: float
-) -> None:
+async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(idle, busy, interval_s):
     room_for(idle + busy)
     async with proxied() as proxy:
         before, turn = proxy.memory_bytes, asyncio.Semaphore(20)

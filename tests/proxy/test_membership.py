@@ -22,9 +22,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(
-    steps: list[tuple[str, str, str]],
-) -> None:
+def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
     knowledge, left = Knowledge("auto"), list[Server]()
 
     def on_left(server: Server) -> None:
@@ -62,7 +60,7 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(
         assert all(load.index < most for load in knowledge.loads.values())
 
 
-def test_who_comes_takes_the_place_that_another_left() -> None:
+def test_who_comes_takes_the_place_that_another_left():
     fleet = Fleet({Kind.DECODE: "abc"})
     fleet.name_members("listed", {Kind.DECODE: "ac"})
     assert [each.name for each in fleet.servers] == ["decode-0", "decode-2"]
@@ -74,9 +72,7 @@ def test_who_comes_takes_the_place_that_another_left() -> None:
 
 
 @pytest.mark.parametrize(("sources", "drained", "accepts"), [("ab", 0, 1), ("", 0, 0), ("a", 1, 0)])
-def test_who_leaves_or_is_drained_gets_nothing_new(
-    sources: str, drained: bool, accepts: bool
-) -> None:
+def test_who_leaves_or_is_drained_gets_nothing_new(sources, drained, accepts):
     fleet = Fleet({Kind.DECODE: "u"})
     (server,) = fleet.servers
     fleet.polled(server, YES, 0.0)
@@ -91,7 +87,7 @@ def test_who_leaves_or_is_drained_gets_nothing_new(
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(kind: Kind) -> None:
+def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(kind):
     fleet, both = Fleet({kind: "a"}), Said(True, is_both=True)
     (server,) = fleet.servers
 
@@ -116,7 +112,7 @@ def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(k
     assert members() == []
 
 
-def test_who_answers_nothing_for_a_while_is_asked_less_often() -> None:
+def test_who_answers_nothing_for_a_while_is_asked_less_often():
     health, pauses = Health(), list[float]()
     for _ in range(LONG_SILENCE + 6):
         health = silent(health, "no answer")
@@ -127,7 +123,7 @@ def test_who_answers_nothing_for_a_while_is_asked_less_often() -> None:
     assert pause_s(polled(health, Said(False, "it starts"), 1.0), 2.0) == 2.0
 
 
-def test_a_circuit_is_told_when_it_changes() -> None:
+def test_a_circuit_is_told_when_it_changes():
     now, told = 0.0, list[str]()
     watch = Watch(on_circuit=lambda server: told.append(server.circuit))
     fleet = Fleet({Kind.DECODE: "a"}, watch, clock=lambda: now)
@@ -141,7 +137,7 @@ def test_a_circuit_is_told_when_it_changes() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz*-")), max_size=30))
-def test_a_pool_is_of_those_that_serve_its_model_now(steps: list[tuple[str, str]]) -> None:
+def test_a_pool_is_of_those_that_serve_its_model_now(steps):
     fleet = Fleet({Kind.DECODE: "abc"})
     serves: dict[str, str] = {}  # by URL; none: not ready, or it has not told
     for url, model in steps:
@@ -163,7 +159,7 @@ def test_a_pool_is_of_those_that_serve_its_model_now(steps: list[tuple[str, str]
             assert found.ready(Kind.DECODE) == [s for s in found.of[Kind.DECODE] if s.accepts]
 
 
-def test_names_that_clients_make_up_are_not_kept() -> None:
+def test_names_that_clients_make_up_are_not_kept():
     fleet = Fleet({Kind.DECODE: "ab"})
     fleet.polled(fleet.servers[0], Said(True, models=("m",)), 0.0)
     assert len({id(fleet.pool(f"made up {number}")) for number in range(9)}) == 1

@@ -16,7 +16,7 @@ def two_models() -> Rig:
     return Rig(prefill, decode)
 
 
-async def test_the_body_s_model_chooses_the_servers_of_both_legs() -> None:
+async def test_the_body_s_model_chooses_the_servers_of_both_legs():
     async with two_models() as rig:
         for model, times in (("a", 4), ("b", 3)):
             for _ in range(times):
@@ -46,8 +46,8 @@ async def test_the_body_s_model_chooses_the_servers_of_both_legs() -> None:
     ],
 )
 async def test_an_unknown_or_missing_name_is_answered_with_those_there_are(
-    path: str, body: dict[str, object] | None, status: int, code: str
-) -> None:
+    path, body, status, code
+):
     async with two_models() as rig:
         asked = rig.client.get(path) if body is None else rig.client.post(path, json=body)
         answer = await asked
@@ -57,7 +57,7 @@ async def test_an_unknown_or_missing_name_is_answered_with_those_there_are(
         assert not any(fake.calls for fake in (*rig.prefill, *rig.decode))
 
 
-async def test_one_model_needs_no_name_and_its_servers_may_be_away() -> None:
+async def test_one_model_needs_no_name_and_its_servers_may_be_away():
     async with Rig([], [Fake(decodes, told=A)]) as rig:
         assert (await rig.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
@@ -82,9 +82,7 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away() -> None:
         (["1.1.1"], [""], {(0, 0)}),  # of a version that does not tell
     ],
 )
-async def test_only_servers_whose_kv_means_the_same_are_paired(
-    prefill: list[str], decode: list[str], pairs: set[tuple[int, int]]
-) -> None:
+async def test_only_servers_whose_kv_means_the_same_are_paired(prefill, decode, pairs):
     def fakes(digests: list[str], kind: str) -> list[Fake]:
         behave = {"p": prefills, "d": decodes}[kind]
         return [Fake(behave, told={"model": "m", "kv_digest": each}) for each in digests]
@@ -106,7 +104,7 @@ def _last_id(fake: Fake) -> str:
     return fake.calls[-1].headers["x-request-id"] if fake.calls else ""
 
 
-async def test_kv_goes_back_where_its_only_reader_went_meanwhile() -> None:
+async def test_kv_goes_back_where_its_only_reader_went_meanwhile():
     slow = Waits(prefills)
     like, unlike = (Fake(decodes, told={"model": "m", "kv_digest": d}) for d in ("1.1.1", "1.2.1"))
     p = Fake(slow, told={"model": "m", "kv_digest": "1.1.1"})

@@ -16,7 +16,7 @@ LONG = "some words that many have in common " * 200
 SERVERS = ("a", "b", "c")
 
 
-async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_do() -> None:
+async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_do():
     async with Rig([Fake(prefills), Fake(prefills)], [Fake(decodes)]) as rig:
         for turn in range(4):
             await rig.complete(prompt=LONG + f"turn {turn}")
@@ -34,7 +34,7 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_
         assert len(having.calls) == 6  # idle again
 
 
-async def test_turns_are_taken_where_servers_are_alike() -> None:
+async def test_turns_are_taken_where_servers_are_alike():
     for routing in ("auto", "least_loaded", "round_robin"):
         fakes = [Fake(prefills), Fake(prefills)], [Fake(decodes), Fake(decodes)]
         async with Rig(*fakes, routing=routing) as rig:
@@ -43,7 +43,7 @@ async def test_turns_are_taken_where_servers_are_alike() -> None:
             assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [2, 2, 2, 2]
 
 
-async def test_the_decode_server_with_less_to_keep_gets_the_next_stream() -> None:
+async def test_the_decode_server_with_less_to_keep_gets_the_next_stream():
     held = Waits(decodes)
     async with Rig([Fake(prefills)], [Fake(held), Fake(held)], routing="least_loaded") as rig:
         long = asyncio.create_task(rig.complete(prompt=LONG))
@@ -55,7 +55,7 @@ async def test_the_decode_server_with_less_to_keep_gets_the_next_stream() -> Non
         await asyncio.gather(long, *short)
 
 
-async def test_a_decode_server_computes_prompts_itself_while_nobody_minds() -> None:
+async def test_a_decode_server_computes_prompts_itself_while_nobody_minds():
     held = Waits(decodes)
     async with Rig([Fake(prefills)], [Fake(decodes)], disaggregate="auto") as rig:
         await rig.complete(prompt=LONG)
@@ -71,7 +71,7 @@ async def test_a_decode_server_computes_prompts_itself_while_nobody_minds() -> N
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])
-async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy: str) -> None:
+async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy):
     async with Rig(disaggregate=policy) as rig:
         for _ in range(3):
             await rig.complete(prompt=LONG)
@@ -80,9 +80,7 @@ async def test_whether_prompts_are_computed_elsewhere_may_be_fixed(policy: str) 
         assert rig.decode_only("placed") == 3 - num_prefills
 
 
-async def test_it_is_told_when_nothing_is_disaggregated_any_more(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_it_is_told_when_nothing_is_disaggregated_any_more(caplog):
     plain = answers(200, {"choices": []})
 
     def warnings() -> list[str]:
@@ -101,7 +99,7 @@ async def test_it_is_told_when_nothing_is_disaggregated_any_more(
         assert len(warnings()) == 2
 
 
-def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain() -> None:
+def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain():
     text = ask_of(b"m", b'"' + b"x" * 3 * BLOCK_BYTES + b'"', 5)
     assert (len(text.hashes), text.answer) == (3, 5)
     assert 700 < text.tokens < 800
@@ -112,7 +110,7 @@ def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain() 
     assert ask_of(b"other", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[0] != text.hashes[0]
 
 
-def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
+def test_the_speed_of_a_server_is_what_its_steps_say():
     knowledge = Knowledge("auto", "auto")
     for poll in range(60):
         knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 10_000 * poll, 0.5 * poll))
@@ -131,7 +129,7 @@ def test_the_speed_of_a_server_is_what_its_steps_say() -> None:
     assert knowledge.loads["d"].token_s == pytest.approx(4e-4, rel=0.01)
 
 
-def test_a_server_of_both_kinds_is_known_once() -> None:
+def test_a_server_of_both_kinds_is_known_once():
     knowledge, ask = Knowledge("auto", "auto", clock=lambda: 1.0), ask_of(b"", b"x" * 40_000, 9)
     knowledge.are_one("a as d", "a as p")
     prompts = [knowledge.begin("a as p", ask, computes=True, generates=False) for _ in range(9)]
@@ -148,7 +146,7 @@ def test_a_server_of_both_kinds_is_known_once() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_what_has_ended_in_any_order_leaves_nothing_behind(seed: int) -> None:
+def test_what_has_ended_in_any_order_leaves_nothing_behind(seed):
     rng, now = random.Random(seed), 0.0
     knowledge = Knowledge("auto", "auto", clock=lambda: now)
     works: list[tuple[str, Work]] = []

@@ -34,12 +34,7 @@ def servers(found: list[Load], first: int) -> list[Load]:
     st.integers(1, 10**6),
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
 )
-def test_any_knowledge_leads_to_a_server_that_may_be_used(
-    prefills: list[Load],
-    decodes: list[Load],
-    tokens: int,
-    depths: dict[int, float],
-) -> None:
+def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tokens, depths):
     servers(decodes, len(servers(prefills, 0)))
     found = place(Ask(tokens), prefills, decodes, depths)
     if not decodes:
@@ -51,13 +46,13 @@ def test_any_knowledge_leads_to_a_server_that_may_be_used(
     assert 1 <= found.uncached <= tokens
 
 
-def test_the_server_with_the_shorter_queue_computes_the_prompt() -> None:
+def test_the_server_with_the_shorter_queue_computes_the_prompt():
     busy, idle, decode = Load(0, free_at=1e5 * 25e-6), Load(1), Load(2, running=32, held=32_000)
     found = place(Ask(4096), [busy, idle], [decode], {})
     assert found is not None and (found.prefill, found.decode) == (1, 2)
 
 
-def test_a_cached_prefix_is_worth_the_queue_that_it_saves() -> None:
+def test_a_cached_prefix_is_worth_the_queue_that_it_saves():
     ask = Ask(8192)
     having, idle, decode = Load(0, free_at=4000 * 25e-6), Load(1), Load(2, running=32, held=32_000)
     near = place(ask, [having, idle], [decode], {0: 12})
@@ -67,7 +62,7 @@ def test_a_cached_prefix_is_worth_the_queue_that_it_saves() -> None:
     assert far is not None and far.prefill == 1
 
 
-def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone() -> None:
+def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone():
     ask, prefill = Ask(8192), Load(0)
     decode = Load(1, running=8, held=8000)
     found = place(ask, [prefill], [decode], {1: 16})
@@ -75,23 +70,21 @@ def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone() -> None:
 
 
 @pytest.mark.parametrize(("queued", "alone"), [(0, False), (200_000, True)])
-def test_decode_servers_help_while_prefill_servers_are_the_bottleneck(
-    queued: int, alone: bool
-) -> None:
+def test_decode_servers_help_while_prefill_servers_are_the_bottleneck(queued, alone):
     found = place(
         Ask(4096), [Load(0, free_at=queued * 25e-6)], [Load(1, running=16, held=16_000)], {}
     )
     assert found is not None and (found.prefill is None) == alone
 
 
-def test_streams_near_their_limit_get_no_prompt_beside_them() -> None:
+def test_streams_near_their_limit_get_no_prompt_beside_them():
     prefill = Load(0, free_at=60_000 * 25e-6)
     slow, fast = Load(1, running=64, held=60_000, step_s=0.024), Load(2, running=64, held=64_000)
     found = place(Ask(2048), [prefill], [slow, fast], {}, limits=Limits(step_s=0.025))
     assert found is not None and (found.prefill, found.decode) == (None, 2)
 
 
-def test_a_server_without_room_for_the_kv_is_the_last_choice() -> None:
+def test_a_server_without_room_for_the_kv_is_the_last_choice():
     full, free = Load(1, running=4, held=9000, capacity=10_000), Load(2, running=40, held=90_000)
     assert cheapest_decode(Ask(2048), [full, free], {}, Limits(), alone=False) == 1
 
@@ -120,7 +113,7 @@ class Caches:
 
 
 @given(st.integers(0, 2**32))
-def test_the_index_is_what_bounded_caches_hold(seed: int) -> None:
+def test_the_index_is_what_bounded_caches_hold(seed):
     rng = random.Random(seed)
     index, caches = PrefixIndex(), Caches()
     prompts = [[1, 2, 3, 4], [1, 2, 5], [6], [6, 7, 8, 9, 10], []]
@@ -138,7 +131,7 @@ def test_the_index_is_what_bounded_caches_hold(seed: int) -> None:
     assert len(index) == sum(map(len, caches.blocks.values()))
 
 
-def test_what_a_server_had_is_hidden_at_once_and_goes_a_little_with_each_addition() -> None:
+def test_what_a_server_had_is_hidden_at_once_and_goes_a_little_with_each_addition():
     index, prompt = PrefixIndex(), range(10_000)
     index.add(0, prompt)
     index.forget(0)
@@ -152,7 +145,7 @@ def test_what_a_server_had_is_hidden_at_once_and_goes_a_little_with_each_additio
     assert len(index) == 10_000
 
 
-def test_the_index_is_bounded_and_takes_from_the_server_with_the_most() -> None:
+def test_the_index_is_bounded_and_takes_from_the_server_with_the_most():
     index = PrefixIndex(max_blocks=10)
     index.add(0, [1, 2])
     index.add(1, range(100, 140))

@@ -32,9 +32,7 @@ async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> None:
 
 
 @pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
-async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
-    error: UpstreamError, is_told: bool
-) -> None:
+async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(error, is_told):
     told: list[bool] = []
 
     fleet = Fleet(DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long)))
@@ -46,7 +44,7 @@ async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
     assert told[: short + 1] == ([False] * short + [True] if is_told else [])
 
 
-async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> None:
+async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found():
     def broken(*_change: object) -> None:
         raise RuntimeError("it cannot be shown")
 
@@ -54,7 +52,7 @@ async def test_a_server_is_watched_on_whatever_becomes_of_what_was_found() -> No
     await watch(fleet, Failing(TimedOut("1 s")), 2)
 
 
-def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:
+def test_something_else_at_the_address_of_a_server_is_told_as_such():
     said = _said(Kind.DECODE, 404, b"<html>no such page</html>")
     assert not said.ready
     assert said.reason == "GET /ready answers with status 404, unlike a Baton server"
@@ -70,13 +68,11 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such() -> None:
         (b"[]", None),
     ],
 )
-def test_a_server_has_the_room_that_it_tells_in_whole_numbers(
-    told: bytes, room: Room | None
-) -> None:
+def test_a_server_has_the_room_that_it_tells_in_whole_numbers(told, room):
     assert _said(Kind.DECODE, 200, told).room == room
 
 
-def test_a_server_tells_what_its_steps_may_take() -> None:
+def test_a_server_tells_what_its_steps_may_take():
     found = [_said(Kind.DECODE, 200, b'{"itl_target_s": %b}' % said).itl_target_s
              for said in (b"0.05", b"0", b"-1.5", b'"x"', b"null")]  # fmt: skip
     assert found == [0.05, None, None, None, None]

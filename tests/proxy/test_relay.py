@@ -20,7 +20,7 @@ ENDS = [found.end() for found in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6))
-def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts: list[int]) -> None:
+def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts):
     edges = [0, *sorted(cuts), len(STREAM)]
     events = EventBuffer()
     passed: list[bytes] = []
@@ -60,16 +60,14 @@ _COMPLETED = b"event: response.completed\n"
         (b'event: response.failed\ndata: {"response":{}}\n\n', True, True),
     ],
 )
-def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(
-    stream: bytes, ended: bool, failed: bool
-) -> None:
+def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(stream, ended, failed):
     events = EventBuffer()
     events.feed(stream)
     events.rest()
     assert (events.has_ended, events.has_failed) == (ended, failed)
 
 
-def test_headers_of_the_connection_are_not_relayed() -> None:
+def test_headers_of_the_connection_are_not_relayed():
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"5"),

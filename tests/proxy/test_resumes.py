@@ -90,7 +90,7 @@ _LOSSES: dict[str, tuple[Behave, int, str]] = {
 
 
 @pytest.mark.parametrize("name", _LOSSES)
-async def test_another_server_goes_on_and_the_client_does_not_notice(name: str) -> None:
+async def test_another_server_goes_on_and_the_client_does_not_notice(name):
     first, num_frames, reason = _LOSSES[name]
     both = _in_turn(first, _GOES_ON)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
@@ -110,7 +110,7 @@ async def test_another_server_goes_on_and_the_client_does_not_notice(name: str) 
         assert rig.in_flight() == 0
 
 
-async def test_a_server_that_falls_silent_is_left_if_there_is_another() -> None:
+async def test_a_server_that_falls_silent_is_left_if_there_is_another():
     async def stops(call: Call) -> None:
         rig.decode[0].silent = True
         await _silent(_framed(0, 3))(call)
@@ -122,13 +122,13 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another() -> None:
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
 
 
-async def test_a_server_that_only_broke_a_connection_goes_on_itself() -> None:
+async def test_a_server_that_only_broke_a_connection_goes_on_itself():
     async with Rig(decode=_of(_in_turn(_DROPS, _GOES_ON)), cluster_secret=_SECRET) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_losses_have_a_limit(stream: bool) -> None:
+async def test_losses_have_a_limit(stream):
     async def breaks(call: Call) -> None:
         start = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1
         if stream:
@@ -148,7 +148,7 @@ async def test_losses_have_a_limit(stream: bool) -> None:
         await until(lambda: len(rig.prefill[0].releases) == 3)
 
 
-async def test_an_answer_that_breaks_off_is_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_breaks_off_is_had_again(monkeypatch):
     async def breaks(call: Call) -> None:
         await call.start(200, {"content-type": "application/json", "content-length": "99"})
         raise Drop
@@ -167,9 +167,7 @@ def _moves(start: int, stop: int) -> Behave:
 
 
 @pytest.mark.parametrize("others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []])
-async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(
-    others: list[Behave],
-) -> None:
+async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others):
     """However many were lost before; where there is no other server, at its own."""
     first = _in_turn(_moves(0, 2), *others, _GOES_ON)
     fakes = _of(*[first] * (1 + len(others)))
@@ -188,7 +186,7 @@ async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(
 
 
 @pytest.mark.parametrize(("num", "reason"), [(3, "lost"), (40, "moved")])
-async def test_moves_cost_no_resume_and_have_a_limit(num: int, reason: str) -> None:
+async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
     async def moves(call: Call) -> None:
         nonlocal num
         start, num = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1, num - 1
@@ -221,13 +219,8 @@ _REFUSES = fails(503, "resume_refused")
     ],
 )
 async def test_a_stream_that_cannot_go_on_ends_with_one_error(
-    first: Behave,
-    then: Behave,
-    settings: dict[str, Any],
-    outcome: str | None,
-    told: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    first, then, settings, outcome, told, monkeypatch
+):
     if kept := settings.get("kept"):
         monkeypatch.setattr(resume, "MAX_KEPT_BYTES", kept)
     options = {name: value for name, value in settings.items() if name != "kept"}

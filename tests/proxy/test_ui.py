@@ -60,7 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "ASKS_PER_S", 1000)
 
 
-async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_data() -> None:
+async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_data():
     async with Rig() as rig:
         for path in site.OPEN_PATHS:
             got = await rig.client.get(path)
@@ -80,14 +80,14 @@ async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_d
         assert rig.decode[0].looks == [], "the files alone cost servers nothing"
 
 
-async def test_without_it_its_paths_are_unknown_and_nothing_is_noted() -> None:
+async def test_without_it_its_paths_are_unknown_and_nothing_is_noted():
     async with Rig(ui=False) as rig:
         await rig.complete()
         answered = [await rig.client.get(path) for path in site.PATHS]
         assert {answer.status_code for answer in answered} == {404}
 
 
-async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it() -> None:
+async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it():
     async with Rig() as rig:
         tells = rig.decode[0].on_stats = Tells(baton_requests_running=1.0)
         await rig.complete(headers={"x-request-id": "mine"}, prompt="SECRET")
@@ -107,7 +107,7 @@ async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it()
         assert "SECRET" not in str(found) and rig.decode[0].url not in str(found)
 
 
-async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys() -> None:
+async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys():
     async with Rig() as rig:
         await rig.complete()
         first = await look(rig)
@@ -121,7 +121,7 @@ async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys() -> None
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_called_so() -> None:
+async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_called_so():
     async with Rig(decode=[Fake(hangs)]) as rig:
         task = asyncio.create_task(rig.complete())
         await until(lambda: bool(rig.decode[0].calls))
@@ -138,7 +138,7 @@ async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_call
         assert "127.0.0.1" not in found["servers"]["decode-0"]["reason"]
 
 
-async def test_rings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rings_are_bounded(monkeypatch):
     for name in ("MAX_REQUESTS", "MAX_RUNNING", "MAX_COLUMNS", "MAX_POINTS"):
         monkeypatch.setattr(state, name, 3)
     async with Rig() as rig:
@@ -157,9 +157,7 @@ async def test_rings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("on_stats", [drops, hangs, answers(200, {"values": 1}), answers(503, {})])
-async def test_a_server_without_numbers_keeps_no_page_from_the_others(
-    on_stats: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_without_numbers_keeps_no_page_from_the_others(on_stats, monkeypatch):
     monkeypatch.setattr(state, "ASK_TIMEOUT_S", 0.05)
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
         rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
@@ -169,7 +167,7 @@ async def test_a_server_without_numbers_keeps_no_page_from_the_others(
         assert (await rig.complete()).status_code == 200
 
 
-async def test_servers_are_asked_only_while_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_servers_are_asked_only_while_a_page_asks(monkeypatch):
     monkeypatch.setattr(state, "LINGER_S", 0.05)
     async with Rig() as rig:
         fake, rounds = rig.decode[0], []
@@ -184,7 +182,7 @@ async def test_servers_are_asked_only_while_a_page_asks(monkeypatch: pytest.Monk
         assert 0 < rounds[0] < rounds[1]
 
 
-async def test_a_page_of_many_servers_is_asked_for_seldom() -> None:
+async def test_a_page_of_many_servers_is_asked_for_seldom():
     fakes = [Fake(prefills) for _ in range(25)], [Fake(decodes) for _ in range(25)]
     async with Rig(*fakes) as rig:
         found: httpx.Response = await rig.client.get(site.STATE_PATH)
@@ -192,7 +190,7 @@ async def test_a_page_of_many_servers_is_asked_for_seldom() -> None:
         assert found.json()["interval_s"] == 50 / state.ASKS_PER_S
 
 
-async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data() -> None:
+async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data():
     async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
         files = [await rig.client.get(path) for path in site.OPEN_PATHS]
         assert {answer.status_code for answer in files} == {200}
@@ -206,7 +204,7 @@ async def test_with_keys_all_may_have_the_files_and_admins_alone_the_data() -> N
         assert [each["status"] for each in told.json()["requests"]] == ["200"]
 
 
-async def test_servers_with_keys_of_their_own_are_asked_with_the_proxys() -> None:
+async def test_servers_with_keys_of_their_own_are_asked_with_the_proxys():
     async with Rig(upstream_api_key="servers'") as rig:
         await look(rig)
         assert rig.decode[0].looks[0].headers["authorization"] == "Bearer servers'"

@@ -13,10 +13,7 @@ from tests.proxy.test_ui import Tells, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 STATUS = "Failed to load resource: the server responded"  # which the page shows itself
 WICKED = '<img src=x onerror="document.title=1">'
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
@@ -39,7 +36,7 @@ async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options: Any) -> None:
+async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
     fakes = [[Fake(behave) for _ in range(25)] for behave in (prefills, decodes)]
     for fake in (*fakes[0], *fakes[1]):
         fake.on_stats = tells = Tells(**{"baton_kv_blocks{state=free}": 9.0})
@@ -64,7 +61,7 @@ async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options: 
             assert await page.inner_text("#servers-told") == "1 of 50"
 
 
-async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from() -> None:
+async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
     heard: list[Call] = []
 
     async def says(call: Call) -> None:
@@ -99,7 +96,7 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from() ->
         assert (sent["stream"], sent["model"]) == (True, "m")
 
 
-async def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
+async def test_a_key_is_asked_for_and_kept_in_the_tab():
     async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
         async with opened(rig) as page:
             await page.wait_for_selector("#key-dialog[open]")

@@ -47,8 +47,8 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
     ],
 )
 async def test_a_body_is_read_and_the_connection_used_again_where_it_may_be(
-    answer: bytes, body: bytes, num_connections: int
-) -> None:
+    answer, body, num_connections
+):
     script = Script(answer, answer)
     async with serving(script) as client:
         for _ in range(2):
@@ -59,7 +59,7 @@ async def test_a_body_is_read_and_the_connection_used_again_where_it_may_be(
 
 
 @pytest.mark.parametrize("rest", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"x"])
-async def test_half_a_head_after_an_answer_is_none(rest: bytes) -> None:
+async def test_half_a_head_after_an_answer_is_none(rest):
     script = Script(OK + rest, OK)
     async with serving(script) as client:
         for _ in range(2):
@@ -69,7 +69,7 @@ async def test_half_a_head_after_an_answer_is_none(rest: bytes) -> None:
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("answer", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK])
-async def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets: bool) -> None:
+async def test_a_server_may_die_at_any_byte_of_its_answer(answer, resets):
     """What it was asked is not asked again, and its connection is not used again."""
 
     async def dies(position: int, _: Reader, writer: Writer) -> None:
@@ -91,7 +91,7 @@ async def test_a_server_may_die_at_any_byte_of_its_answer(answer: bytes, resets:
 
 
 @pytest.mark.parametrize("sent", [b"garbage\r\n\r\n", b"\x00" * 100, b"HTTP/1.1 200 OK\r\nx: "])
-async def test_what_is_no_head_is_lost(sent: bytes) -> None:
+async def test_what_is_no_head_is_lost(sent):
     async def answer(_: Reader, writer: Writer) -> None:
         writer.write(sent if sent[:1] != b"H" else sent + b"a" * 10_000)
 
@@ -102,7 +102,7 @@ async def test_what_is_no_head_is_lost(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("told", [b"1", b"2"])
-async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(told: bytes) -> None:
+async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(told):
     babbled = asyncio.Event()
     answer = b"x-request-id: %s".join(OK.split(b"X-A: 1"))
 
@@ -123,7 +123,7 @@ async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(tol
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"x" * 60_000])
-async def test_a_connection_that_ended_unseen_is_not_used_again(body: bytes) -> None:
+async def test_a_connection_that_ended_unseen_is_not_used_again(body):
     """As where the proxy stood still between an answer and the next request."""
     links: list[int] = []
 
@@ -142,7 +142,7 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body: bytes) -> 
         assert script.num_connections == 2
 
 
-async def test_a_client_is_told_no_address_of_a_connection_that_ended_unseen() -> None:
+async def test_a_client_is_told_no_address_of_a_connection_that_ended_unseen():
     """A body in pieces is not sent again: some of it may have been delivered."""
     links: list[int] = []
 
@@ -163,8 +163,8 @@ async def test_a_client_is_told_no_address_of_a_connection_that_ended_unseen() -
 
 @pytest.mark.parametrize("idle_s", [1.0, 0.1])
 async def test_concurrent_requests_have_connections_of_their_own_kept_for_a_while(
-    idle_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    idle_s, monkeypatch
+):
     monkeypatch.setattr(upstream, "IDLE_S", idle_s)
     script = Script(*[OK] * 40)
     async with serving(script) as client:
@@ -179,7 +179,7 @@ async def test_concurrent_requests_have_connections_of_their_own_kept_for_a_whil
         assert script.num_connections == (20 if idle_s == 1.0 else 21)
 
 
-async def test_nobody_listens() -> None:
+async def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
@@ -191,7 +191,7 @@ async def test_nobody_listens() -> None:
     await client.close()
 
 
-async def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
+async def test_a_lack_of_descriptors_is_no_fault_of_the_server():
     script = Script(OK)
     async with serving(script) as client:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -206,7 +206,7 @@ async def test_a_lack_of_descriptors_is_no_fault_of_the_server() -> None:
         assert await ask(client, script) == b"ok"
 
 
-async def test_no_server_is_unreachable_because_the_loop_stands_still() -> None:
+async def test_no_server_is_unreachable_because_the_loop_stands_still():
     """As it does where a thousand requests come at once."""
     script = Script(OK)
     async with serving(script, connect_timeout_s=0.1) as client:
@@ -217,7 +217,7 @@ async def test_no_server_is_unreachable_because_the_loop_stands_still() -> None:
         assert await asking == b"ok"
 
 
-async def test_a_server_that_does_not_take_connections_is_given_up() -> None:
+async def test_a_server_that_does_not_take_connections_is_given_up():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         others = [socket.socket() for _ in range(4)]
@@ -232,14 +232,14 @@ async def test_a_server_that_does_not_take_connections_is_given_up() -> None:
             other.close()
 
 
-async def test_a_server_that_takes_no_request_is_given_up() -> None:
+async def test_a_server_that_takes_no_request_is_given_up():
     script = Script()
     async with serving(script, read_timeout_s=0.3) as client:
         with pytest.raises(TimedOut):  # more than sockets hold
             await client.send(script.url, "POST", "/", body=bytes(64 << 20))
 
 
-async def test_a_malformed_chunk_ends_the_body_at_once() -> None:
+async def test_a_malformed_chunk_ends_the_body_at_once():
     read = asyncio.Event()
 
     async def answer(reader: Reader, writer: Writer) -> None:
@@ -258,7 +258,7 @@ async def test_a_malformed_chunk_ends_the_body_at_once() -> None:
         await response.aclose()
 
 
-async def test_what_came_before_a_body_broke_off_is_read() -> None:
+async def test_what_came_before_a_body_broke_off_is_read():
     async def answer(_: Reader, writer: Writer) -> None:
         head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
         writer.write(head + b"3\r\nall\r\n4\r\n of \r\n2\r\nit\r\n")
@@ -275,9 +275,7 @@ async def test_what_came_before_a_body_broke_off_is_read() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])
-async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_no_more(
-    path: str,
-) -> None:
+async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_no_more(path):
     script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
     async with serving(script) as client:
         with pytest.raises(InvalidRequest):
@@ -294,7 +292,7 @@ async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_
         assert {line.lower() for line in lines} == head | {b"", b"{}"}
 
 
-async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+async def test_a_server_that_sends_more_than_is_read_has_to_wait():
     size = 64 * 1024 * 1024
     written = 0
 
@@ -339,8 +337,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_a_server_behind_tls_is_asked_if_its_certificate_is_good(
-    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, host: str, trusted: bool
-) -> None:
+    certificate, monkeypatch, host, trusted
+):
     async def breaks(_: Reader, writer: Writer) -> None:
         writer.write(OK[:-1])
         await writer.drain()

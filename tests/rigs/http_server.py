@@ -108,12 +108,7 @@ async def serving(
     http = bounded_protocol(options, KV_PARAMS_BYTES)
     tls = api.access.certificate
     config = uvicorn.Config(
-        create_app(api),
-        port=0,
-        log_level="warning",
-        lifespan="off",
-        http=http,
-        **tls.for_uvicorn(),
+        create_app(api), port=0, log_level="warning", lifespan="off", http=http, **tls.for_uvicorn()
     )
     server = uvicorn.Server(config)
     listener = config.bind_socket()

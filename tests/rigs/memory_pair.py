@@ -35,13 +35,7 @@ from kvcache.transfer.session.lease_server import LeaseServer
 from kvcache.transfer.worker.peer import LocalRank, MappedPath
 from kvcache.transfer.worker.worker import TransferWorker
 from protocol.errors import BatonError
-from protocol.handshake import (
-    DIGESTS,
-    PROTOCOL_VERSION,
-    CompatRecord,
-    EngineMetadata,
-    RankMetadata,
-)
+from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
 from tests.rigs.lending import Lending
 

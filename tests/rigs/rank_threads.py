@@ -7,13 +7,7 @@ from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.core.batch import (
-    PendingStep,
-    StepInput,
-    StepOutput,
-    step_from_bytes,
-    step_to_bytes,
-)
+from engine.core.batch import PendingStep, StepInput, StepOutput, step_from_bytes, step_to_bytes
 from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel

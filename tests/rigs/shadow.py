@@ -26,13 +26,7 @@ from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
 from kvcache.blocks import BlockAllocator, BlockState
-from protocol.messages import (
-    AddRequest,
-    EngineInput,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta, TokenLogprobs
 
 VOCAB = 50
 

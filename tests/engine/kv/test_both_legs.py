@@ -1,12 +1,11 @@
 """A prompt that P computes while D pulls it: both real connectors, both engines in one process."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, SamplingParams
-from tests.engine.kv.conftest import MakePair
 from tests.rigs.engine_pair import Pair
 from tests.rigs.memory_pair import compat
 from tests.rigs.shadow import VOCAB, add, expected_output
@@ -26,7 +25,7 @@ PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
     ],
     ids=str,
 )
-def test_text_is_that_of_one_server(make_pair: MakePair, options: Any, order: str) -> None:
+def test_text_is_that_of_one_server(make_pair, options, order):
     pair = make_pair(**options)
     for length, members in (
         (45, {}),
@@ -45,7 +44,7 @@ def test_text_is_that_of_one_server(make_pair: MakePair, options: Any, order: st
             assert (transferred + skipped, recomputed) == (length, 0)
 
 
-def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair: Pair) -> None:
+def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair):
     name, theirs = pair.both(PROMPT, order="dp")
     pair.until(lambda: pair.d.core.scheduler.receiving != {})
     pair.d.agent.stall()
@@ -55,7 +54,7 @@ def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair: Pair) -> None:
     assert pair.answer(theirs) == expected_output(PROMPT, 6)
 
 
-def test_a_token_drawn_otherwise_is_drawn_again(pair: Pair) -> None:
+def test_a_token_drawn_otherwise_is_drawn_again(pair):
     """A router between the two has changed P's body: only the KV is used."""
     _, name = pair.both(PROMPT, p_sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0))
     assert pair.answer(name) == expected_output(PROMPT, 6)
@@ -65,7 +64,7 @@ def test_a_token_drawn_otherwise_is_drawn_again(pair: Pair) -> None:
 
 @pytest.mark.parametrize("who", ["p", "d"])
 @pytest.mark.parametrize("num_rounds", range(6))
-def test_an_abort_of_either_leg_ends_both(make_pair: MakePair, who: str, num_rounds: int) -> None:
+def test_an_abort_of_either_leg_ends_both(make_pair, who, num_rounds):
     """After as many rounds: D computes what P gives up, P keeps nothing of what D gives up."""
     pair = make_pair()
     ours, theirs = pair.both(PROMPT, order="dp")
@@ -84,9 +83,7 @@ def test_an_abort_of_either_leg_ends_both(make_pair: MakePair, who: str, num_rou
 
 
 @pytest.mark.parametrize(("policy", "held"), [("recompute", 0), ("fail", 12)])
-def test_what_d_will_not_read_comes_home_unless_another_d_may(
-    make_pair: MakePair, policy: str, held: int
-) -> None:
+def test_what_d_will_not_read_comes_home_unless_another_d_may(make_pair, policy, held):
     """D gives the offer up before P has leased anything; P's answer may serve another D."""
     pair = make_pair(policy=policy, p_compat=compat(model_fingerprint="another"))
     ours, theirs = pair.both(PROMPT, order="d")
@@ -100,7 +97,7 @@ def test_what_d_will_not_read_comes_home_unless_another_d_may(
 
 
 @pytest.mark.parametrize("order", ["pd", "dp"])
-def test_a_transfer_id_is_the_latest_request_s(pair: Pair, order: str) -> None:
+def test_a_transfer_id_is_the_latest_request_s(pair, order):
     """Another router's may come twice: neither reference names the other prompt's blocks."""
     first, second = [9, *PROMPT[1:30]], PROMPT
     pair.p.core.round([add("first", first, 1, retain_kv=True, transfer_id="x-0")])
@@ -121,7 +118,7 @@ class SlowPair(Pair):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preemption_of_half_a_prompt_keeps_what_is_leased(depth: int) -> None:
+def test_preemption_of_half_a_prompt_keeps_what_is_leased(depth):
     pair = SlowPair(depth=depth)
     try:
         for name in ("a", "b"):

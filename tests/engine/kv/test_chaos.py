@@ -231,17 +231,17 @@ RUNS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
-def test_faults_change_no_answer_and_keep_no_block(options: dict[str, Any]) -> None:
+def test_faults_change_no_answer_and_keep_no_block(options):
     _run(**options)
 
 
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("seed", range(4))
-def test_nor_do_they_where_memory_is_mapped(seed: int) -> None:
+def test_nor_do_they_where_memory_is_mapped(seed):
     _run(seed, launch_bytes=1 if seed % 2 else 1 << 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 300))
-def test_nor_do_they_in_many_draws(seed: int) -> None:
+def test_nor_do_they_in_many_draws(seed):
     _run(seed, dcp=max(1, seed % 8 - 3))

@@ -60,9 +60,7 @@ def told() -> tuple[list[int], int, str]:
 
 
 @pytest.mark.parametrize("lease_ends", [False, True])
-def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
-    waiting: Waiting, told: tuple[list[int], int, str], lease_ends: bool
-) -> None:
+def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told, lease_ends):
     prompt, token, text = told
     name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
     if lease_ends:  # meanwhile
@@ -75,17 +73,15 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
 
 @pytest.mark.parametrize(("regex", "is_sent"), [("[!]+", True), ("[!", False)])
 def test_a_grammar_that_refuses_the_first_token_or_has_a_mistake_gives_the_lease_back(
-    waiting: Waiting, told: tuple[list[int], int, str], regex: str, is_sent: bool
-) -> None:
+    waiting, told, regex, is_sent
+):
     prompt, token, _ = told
     name = waiting.ask(prompt, Grammar("regex", regex))
     waiting.go_on.set()
     assert waiting.end(name) == ([token] * is_sent, None, "grammar_failed")
 
 
-def test_an_abort_meanwhile_gives_the_lease_back(
-    waiting: Waiting, told: tuple[list[int], int, str]
-) -> None:
+def test_an_abort_meanwhile_gives_the_lease_back(waiting, told):
     name = waiting.ask(told[0], Grammar("regex", "a+"))
     waiting.pair.d.core.round([AbortRequest(name)])
     assert waiting.end(name) == ([], "abort", None)

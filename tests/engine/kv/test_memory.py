@@ -10,9 +10,7 @@ from engine.worker.rank import pool_size
 from tests.rigs.engine_pair import make_config
 
 BLOCK_BYTES = 1 << 20
-RUNNER: Any = SimpleNamespace(
-    layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES),
-)
+RUNNER: Any = SimpleNamespace(layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES))
 MODEL: Any = SimpleNamespace(max_position=256)
 
 
@@ -24,11 +22,7 @@ MODEL: Any = SimpleNamespace(max_position=256)
         ({"transfer": "mapped"}, 300 - 4),  # stages nothing
     ],
 )
-def test_staging_memory_is_no_kv_memory(
-    options: dict[str, Any],
-    blocks: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_staging_memory_is_no_kv_memory(options, blocks, monkeypatch):
     monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 * BLOCK_BYTES)
     config = make_config(
         device="cuda", block_size=16, max_num_seqs=64, staging_bytes=64 * BLOCK_BYTES, **options

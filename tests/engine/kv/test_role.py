@@ -4,7 +4,6 @@ Whatever goes wrong, the output must be the continuation of the request's own pr
 """
 
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,19 +14,14 @@ from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE, stat_key
-from tests.engine.kv.conftest import MakePair
 from tests.rigs.engine_pair import COMPAT, SECRET, Pair
-from tests.rigs.shadow import (
-    VOCAB,
-    add,
-    expected_output,
-)
+from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says when it is over
 
 
-def test_every_series_is_there_before_its_first_event(pair: Pair) -> None:
+def test_every_series_is_there_before_its_first_event(pair):
     stats = pair.d.core.stats()
     paths = [
         f"outcome=done,path={path}" for path in ("direct", "staged", "mapped", "mixed", "none")
@@ -58,7 +52,7 @@ def test_every_series_is_there_before_its_first_event(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair: MakePair, policy: str) -> None:
+def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
     pair = make_pair(verify="all", policy=policy)
     pair.d.agent.agents[0].spoil()
     spoilt = pair.ask(PROMPT, pair.prefill(PROMPT))
@@ -75,7 +69,7 @@ def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair: MakePair, policy: 
     assert stats["baton_kv_verified_tokens"] == len(PROMPT)
 
 
-def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair: Pair) -> None:
+def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair):
     pair.d.agent.stall()
     stalled = pair.ask(PROMPT, pair.prefill(PROMPT))
     pair.until(lambda: len(pair.d.out.tokens(stalled)) == 1)
@@ -93,7 +87,7 @@ def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair: Pair) -> None:
         lambda remote: add("a", PROMPT[::-1], 6, kv_rejected="of another", kv_unused=remote),
     ],
 )
-def test_kv_that_is_of_no_use_goes_home_at_once(pair: Pair, refused: Any) -> None:
+def test_kv_that_is_of_no_use_goes_home_at_once(pair, refused):
     message = refused(kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT))))
     pair.d.core.round([message])
     if isinstance(message, AddRequest):
@@ -102,9 +96,7 @@ def test_kv_that_is_of_no_use_goes_home_at_once(pair: Pair, refused: Any) -> Non
     assert pair.leases.counters()["aborted"] == 1
 
 
-def test_kv_of_which_no_answer_can_tell_goes_home_at_once(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_of_which_no_answer_can_tell_goes_home_at_once(pair, monkeypatch):
     def cannot(*_: object, **__: object) -> None:
         raise ValueError("too large to be told")
 
@@ -118,7 +110,7 @@ def test_kv_of_which_no_answer_can_tell_goes_home_at_once(
     assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))
 
 
-def test_the_times_of_a_requests_phases_are_told_in_their_order(pair: Pair) -> None:
+def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
     name = pair.ask(PROMPT, pair.prefill(PROMPT))
     assert pair.answer(name)
     pair.d.core.round([add("local", [1, 2, 3], 2)])
@@ -131,7 +123,7 @@ def test_the_times_of_a_requests_phases_are_told_in_their_order(pair: Pair) -> N
     assert list(local.since(0.0)) == ["admitted", "drawn"], "nothing was pulled"
 
 
-def test_an_expired_lease_is_noticed_by_the_fence(pair: Pair) -> None:
+def test_an_expired_lease_is_noticed_by_the_fence(pair):
     params = pair.prefill(PROMPT)
     pair.d.agent.stall()
     name = pair.ask(PROMPT, params)
@@ -146,9 +138,7 @@ def test_an_expired_lease_is_noticed_by_the_fence(pair: Pair) -> None:
     assert pair.usage(name) == (0, 14, 0)
 
 
-def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(
-    make_pair: MakePair,
-) -> None:
+def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(make_pair):
     pair = make_pair(settings=HANGS)
     whole = PROMPT[:12]
     params = pair.prefill(whole)
@@ -164,9 +154,7 @@ def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_re
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("on_p", "on_d"), [(8, 4), (8, 0), (0, 4), (4, 8)])
-def test_cached_tokens_are_those_that_neither_server_computed(
-    pair: Pair, on_p: int, on_d: int, fails: bool
-) -> None:
+def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, fails):
     for side, seen in ((pair.p, on_p), (pair.d, on_d)):
         if seen:
             side.core.round([add("warm", PROMPT[: seen + 1], 1)])
@@ -183,9 +171,7 @@ def test_cached_tokens_are_those_that_neither_server_computed(
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(
-    make_pair: MakePair, aborted: bool
-) -> None:
+def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, aborted):
     """Nor do clients that leave."""
     pair = make_pair(p_block_size=8, settings=HANGS)
     pair.d.agent.stall()
@@ -208,9 +194,7 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(
     assert 4 <= _num_quarantined(pair) <= 28
 
 
-def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(make_pair, monkeypatch):
     monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
     pair = make_pair(p_block_size=8, settings=HANGS)
     pair.d.agent.stall()
@@ -230,9 +214,7 @@ def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(
 
 
 @pytest.mark.parametrize("failed_before", [False, True])
-def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(
-    make_pair: MakePair, failed_before: bool
-) -> None:
+def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(make_pair, failed_before):
     pair = make_pair(settings=HANGS)
     pair.d.agent.stall()
     name = _begin_read(pair, [*PROMPT, 7, 7])
@@ -261,13 +243,11 @@ def _num_quarantined(pair: Pair) -> int:
 
 @pytest.mark.parametrize("ends", ["the read", "the wait", "the wait of a lent lease"])
 def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_longer_than_told(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+    make_pair, monkeypatch, ends
+):
     monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
     pair = make_pair(
-        p_block_size=8,
-        settings=HANGS,
-        quarantine_timeout_s=60.0 if ends == "the read" else 0.2,
+        p_block_size=8, settings=HANGS, quarantine_timeout_s=60.0 if ends == "the read" else 0.2
     )
     pair.d.agent.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
@@ -307,8 +287,8 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborted(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, aborted: bool
-) -> None:
+    make_pair, monkeypatch, aborted
+):
     monkeypatch.setattr(Pair, "limits", {"max_model_len": 150})
     pair, large, later = make_pair(p_block_size=8), list(range(1, 121)), list(range(2, 50))
     assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))  # hands were shaken before
@@ -326,9 +306,7 @@ def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborte
 
 
 @pytest.mark.parametrize("fingerprint", ["shadow", "other"])
-def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
-    make_pair: MakePair, fingerprint: str
-) -> None:
+def test_an_abort_while_hands_are_shaken_ends_the_request_alone(make_pair, fingerprint):
     pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint=fingerprint))
     gone = pair.ask(PROMPT, pair.prefill(PROMPT), aborted=True)
     pair.until(lambda: any(pair.coordinator.handshakes().values()))
@@ -340,7 +318,7 @@ def test_an_abort_while_hands_are_shaken_ends_the_request_alone(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
-def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tokens: int) -> None:
+def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
     pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint="another"))
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
@@ -351,9 +329,7 @@ def test_a_first_token_of_another_model_is_not_used(make_pair: MakePair, max_tok
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
-    make_pair: MakePair, policy: str
-) -> None:
+def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(make_pair, policy):
     pair = make_pair(p_block_size=8, told_dcp=2, policy=policy)
     name = pair.ask(PROMPT, pair.prefill(PROMPT))
     if policy == "recompute":
@@ -368,9 +344,7 @@ def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(
     assert pair.workers[0].counters["posts"] == 0
 
 
-def test_a_client_is_told_of_a_late_pull_without_an_address(
-    make_pair: MakePair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_is_told_of_a_late_pull_without_an_address(make_pair, caplog):
     pair = make_pair(policy="fail")
     pair.d.agent.stall()
     params = pair.prefill(PROMPT)
@@ -387,8 +361,8 @@ def test_a_client_is_told_of_a_late_pull_without_an_address(
 
 @pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])
 def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, limit: int, told: bool
-) -> None:
+    pair, monkeypatch, limit, told
+):
     monkeypatch.setattr(role, "MAX_TOLD_IDS", limit)
     params = pair.prefill(PROMPT, text_digest="ab" * 32)
     assert params["prompt_token_ids"] == (PROMPT if told else None)

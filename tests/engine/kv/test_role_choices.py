@@ -3,8 +3,6 @@
 import pytest
 
 from protocol.messages import AbortRequest
-from tests.engine.kv.conftest import MakePair
-from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output, expected_scores
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -15,7 +13,7 @@ def _expected(prompt: list[int], num_choices: int, max_tokens: int = 6) -> list[
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 14])
-def test_choices_are_prefilled_once_pulled_once_and_forked(pair: Pair, length: int) -> None:
+def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
     prompt = PROMPT[:length]
     params = pair.prefill(prompt, num_choices=3)
     assert [t["id"] for t in params["first_tokens"]] == [t[0] for t in _expected(prompt, 3)]
@@ -28,7 +26,7 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(pair: Pair, length: i
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_first_tokens_are_sent_before_any_byte_has_moved(pair: Pair, num_choices: int) -> None:
+def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
     choices = range(num_choices)
     pair.d.agent.stall()
     name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices)
@@ -39,7 +37,7 @@ def test_first_tokens_are_sent_before_any_byte_has_moved(pair: Pair, num_choices
     assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
 
 
-def test_a_full_hit_is_forked_without_a_pull(pair: Pair) -> None:
+def test_a_full_hit_is_forked_without_a_pull(pair):
     whole = PROMPT[:12]
     pair.answer(pair.ask(whole, pair.prefill(whole)))
     pair.d.agent.stall()
@@ -49,9 +47,7 @@ def test_a_full_hit_is_forked_without_a_pull(pair: Pair) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("survivor", [None, 0, 1, 2])
-def test_choices_that_end_with_their_first_token_cost_nothing_here(
-    pair: Pair, survivor: int | None, max_tokens: int
-) -> None:
+def test_choices_that_end_with_their_first_token_cost_nothing_here(pair, survivor, max_tokens):
     stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
     params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
     name = pair.ask(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
@@ -63,9 +59,7 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(("num_choices", "redrawn"), [(1, False), (1, True), (3, False)])
-def test_a_failed_pull_is_up_to_the_policy(
-    make_pair: MakePair, num_choices: int, redrawn: bool, policy: str
-) -> None:
+def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, policy):
     pair = make_pair(policy=policy)
     params = pair.prefill(PROMPT, num_choices=num_choices)
     pair.d.agent.fail(1)
@@ -80,7 +74,7 @@ def test_a_failed_pull_is_up_to_the_policy(
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
-def test_prompt_logprobs_come_with_the_reference(pair: Pair, num_top: int) -> None:
+def test_prompt_logprobs_come_with_the_reference(pair, num_top):
     params = pair.prefill(PROMPT, num_prompt_logprobs=num_top)
     steps = pair.d.executor.num_tokens
     name = pair.ask(PROMPT, params, num_prompt_logprobs=num_top)
@@ -93,9 +87,7 @@ def test_prompt_logprobs_come_with_the_reference(pair: Pair, num_top: int) -> No
 @pytest.mark.parametrize("num_top", [None, 1])
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 14])
-def test_first_tokens_are_drawn_from_kv_that_was_pulled(
-    pair: Pair, length: int, num_choices: int, num_top: int | None
-) -> None:
+def test_first_tokens_are_drawn_from_kv_that_was_pulled(pair, length, num_choices, num_top):
     prompt = PROMPT[:length]
     for skipped in (0, (length - 1) // 4 * 4):
         params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
@@ -113,7 +105,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 2
 
 
-def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair: Pair) -> None:
+def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair):
     params = pair.prefill(PROMPT, num_prompt_logprobs=1)
     name = pair.ask(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
     assert pair.answer(name) == []
@@ -122,9 +114,7 @@ def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair: Pair) ->
 
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
-def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(
-    pair: Pair, length: int
-) -> None:
+def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(pair, length):
     """Its first token, which a launched step computes with the prompt, may fill a block."""
     prompt = PROMPT[:length]
     for rounds in range(4):

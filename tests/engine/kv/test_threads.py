@@ -39,7 +39,7 @@ raise SystemExit(run_server(settings, lambda secret: ServerHooks(), "broken_role
 """
 
 
-def test_a_server_ends_when_its_transfer_thread_cannot_begin(tmp_path: Path) -> None:
+def test_a_server_ends_when_its_transfer_thread_cannot_begin(tmp_path):
     (tmp_path / "broken_role.py").write_text(_BROKEN_ROLE)
     options = ["--model", str(ensure_model("gqa")), "--port", "0", "--cluster-secret", "s" * 32]
     options += ["--kv-cache-tokens", "1024", "--threads", "1", "--device", "cpu"]

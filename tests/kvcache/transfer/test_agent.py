@@ -93,7 +93,7 @@ def reader(request: pytest.FixtureRequest, processes: list[MemoryPeer]) -> Itera
         peer.close()
 
 
-def test_reads_exactly_the_runs_asked_for(reader: Reader) -> None:
+def test_reads_exactly_the_runs_asked_for(reader):
     runs = [(0, 4096, 100), (200, 0, 50), (NBYTES - 64, NBYTES - 64, 64), (300, 7, 1)]
     handle = reader.post(runs)
     assert reader.finish(handle) is ReadState.DONE and handle.ended
@@ -104,7 +104,7 @@ def test_reads_exactly_the_runs_asked_for(reader: Reader) -> None:
     reader.agent.release(handle)
 
 
-def test_many_small_runs_in_random_order(reader: Reader) -> None:
+def test_many_small_runs_in_random_order(reader):
     order = np.random.default_rng(0).permutation(NBYTES // 512)
     runs = [(i * 512, int(block) * 512, 512) for i, block in enumerate(order)]
     assert reader.finish(reader.post(runs)) is ReadState.DONE
@@ -112,7 +112,7 @@ def test_many_small_runs_in_random_order(reader: Reader) -> None:
     assert np.array_equal(reader.into, expected)
 
 
-def test_several_reads_at_once(reader: Reader) -> None:
+def test_several_reads_at_once(reader):
     part = NBYTES // 8
     handles = [reader.post([(i * part, i * part, part)]) for i in range(8)]
     assert [reader.finish(handle) for handle in handles] == [ReadState.DONE] * 8
@@ -122,16 +122,14 @@ def test_several_reads_at_once(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("run", [(0, NBYTES - 4, 8), (NBYTES - 4, 0, 8), (0, -8, 8), (-8, 0, 8)])
-def test_runs_outside_registered_memory_are_refused(
-    reader: Reader, run: tuple[int, int, int]
-) -> None:
+def test_runs_outside_registered_memory_are_refused(reader, run):
     with pytest.raises(TransferFailed):
         reader.post([run])
     assert not reader.into.any()
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
 
 
-def test_unknown_peers_and_bad_metadata_are_refused(reader: Reader) -> None:
+def test_unknown_peers_and_bad_metadata_are_refused(reader):
     with pytest.raises(TransferFailed):
         reader.agent.add_peer(b"garbage")
     reader.name = "nobody"
@@ -139,13 +137,13 @@ def test_unknown_peers_and_bad_metadata_are_refused(reader: Reader) -> None:
         reader.post([(0, 0, 8)])
 
 
-def test_a_peer_can_be_added_twice(reader: Reader) -> None:
+def test_a_peer_can_be_added_twice(reader):
     assert reader.agent.add_peer(reader.peer.metadata) == reader.name
     assert reader.finish(reader.post([(0, 0, 64)])) is ReadState.DONE
     assert np.array_equal(reader.into[:64], reader.peer.memory[:64])
 
 
-def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader: Reader) -> None:
+def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader):
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE
     reader.peer.kill()
 
@@ -165,7 +163,7 @@ def test_a_dead_peer_ends_in_an_error_and_harms_no_other(reader: Reader) -> None
         second.close()
 
 
-def test_an_agent_can_be_handed_to_another_thread(reader: Reader) -> None:
+def test_an_agent_can_be_handed_to_another_thread(reader):
     states: list[ReadState] = []
 
     def work() -> None:
@@ -179,7 +177,7 @@ def test_an_agent_can_be_handed_to_another_thread(reader: Reader) -> None:
     assert np.array_equal(reader.into, reader.peer.memory)
 
 
-def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
+def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable():
     program = "from kvcache.transfer.link.nixl_agent import CannotStart, NixlAgent\n" + (
         "try: NixlAgent()\nexcept CannotStart as error: print(error)"
     )
@@ -187,7 +185,7 @@ def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable() -> No
     assert "NIXL cannot start UCX (" in told and "UCX_TLS=nonsense" in told
 
 
-def test_nixl_binds_its_device_on_every_thread_that_uses_it() -> None:
+def test_nixl_binds_its_device_on_every_thread_that_uses_it():
     bound: list[tuple[int, int]] = []
     agent = nixl_agent(device_id=3, set_device=lambda i: bound.append((threading.get_ident(), i)))
     thread = threading.Thread(target=agent.bind_thread)
@@ -236,12 +234,12 @@ reader.peer.close()
 """
 
 
-def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends() -> None:
+def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends():
     """Over TCP, where the peer takes part in a READ."""
     run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 
-def test_idle_nixl_agents_use_no_processor() -> None:
+def test_idle_nixl_agents_use_no_processor():
     peer, agent = LocalPeer(nixl_agent()), nixl_agent()
     agent.add_peer(peer.metadata)
     before = time.process_time()

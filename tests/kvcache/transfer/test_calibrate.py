@@ -26,7 +26,7 @@ def null_bytes(layout: KVLayout) -> np.ndarray:
 
 @pytest.mark.parametrize("order", NAMED_ORDERS)
 @pytest.mark.parametrize("room", [4096, 1 << 20])
-def test_probes_stay_in_the_null_block_and_in_their_room(order, room) -> None:
+def test_probes_stay_in_the_null_block_and_in_their_room(order, room):
     layout = KVLayout(order, 3, 2, 3, 2, 16, 8, "bfloat16")
     readable = null_bytes(layout)
     end = Endpoint(layout, 0, 1)
@@ -40,9 +40,7 @@ def test_probes_stay_in_the_null_block_and_in_their_room(order, room) -> None:
 
 @settings(deadline=None)
 @given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12), st.sampled_from(["cpu", "cuda"]))
-def test_the_fit_finds_the_constants_that_made_the_samples(
-    per_descriptor, bytes_per_s, kind
-) -> None:
+def test_the_fit_finds_the_constants_that_made_the_samples(per_descriptor, bytes_per_s, kind):
     truth = CostModel(per_descriptor, bytes_per_s, 1e9)
     samples = [Sample(n, b, truth.read_s(n, b)) for n, b in ((2, 16 << 20), (512, 512 * 256))]
     found = fit_costs(*samples, on_gpu=kind == "cuda")
@@ -51,12 +49,12 @@ def test_the_fit_finds_the_constants_that_made_the_samples(
     assert found.reformat_bytes_per_s == DEFAULT_COSTS[kind].reformat_bytes_per_s
 
 
-def test_noise_never_makes_a_constant_negative() -> None:
+def test_noise_never_makes_a_constant_negative():
     found = fit_costs(Sample(1, 1 << 20, 1.0), Sample(512, 1 << 17, 1e-9))
     assert found.per_descriptor_s > 0 and found.bytes_per_s > 0
 
 
-def test_probes_that_are_alike_are_refused() -> None:
+def test_probes_that_are_alike_are_refused():
     with pytest.raises(ValueError, match="alike"):
         fit_costs(Sample(1, 10, 1.0), Sample(2, 20, 2.0))
 
@@ -66,7 +64,7 @@ def test_probes_that_are_alike_are_refused() -> None:
 )
 def test_a_slow_link_is_measured_in_little_time_and_a_fast_one_with_long_reads(
     bytes_per_s, most_bytes, most_s
-) -> None:
+):
     layout, truth = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16"), []
 
     def read(runs) -> Sample:

@@ -62,8 +62,8 @@ def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
 
 
 def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
-    rig: Any, coordinator: Driven, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rig, coordinator, monkeypatch
+):
     """Else blocks would be quarantined for ever: no rank says its end twice."""
     reported = PullState.reported
 
@@ -88,9 +88,7 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
     assert coordinator.counters()["pulls_open"] == 0
 
 
-def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(
-    rig: Any, coordinator: Driven
-) -> None:
+def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(rig, coordinator):
     prefill = rig(Prefill)
     coordinator.read(prefill, "hangs", "fine")
     coordinator.report(RankFailing("hangs", 0, ErrorInfo("transfer_failed", "broken")))
@@ -110,9 +108,7 @@ def test_a_pull_that_ends_well_lifts_no_ban_while_another_hangs(
     assert isinstance(coordinator.next_events()[0], PullDone)
 
 
-def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(
-    coordinator: Driven,
-) -> None:
+def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(coordinator):
     coordinator._call(lambda: 1 // 0)
     coordinator.cancel("a")
     coordinator.cancel("b")
@@ -121,7 +117,7 @@ def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(
     assert coordinator.drain() == []
 
 
-def test_a_coordinator_leaves_no_descriptor_open() -> None:
+def test_a_coordinator_leaves_no_descriptor_open():
     before = len(os.listdir("/proc/self/fd"))
     coordinator = PullCoordinator(pulls_address(), 1, compat(), SECRET)
     coordinator.close()

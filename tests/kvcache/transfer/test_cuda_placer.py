@@ -13,16 +13,7 @@ from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
 from kvcache.transfer.move.place import launches, place
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from tests.rigs.examples import examples
-from tests.rigs.geometry import (
-    DTYPES,
-    GARBAGE,
-    Case,
-    Side,
-    cases,
-    garbage,
-    memory_of,
-    with_dtypes,
-)
+from tests.rigs.geometry import DTYPES, GARBAGE, Case, Side, cases, garbage, memory_of, with_dtypes
 from tests.rigs.memory_placer import place_units
 
 PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
@@ -66,8 +57,8 @@ BY = st.sampled_from([place, place_units, place_runs])
 @PROPERTY
 @given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
 def test_every_element_arrives_and_nothing_else_is_touched(
-    case: Case, d_rank: int, dtypes: Any, chunk_bytes: int, widen: int, by: Any, alike: bool
-) -> None:
+    case, d_rank, dtypes, chunk_bytes, widen, by, alike
+):
     case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
     if alike:
         case = dataclasses.replace(case, d=dataclasses.replace(case.d, order=case.p.order))
@@ -79,8 +70,8 @@ def test_every_element_arrives_and_nothing_else_is_touched(
 @PROPERTY
 @given(cases(), RANKS, CHUNKS, BY, st.booleans())
 def test_every_element_is_multiplied_by_its_layers_factor(
-    case: Case, d_rank: int, chunk_bytes: int, by: Any, has_own_scales: bool
-) -> None:
+    case, d_rank, chunk_bytes, by, has_own_scales
+):
     d_rank %= case.d.tp
     plain, layout = memory_of(case, case.d, d_rank, case.start), case.layout(case.d, d_rank)
     case, factors = scaled(case, has_own_scales)
@@ -91,7 +82,7 @@ def test_every_element_is_multiplied_by_its_layers_factor(
     np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
 
 
-def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn() -> None:
+def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn():
     p = Side(4, "BHLCND", 16, tuple(range(5, -1, -1)), 7)
     d = Side(2, "LBCNHD", 8, tuple(range(12)), 12)
     case = Case(p, d, heads=1, layers=3, components=1, head_dim=72, start=3, stop=95)
@@ -103,7 +94,7 @@ def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn() -> None:
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
-def test_a_division_by_a_constant_is_a_multiplication(size: int, number: int) -> None:
+def test_a_division_by_a_constant_is_a_multiplication(size, number):
     by, magic, shift = divisor(size)
     assert by == size and 0 < magic <= 2**32
     at_borders = number // size * size, number // size * size - 1
@@ -123,9 +114,7 @@ def test_a_division_by_a_constant_is_a_multiplication(size: int, number: int) ->
         (128, "float32", "float8_e4m3fn", 4),
     ],
 )
-def test_units_are_as_wide_as_both_sides_allow(
-    head_dim: int, source: str, target: str, elements: int
-) -> None:
+def test_units_are_as_wide_as_both_sides_allow(head_dim, source, target, elements):
     p = Side(1, "BHLCND", 4, (1,), 2, source)
     d = Side(1, "LBCNHD", 4, (1,), 2, target)
     case = Case(p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4)
@@ -151,16 +140,14 @@ def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
         (side("LBCNHD"), side(), 0, [0]),
     ],
 )
-def test_whole_blocks_of_one_order_are_single_runs(
-    p: Side, d: Side, start: int, runs: list[int]
-) -> None:
+def test_whole_blocks_of_one_order_are_single_runs(p, d, start, runs):
     case = Case(p, d, heads=4, layers=3, components=2, head_dim=8, start=start, stop=32)
     copies = list(case.transfer(0).copies())
     assert [run_bytes_of(copy, None) for copy in copies] == [4 * run for run in runs]
     assert not any(run_bytes_of(copy, (1.0,)) for copy in copies)
 
 
-def test_launches_cover_all_pieces_and_are_bounded() -> None:
+def test_launches_cover_all_pieces_and_are_bounded():
     p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
     half, whole = case.transfer(0).copies()

@@ -1,15 +1,11 @@
 """Prefill servers whose pulls fail or hang get no more of them, for a while."""
 
-from typing import Any
-
-import pytest
-
 from kvcache.transfer.pulls.messages import PeerFailed, PullDrained, PullFailed
 from protocol.errors import PeerUnreachable, PullWithheld, TransferFailed
 from tests.rigs.memory_pair import ENDINGS, Decode, Prefill, assert_pulled
 
 
-def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig: Any) -> None:
+def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig):
     prefill, decode = rig(Prefill), rig(Decode, settings={"drain_grace_s": 0.01})
     remote = prefill.lease([5], 8)
     decode.agents[0].stall()
@@ -30,9 +26,7 @@ def test_a_peer_whose_reads_hang_gets_no_pull_until_they_have_ended(rig: Any) ->
     decode.pull("again", prefill.lease([7], 8), 0, 8, [4])
 
 
-def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(
-    rig: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
     prefill, decode = rig(Prefill), rig(Decode, settings={"backoff_min_s": 100.0})
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for number in range(2):

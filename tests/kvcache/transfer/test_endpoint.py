@@ -37,7 +37,7 @@ def endpoints(tp: int, total_heads: int, **changes) -> list[Endpoint]:
 
 @settings(deadline=None)
 @given(TPS, HEADS)
-def test_ranks_hold_every_head_in_order(tp: int, total: int) -> None:
+def test_ranks_hold_every_head_in_order(tp, total):
     held = [heads_of(rank, tp, total) for rank in range(tp)]
     assert {head for heads in held for head in heads} == set(range(total))
     assert all(len(heads) >= 1 for heads in held)
@@ -48,9 +48,7 @@ def test_ranks_hold_every_head_in_order(tp: int, total: int) -> None:
 
 @settings(deadline=None)
 @given(TPS, TPS, HEADS)
-def test_every_wanted_head_is_in_one_group_whose_owners_are_all_that_hold_it(
-    d_tp: int, p_tp: int, total: int
-) -> None:
+def test_every_wanted_head_is_in_one_group_whose_owners_are_all_that_hold_it(d_tp, p_tp, total):
     held = [heads_of(rank, p_tp, total) for rank in range(p_tp)]
     for d_rank in range(d_tp):
         wanted = heads_of(d_rank, d_tp, total)
@@ -83,6 +81,6 @@ PEER = endpoints(2, 4)
         ),
     ],
 )
-def test_what_no_plan_bridges_is_refused(local: Endpoint, peer: list, message: str) -> None:
+def test_what_no_plan_bridges_is_refused(local, peer, message):
     with pytest.raises(PlanError, match=message):
         check_endpoints(local, peer, 4)

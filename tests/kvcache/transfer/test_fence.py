@@ -53,7 +53,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("how", ["expired", "aborted"])
-def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: str) -> None:
+def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
     gate = Gate()
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
@@ -68,7 +68,7 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig: Any, how: s
     assert isinstance(decode.failed(), LeaseGone)
 
 
-def test_of_two_readers_one_may_use_what_both_have_read(rig: Any) -> None:
+def test_of_two_readers_one_may_use_what_both_have_read(rig):
     prefill = rig(Prefill)
     gates = [Gate(), Gate()]
     readers = [rig(Decode, make_mapped=gate.mapped) for gate in gates]
@@ -85,7 +85,7 @@ def test_of_two_readers_one_may_use_what_both_have_read(rig: Any) -> None:
     assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone), failed
 
 
-def test_bytes_of_a_killed_peer_are_not_used(rig: Any) -> None:
+def test_bytes_of_a_killed_peer_are_not_used(rig):
     """Its pool is mapped here: every byte comes."""
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"connection_timeout_s": 0.3, **PATIENT}
@@ -96,7 +96,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig: Any) -> None:
     assert isinstance(decode.failed(), PeerUnreachable)
 
 
-def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig: Any) -> None:
+def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig):
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
     decode = rig(Decode, make_mapped=gate.mapped, settings=settings)

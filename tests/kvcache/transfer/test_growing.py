@@ -12,14 +12,7 @@ from msgspec.structs import replace
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
 from protocol.errors import KVCorrupt, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
-from tests.rigs.memory_pair import (
-    PATIENT,
-    Decode,
-    Prefill,
-    assert_pulled,
-    expected,
-    fill,
-)
+from tests.rigs.memory_pair import PATIENT, Decode, Prefill, assert_pulled, expected, fill
 
 NUM_TOKENS = 61
 
@@ -120,9 +113,7 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)])
 @pytest.mark.parametrize("at", range(len(GEOMETRIES)))
-def test_what_is_there_is_read_while_the_rest_is_computed(
-    rig: Any, at: int, subscribes_at: int, pulls_at: int
-) -> None:
+def test_what_is_there_is_read_while_the_rest_is_computed(rig, at, subscribes_at, pulls_at):
     ours, theirs = GEOMETRIES[at]
     heads = {"heads": theirs["heads"]} if "heads" in theirs else {}
     verify = ("off", "sample", "all")[(at + pulls_at) % 3]
@@ -163,7 +154,7 @@ def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
     return prefill, decode, prompt
 
 
-def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig: Any) -> None:
+def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
     prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
     prompt = Prompt(prefill)
     decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
@@ -176,20 +167,20 @@ def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig: Any) -> None:
     assert isinstance(error, KVCorrupt) and "tokens 16 to 23" in error.message
 
 
-def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig: Any) -> None:
+def test_a_lender_that_dies_between_two_chunks_fails_its_pull(rig):
     prefill, decode, _ = subscribed(rig, connection_timeout_s=0.1)
     prefill.close()
     assert isinstance(decode.failed("a"), PeerUnreachable)
 
 
-def test_a_lender_that_computes_no_more_fails_its_pull(rig: Any) -> None:
+def test_a_lender_that_computes_no_more_fails_its_pull(rig):
     """Though its side channel says that it lives; what was leased of the prompt comes home."""
     prefill, decode, _ = subscribed(rig, pull_timeout_s=0.3, renew_interval_s=0.05)
     assert isinstance(decode.failed("a"), PullTimeout)
     decode.until(lambda: prefill.server.counters()["held"] == 0)
 
 
-def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:
+def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig):
     """As of any lease: to the other it is gone, whenever the first one fences or leaves."""
     prefill, decode, prompt = subscribed(rig)
     other = rig(Decode)
@@ -204,7 +195,7 @@ def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig: Any) -> None:
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig: Any) -> None:
+def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig):
     prefill, decode, prompt = subscribed(rig, renew_interval_s=0.05)
     drop_connections(prefill)
     decode.until(lambda: prefill.server.wanted("t") is not None)

@@ -113,12 +113,12 @@ def renew(lease_id: str, incarnation: str = "i") -> Renew:
     return Renew(nonce=new_id(), incarnation=incarnation, lease_id=lease_id)
 
 
-def test_metadata_of_all_ranks_is_served(server: Server) -> None:
+def test_metadata_of_all_ranks_is_served(server):
     reply = server.ask(GetMetadata(nonce="n"))
     assert isinstance(reply, Metadata) and reply.engine == metadata()
 
 
-def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server: Server) -> None:
+def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server):
     lease = server.grant("r", [3, 4], 30.0)
     assert isinstance(server.ask(complete(lease)), Ok)
     assert isinstance(server.ask(complete(lease)), Ok)
@@ -128,7 +128,7 @@ def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server: 
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
 
 
-def test_expired_unknown_and_other_incarnations_are_gone(server: Server, clock: Clock) -> None:
+def test_expired_unknown_and_other_incarnations_are_gone(server, clock):
     lease = server.grant("r", [3], 30.0)
     assert isinstance(server.ask(complete(lease, incarnation="older")), Gone)
     assert isinstance(server.ask(renew(lease, incarnation="older")), Gone)
@@ -140,7 +140,7 @@ def test_expired_unknown_and_other_incarnations_are_gone(server: Server, clock: 
 
 
 @pytest.mark.parametrize("how", ["expired", "aborted by its reader", "aborted by the engine"])
-def test_leases_end_without_a_fence(server: Server, clock: Clock, how: str) -> None:
+def test_leases_end_without_a_fence(server, clock, how):
     lease = server.grant("r", [3], 30.0)
     if how == "expired":
         clock.now += 31.0
@@ -154,7 +154,7 @@ def test_leases_end_without_a_fence(server: Server, clock: Clock, how: str) -> N
     assert isinstance(server.ask(complete(lease)), Gone)
 
 
-def test_another_secret_is_refused_counted_and_changes_nothing(server: Server) -> None:
+def test_another_secret_is_refused_counted_and_changes_nothing(server):
     lease = server.grant("r", [3], 30.0)
     for request in (complete(lease), AbortLease(nonce="n", incarnation="i", lease_id=lease)):
         reply = server.ask(request, secret=b"other")
@@ -200,15 +200,13 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("message", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_answered_and_counted(server: Server, message: bytes) -> None:
+def test_garbage_is_answered_and_counted(server, message):
     assert raw_exchange(server, message)["type"] == "refused"
     assert server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
 
-def test_our_own_bug_costs_a_connection_and_no_lease(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_bug_costs_a_connection_and_no_lease(server, monkeypatch):
     lease_id = server.grant("r", [1], 30.0)
     usual = Wire.receive
     with socket.create_connection(server.address, DEADLINE_S) as raw:
@@ -227,9 +225,7 @@ def test_our_own_bug_costs_a_connection_and_no_lease(
     assert server.counters()["internal_errors"] == 1
 
 
-def test_a_server_whose_leases_cannot_be_ended_any_more_ends(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_whose_leases_cannot_be_ended_any_more_ends(server, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(LeaseTable, "expire", lambda *args: 1 / 0)
@@ -237,9 +233,7 @@ def test_a_server_whose_leases_cannot_be_ended_any_more_ends(
     assert [type(args.thread) for args in ended] == [VitalThread]
 
 
-def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(
-    server: Server,
-) -> None:
+def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(server):
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000), framed(bytes(1 << 20))):
         with socket.create_connection(server.address, DEADLINE_S) as raw:
             with suppress(ConnectionResetError, BrokenPipeError):  # what it did not read any more
@@ -248,7 +242,7 @@ def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
 
-def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> None:
+def test_a_message_may_come_in_pieces_and_several_at_once(server):
     message = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         for byte in message:
@@ -261,9 +255,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server: Server) -> Non
     assert server.counters()["metadata_sent"] == 3
 
 
-def test_strangers_who_say_nothing_do_not_keep_others_out(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_who_say_nothing_do_not_keep_others_out(server, monkeypatch):
     monkeypatch.setattr("kvcache.transfer.session.lease_server._MAX_STRANGERS", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
@@ -292,9 +284,7 @@ def _flood(address: tuple[str, int], data: bytes, over: threading.Event) -> None
 @pytest.mark.parametrize(
     "data", [bytes(1_600_000), framed(b"x" * 100) * 10_000, framed(bytes(4000))[:-1]]
 )
-def test_fences_are_answered_while_strangers_send_what_they_like(
-    server: Server, data: bytes
-) -> None:
+def test_fences_are_answered_while_strangers_send_what_they_like(server, data):
     over = threading.Event()
     strangers = [
         threading.Thread(target=_flood, args=(server.address, data, over)) for _ in range(2)
@@ -317,7 +307,7 @@ def test_fences_are_answered_while_strangers_send_what_they_like(
     assert server.counters()["completed"] == 20
 
 
-def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
+def test_the_first_bad_message_ends_the_connection(server):
     """Of a peer that was authentic as well: one refusal is all that it is told."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
@@ -332,12 +322,12 @@ def test_the_first_bad_message_ends_the_connection(server: Server) -> None:
     assert server.counters()["refused"] == 1
 
 
-def test_unknown_fields_are_ignored(server: Server) -> None:
+def test_unknown_fields_are_ignored(server):
     payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
     assert raw_exchange(server, signed(payload))["type"] == "metadata"
 
 
-def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> None:
+def test_what_was_said_before_the_connection_broke_is_heard(server):
     """A socket closed with an answer unread breaks at once, and with it what P would answer."""
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
     frames = [seal_request(renew(leases[0]), SECRET)]
@@ -357,7 +347,7 @@ def test_what_was_said_before_the_connection_broke_is_heard(server: Server) -> N
     assert ended == [LeaseState.ABORTED] * 2
 
 
-def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int) -> None:
+def test_a_client_survives_a_restart_at_the_same_address(clock, port):
     first = Server(clock, port=port)
     lease = first.grant("r", [3], 30.0)
     client = Client()
@@ -373,9 +363,7 @@ def test_a_client_survives_a_restart_at_the_same_address(clock: Clock, port: int
     second.close()
 
 
-def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed(
-    clock: Clock,
-) -> None:
+def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed(clock):
     server, client = Server(clock), Client(clock=clock)
     client.post(server.address, GetMetadata(nonce="n"))
     assert isinstance(client.reply(), Metadata)
@@ -393,7 +381,7 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
     client.close()
 
 
-def test_a_client_without_descriptors_connects_when_there_are_some(server: Server) -> None:
+def test_a_client_without_descriptors_connects_when_there_are_some(server):
     client = Client()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
@@ -407,9 +395,7 @@ def test_a_client_without_descriptors_connects_when_there_are_some(server: Serve
     client.close()
 
 
-def test_a_client_without_a_thread_connects_when_there_is_one(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_a_thread_connects_when_there_is_one(server, monkeypatch):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -443,7 +429,7 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
     return thread, int(listener.getsockname()[1])
 
 
-def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection() -> None:
+def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection():
     request = complete(new_id())
     forged, reflected = seal_reply(Ok(nonce="n"), b"other"), seal_request(request, SECRET)
     for answer in (forged, reflected, b"", b"x" * 40):
@@ -457,12 +443,12 @@ def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection() -> 
         thread.join()
 
 
-def test_an_address_in_use_is_named(server: Server) -> None:
+def test_an_address_in_use_is_named(server):
     with pytest.raises(OSError, match=str(server.address[1])):
         LeaseServer("127.0.0.1", server.address[1], metadata(), SECRET)
 
 
-def test_names_and_ipv6_addresses_can_be_bound(clock: Clock) -> None:
+def test_names_and_ipv6_addresses_can_be_bound(clock):
     for host in ("localhost", "::1"):
         try:
             server = LeaseServer(host, 0, metadata(), SECRET, clock)

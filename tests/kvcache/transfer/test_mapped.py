@@ -73,7 +73,7 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
-def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) -> None:
+def test_any_geometry_is_mapped(rig, p, d):
     mappers = Mappers(launch_bytes=1)  # a launch for every block
     prefill, decode = rig(Prefill, **p), rig(Decode, make_mapped=mappers, **d)
     remote = prefill.lease([5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p.get("block_size", 8))], 37)
@@ -85,16 +85,14 @@ def test_any_geometry_is_mapped(rig: Any, p: dict[str, Any], d: dict[str, Any]) 
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_pull_goes_on_when_there_is_room_again(rig: Any) -> None:
+def test_a_pull_goes_on_when_there_is_room_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.rooms = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
     assert mapper.rooms == [0]  # one block, then the rest
 
 
-def test_blocks_larger_than_the_room_are_launched_one_by_one(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_larger_than_the_room_are_launched_one_by_one(rig, monkeypatch):
     """No launch is of nothing, which a GPU would refuse."""
     prefill, decode, mapper = sides(rig)
     launch, counts = mapper.launch, []
@@ -114,12 +112,12 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
     return msgspec.structs.replace(metadata, ranks=ranks)
 
 
-def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig: Any) -> None:
+def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig):
     prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_mapped=Mappers())
     pull(decode, prefill, "direct")
 
 
-def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig: Any) -> None:
+def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig):
     prefill = rig(Prefill, edit=without_offer)
     decode = rig(Decode, make_mapped=Mappers(required=True))
     error = pull(decode, prefill, None)
@@ -137,7 +135,7 @@ def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig: Any) -> None:
         ({"token": b"\1" * 16}, "another engine's"),
     ],
 )
-def test_why_a_peer_cannot_be_mapped(rig: Any, changes: Any, reason: str) -> None:
+def test_why_a_peer_cannot_be_mapped(rig, changes, reason):
     prefill = rig(Prefill)
     rank = prefill.metadata.ranks[0]
     told = {**rank.extra[EXTRA_KEY], **changes} if isinstance(changes, dict) else changes
@@ -146,7 +144,7 @@ def test_why_a_peer_cannot_be_mapped(rig: Any, changes: Any, reason: str) -> Non
         Placer(prefill.pools[0]).open(rank)
 
 
-def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any) -> None:
+def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
     prefill, decode, mapper = sides(rig, settings=PATIENT)
     pull(decode, prefill)
     mapper.num_failing = 1
@@ -155,17 +153,13 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig: Any
     pull(decode, prefill)
 
 
-def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(rig, monkeypatch):
     monkeypatch.setattr(MemoryPlacer, "open", lambda *args: 1 / 0)
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=Mappers())
     pull(decode, prefill, "direct")
 
 
-def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig, monkeypatch):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode, mapper = sides(rig, settings=settings)
     mapper.stalled, launch, launched = True, mapper.launch, threading.Event()
@@ -186,7 +180,7 @@ def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
     assert prefill.outcomes() == ["aborted"]
 
 
-def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any, port: int) -> None:
+def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
     mappers = Mappers()
     first, decode = rig(Prefill, port=port), rig(Decode, make_mapped=mappers)
     stale = first.lease([5, 2], 16)
@@ -201,7 +195,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig: Any, port: i
     assert isinstance(decode.wait(PullFailed).error, LeaseGone | PeerUnreachable)
 
 
-def test_a_peer_that_dies_idle_is_unmapped(rig: Any) -> None:
+def test_a_peer_that_dies_idle_is_unmapped(rig):
     """Or its memory would stay taken, and its successor find the device full."""
     prefill, decode, mapper = sides(rig, settings={"connection_timeout_s": 0.2})
     pull(decode, prefill)
@@ -217,15 +211,13 @@ def without_compiler(pool: KVPool, **options: Any) -> MappedPath:
     return MappedPath(placer, **options)
 
 
-def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(
-    rig: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(rig, caplog):
     prefill, decode = rig(Prefill), rig(Decode, make_mapped=without_compiler)
     pull(decode, prefill, "direct")
     assert "not every kernel that places KV can be compiled" in caplog.text
 
 
-def test_a_pinned_mapped_path_refuses_all_peers_where_no_kernel_can_be_compiled(rig: Any) -> None:
+def test_a_pinned_mapped_path_refuses_all_peers_where_no_kernel_can_be_compiled(rig):
     prefill = rig(Prefill)
     decode = rig(Decode, make_mapped=functools.partial(without_compiler, required=True))
     error = pull(decode, prefill, None)

@@ -1,9 +1,6 @@
 """A link to a peer: what fails or hangs on it ends with it, and no other peer waits for that."""
 
 import threading
-from typing import Any
-
-import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.pulls.messages import DropPeer, PullDrained, PullFailed
@@ -22,9 +19,7 @@ def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
     return all(bool((pool.canonical[blocks] == number).all()) for pool in decode.pools)
 
 
-def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(
-    rig: Any,
-) -> None:
+def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(rig):
     """UCX reports the first failure of several runs while earlier ones go on; the blocks may be
     computed in again as soon as the pull has drained."""
     prefill, decode = rig(Prefill), rig(Decode)
@@ -40,9 +35,7 @@ def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_ne
     assert is_filled(decode, BLOCKS, -1.0)
 
 
-def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(rig, monkeypatch):
     monkeypatch.setattr(pull_worker, "_TEAR_DOWN_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})
@@ -73,7 +66,7 @@ class _Dropped(MemoryAgent):
         return super().add_peer(metadata)
 
 
-def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(rig: Any) -> None:
+def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(rig):
     gone, other = rig(Prefill, engine_id="gone"), rig(Prefill)
     agent = _Dropped()
     decode = rig(Decode, lambda: agent, connect_timeout_s=DEADLINE_S)
@@ -96,7 +89,7 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
     assert agent.active == 0
 
 
-def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig: Any) -> None:
+def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig):
     placers: list[MemoryPlacer] = []
 
     def mapped(pool: KVPool) -> MappedPath:
@@ -166,7 +159,7 @@ os._exit(0)  # the system tries to connect for two minutes
 """
 
 
-def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other() -> None:
+def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other():
     run_program(UNREACHABLE, UCX_TLS="tcp,self")
 
 
@@ -216,6 +209,6 @@ os._exit(0)
 """
 
 
-def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on() -> None:
+def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on():
     """As it does after its READs were released and its memory was deregistered."""
     run_program(STOPPED, UCX_TLS="tcp,self")

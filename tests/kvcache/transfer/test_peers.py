@@ -7,10 +7,7 @@ from kvcache.stripe import Stripe
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.pulls.peers import PeerTable
 from protocol.errors import LeaseGone, PeerIncompatible, PeerUnreachable
-from protocol.handshake import (
-    EngineMetadata,
-    RankMetadata,
-)
+from protocol.handshake import EngineMetadata, RankMetadata
 from tests.rigs import memory_pair
 from tests.rigs.memory_pair import REMOTE, compat, layout
 
@@ -36,7 +33,7 @@ def table() -> PeerTable:
     return PeerTable(COMPAT, SETTINGS, False, Stripe(0, 1, 8))
 
 
-def test_the_first_contact_asks_and_later_ones_know() -> None:
+def test_the_first_contact_asks_and_later_ones_know():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     assert peers.connect(REMOTE, 0.5) is peer
@@ -47,7 +44,7 @@ def test_the_first_contact_asks_and_later_ones_know() -> None:
     assert peers.due(1e6) == ([], []) and peers.deadline() == float("inf")
 
 
-def test_a_silent_peer_is_asked_again_and_given_up() -> None:
+def test_a_silent_peer_is_asked_again_and_given_up():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     asked = [now for now in (0.0, 0.5, 1.0, 2.0, 3.0, 3.9) if peers.due(now)[0]]
@@ -58,7 +55,7 @@ def test_a_silent_peer_is_asked_again_and_given_up() -> None:
     assert "did not answer" in str(peer.error) and "--side-channel-host" in str(peer.error)
 
 
-def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> None:
+def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
     peers, now, waits = table(), 0.0, []
     for _ in range(9):
         peer = peers.connect(REMOTE, now)
@@ -85,7 +82,7 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound() -> 
         (metadata(ranks=[]), PeerIncompatible),
     ],
 )
-def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> None:
+def test_unusable_answers_fail_the_peer(answer, error):
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, answer, 0.0)
@@ -93,7 +90,7 @@ def test_unusable_answers_fail_the_peer(answer: EngineMetadata, error: type) -> 
     assert peer.metadata is None
 
 
-def test_handshakes_are_counted_by_outcome() -> None:
+def test_handshakes_are_counted_by_outcome():
     peers = table()
     for incarnation, answer in (
         ("i", metadata()),
@@ -106,7 +103,7 @@ def test_handshakes_are_counted_by_outcome() -> None:
     assert +peers.outcomes == {"ok": 1, "peer_incompatible": 1, "peer_unreachable": 1}
 
 
-def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() -> None:
+def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off():
     peers = table()
     peer = peers.connect(REMOTE, 0.0)
     peers.metadata_came(peer, metadata(), 0.0)
@@ -118,7 +115,7 @@ def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off() ->
     assert peers.connect(REMOTE, 1.5).error
 
 
-def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() -> None:
+def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered():
     peers = table()
     elsewhere = msgspec.structs.replace(REMOTE, port=REMOTE.port + 1, engine_id="other")
     peers.metadata_came(peers.connect(elsewhere, 0.0), metadata(engine_id="other"), 0.0)
@@ -131,7 +128,7 @@ def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered() ->
     assert other is not None and other.metadata is not None
 
 
-def test_remembered_failures_are_bounded() -> None:
+def test_remembered_failures_are_bounded():
     peers = table()
     for index in range(3000):
         remote = msgspec.structs.replace(REMOTE, incarnation=str(index))
@@ -139,7 +136,7 @@ def test_remembered_failures_are_bounded() -> None:
     assert len(peers._peers) < 1100
 
 
-def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound() -> None:
+def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a_bound():
     peer, now, waits = table().of(REMOTE), 0.0, []
     assert not peer.pull_failed(now) and not peer.refuses(now, busy=True)
     assert peer.pull_failed(now), "which is told"

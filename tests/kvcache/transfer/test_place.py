@@ -1,7 +1,6 @@
 """Placing KV with torch: conversions, and how many views it takes."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1])
-def test_conversion_is_that_of_torch(p_dtype: str, d_dtype: str) -> None:
+def test_conversion_is_that_of_torch(p_dtype, d_dtype):
     p, d = endpoint("LBCNHD", 4, 4, p_dtype), endpoint("BHLCND", 8, 3, d_dtype)
     assert_placed(p, d, canonical(filled(p), p), convert=True)
 
@@ -81,7 +80,7 @@ THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is c
     ],
     ids=["from fp8", "to fp8", "to fp8, unscaled", "other scales"],
 )
-def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, factors: Any) -> None:
+def test_elements_change_their_scale_by_layer_and_component(p, d, factors):
     source, target = endpoint("LBCNHD", 4, 4, *p), endpoint("BHLCND", 8, 3, *d)
     values = canonical(filled(source), source).float()  # [block, N, H, L, C, D]
     scaled = values * torch.tensor(factors).view(2, 2, 1)
@@ -90,7 +89,7 @@ def test_elements_change_their_scale_by_layer_and_component(p: Any, d: Any, fact
     assert_placed(source, target, scaled, convert=True)
 
 
-def test_equal_scales_move_the_bytes_as_they_are_and_others_only_if_told_to_convert() -> None:
+def test_equal_scales_move_the_bytes_as_they_are_and_others_only_if_told_to_convert():
     p, d = endpoint("LBCNHD", 4, 4, FP8, OURS), endpoint("BHLCND", 8, 3, FP8, OURS)
     assert transfer_of(p, d, 16, [2, 0]).factors is None
     assert_placed(p, d, canonical(filled(p), p))
@@ -99,7 +98,7 @@ def test_equal_scales_move_the_bytes_as_they_are_and_others_only_if_told_to_conv
 
 
 @pytest.mark.parametrize("lead", [0, 2, 4, 8])
-def test_a_source_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
+def test_a_source_may_start_anywhere_that_suits_its_elements(lead):
     p, d = endpoint("LBCNHD", 4, 4, "bfloat16"), endpoint("BHLCND", 8, 3, "bfloat16")
     assert_placed(p, d, canonical(filled(p), p), lead)
 
@@ -113,8 +112,6 @@ def test_a_source_may_start_anywhere_that_suits_its_elements(lead: int) -> None:
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),
     ],
 )
-def test_evenly_spaced_pieces_take_one_view(
-    p: Endpoint, d: Endpoint, tokens: int, blocks: list[int], views: int
-) -> None:
+def test_evenly_spaced_pieces_take_one_view(p, d, tokens, blocks, views):
     copies = transfer_of(p, d, tokens, blocks).copies()
     assert sum(len(list(_stretches(copy))) for copy in copies) == views

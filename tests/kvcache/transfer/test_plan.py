@@ -100,13 +100,13 @@ KEPT = given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY)(check_kept)
 
 
 @pytest.mark.parametrize(("law", "count"), [(DIRECT, 500), (KEPT, 150)])
-def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law: Any, count: int) -> None:
+def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law, count):
     examples(count, suppress_health_check=list(HealthCheck))(law)()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [DIRECT, KEPT])
-def test_so_are_they_in_many_draws(law: Any) -> None:
+def test_so_are_they_in_many_draws(law):
     MANY(law)()
 
 
@@ -129,7 +129,7 @@ def scattered(of: Side) -> Side:
 
 @pytest.mark.parametrize("p_tp, d_tp", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1)])
 @pytest.mark.parametrize("stop", [128, 121, 3])
-def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, stop) -> None:
+def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, stop):
     case = simple(side(p_tp, tokens=stop), scattered(side(d_tp, tokens=stop)), stop=stop)
     for d_rank in range(d_tp):
         plan = case.plan(d_rank, staging_bytes=1 << 20)
@@ -138,13 +138,13 @@ def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, 
         assert plan.path == "direct"
 
 
-def test_consecutive_blocks_of_one_geometry_are_one_read() -> None:
+def test_consecutive_blocks_of_one_geometry_are_one_read():
     same = Side(1, "BHLCND", 16, tuple(range(1, 9)), 9)
     plan = simple(same, same).plan(0, staging_bytes=1 << 20)
     assert (plan.path, plan.descriptors) == ("direct", 1)
 
 
-def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies() -> None:
+def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies():
     case = simple(side(4), side(2), heads=1, components=1)
     for d_rank in range(2):
         plan = case.plan(d_rank)
@@ -153,7 +153,7 @@ def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies() -> Non
         assert [len(read.lengths) for read in plan.reads] == [2, 2, 2, 2]
 
 
-def test_ranks_that_share_tokens_begin_at_different_copies() -> None:
+def test_ranks_that_share_tokens_begin_at_different_copies():
     """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""
     d = Side(4, "BHLCND", 16, (1,), 2, dcp=4)
     case = simple(side(4, tokens=64), d, heads=1, components=1, stop=64, lease_hash=5)
@@ -161,14 +161,14 @@ def test_ranks_that_share_tokens_begin_at_different_copies() -> None:
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
 
 
-def test_groups_that_hold_copies_of_a_head_begin_at_different_copies_too() -> None:
+def test_groups_that_hold_copies_of_a_head_begin_at_different_copies_too():
     d = Side(4, "BHLCND", 16, (1,), 2, dcp=2)  # two groups of two ranks, one latent
     case = simple(side(4, tokens=32), d, heads=1, components=1, stop=32)
     reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
 
 
-def test_copies_of_heads_on_both_sides_are_read_once() -> None:
+def test_copies_of_heads_on_both_sides_are_read_once():
     case = simple(side(8), side(4), heads=2)
     for d_rank in range(4):
         plan = case.plan(d_rank)
@@ -177,12 +177,12 @@ def test_copies_of_heads_on_both_sides_are_read_once() -> None:
         assert {read.remote_rank for read in plan.reads} == set(own)
 
 
-def test_nothing_to_read_is_an_empty_plan() -> None:
+def test_nothing_to_read_is_an_empty_plan():
     plan = simple(side(1), side(2), start=128).plan(1, staging_bytes=1 << 20)
     assert (plan.steps, plan.descriptors, plan.bytes_read) == ((), 0, 0)
 
 
-def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides() -> None:
+def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
     case = simple(side(1, 16), side(1, 24, tokens=144), stop=128)
     plan = case.plan(0, staging_bytes=2 * 3 * 16 * 8 * 2 * 2 * 4 * 4)
     assert plan.path == "staged" and len(plan.steps) == 3
@@ -194,7 +194,7 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides() ->
     assert not any(a & b for i, a in enumerate(written) for b in written[:i])
 
 
-def test_the_cheaper_path_wins_and_why_names_the_other() -> None:
+def test_the_cheaper_path_wins_and_why_names_the_other():
     case = simple(side(1, 16), side(1, 64))
     descriptors_cost = case.plan(0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20)
     bytes_cost = case.plan(0, costs=CostModel(1e-12, 1e9, 1e3), staging_bytes=1 << 20)
@@ -203,7 +203,7 @@ def test_the_cheaper_path_wins_and_why_names_the_other() -> None:
     assert "staged would read" in bytes_cost.why
 
 
-def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path() -> None:
+def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path():
     case = simple(side(1, 16), side(1, 64))
     block = 16 * 8 * 2 * 2 * 4 * 4
     plan = case.plan(0, staging_bytes=2 * block - 1)
@@ -228,7 +228,7 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
         (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
     ],
 )
-def test_what_no_plan_can_do_is_refused(case: Case, options: Any, message: str) -> None:
+def test_what_no_plan_can_do_is_refused(case, options, message):
     with pytest.raises(PlanError, match=message):
         case.plan(0, **options)
 
@@ -242,7 +242,7 @@ def test_what_no_plan_can_do_is_refused(case: Case, options: Any, message: str) 
     ],
 )
 @pytest.mark.parametrize("which", ["p", "d"])
-def test_block_tables_that_do_not_fit_are_refused(which, last, message) -> None:
+def test_block_tables_that_do_not_fit_are_refused(which, last, message):
     changed = dataclasses.replace(side(1), blocks=(1, 2, 3, 4, 5, 6, 7, *last))
     with pytest.raises(PlanError, match=message):
         dataclasses.replace(ALIKE, **{which: changed}).plan(0)

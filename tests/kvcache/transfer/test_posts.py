@@ -33,9 +33,7 @@ def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
     max_runs=st.integers(1, 5),
 )
 @settings(deadline=None)
-def test_property_posts_move_each_byte_once_within_their_limits(
-    reads: list[list[int]], max_bytes: int, max_runs: int
-) -> None:
+def test_property_posts_move_each_byte_once_within_their_limits(reads, max_bytes, max_runs):
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
     posts = list(Throttle(ReadWindow(max_bytes, max_runs)).cut(whole))
     assert as_pairs(posts) == as_pairs(whole)
@@ -45,14 +43,14 @@ def test_property_posts_move_each_byte_once_within_their_limits(
         assert post.lengths.min() > 0
 
 
-def test_no_more_posts_than_the_limits_ask_for() -> None:
+def test_no_more_posts_than_the_limits_ask_for():
     posts = list(Throttle(ReadWindow(max_bytes=250)).cut([read_of([10] * 100)]))
     assert [post.nbytes for post in posts] == [250] * 4
     (one,) = Throttle(ReadWindow()).cut([read_of([10] * 100)])
     assert one.nbytes == 1000
 
 
-def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not() -> None:
+def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
     busy = False
     throttle = Throttle(ReadWindow(max_bytes=1 << 30), lambda: busy)
     (post,) = throttle.cut([read_of([200 << 20])])

@@ -48,9 +48,7 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_the_first_pull_is_planned_with_what_was_measured(
-    rig: Any, make_agent: Any, planned_with: list[CostModel]
-) -> None:
+def test_the_first_pull_is_planned_with_what_was_measured(rig, make_agent, planned_with):
     prefill = rig(Prefill, make_agent)
     decode = rig(Decode, make_agent, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
     pulled(decode, prefill, "a", BLOCKS)
@@ -70,7 +68,7 @@ def stalled_probe(rig: Any, pull_ids: list[str], **options: Any) -> tuple[Prefil
     return prefill, decode
 
 
-def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any) -> None:
+def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig):
     _, decode = stalled_probe(rig, ["a", "b"], connect_timeout_s=DEADLINE_S)
     decode.coordinator.cancel("a")
     decode.wait(PullDrained, pull_id="a")
@@ -79,7 +77,7 @@ def test_a_pull_that_waits_for_the_probe_can_be_given_up(rig: Any) -> None:
     assert decode.settle() == []
 
 
-def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(rig: Any) -> None:
+def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(rig):
     prefill, decode = stalled_probe(rig, ["a"], connect_timeout_s=0.05)
     failed = decode.wait(*ENDINGS, pull_id="a")
     assert isinstance(failed, PullFailed) and failed.drained  # nothing of it was posted
@@ -92,7 +90,7 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     pulled(decode, prefill, "b", BLOCKS)
 
 
-def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
+def test_a_probe_that_hangs_holds_up_no_other_peer(rig):
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
     decode.agents[0].stall(hung.agents[0].name)
@@ -106,7 +104,7 @@ def test_a_probe_that_hangs_holds_up_no_other_peer(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: Any) -> None:
+def test_costs_are_measured_and_logged_once(rig, make_agent, caplog):
     caplog.set_level(logging.INFO)
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
@@ -122,9 +120,7 @@ def test_costs_are_measured_and_logged_once(rig: Any, make_agent: Any, caplog: A
     assert decode.settle() == []
 
 
-def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
-    rig: Any, planned_with: list[CostModel], caplog: Any
-) -> None:
+def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(rig, planned_with, caplog):
     caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
@@ -133,7 +129,7 @@ def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
     assert "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s" in caplog.text
 
 
-def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: Any) -> None:
+def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20)
     decode.agents[0].stall()
     decode.agents[0].fail()
@@ -147,13 +143,13 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig: 
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 1 << 16])
-def test_without_room_nothing_is_measured(rig: Any, staging_bytes: int | None) -> None:
+def test_without_room_nothing_is_measured(rig, staging_bytes):
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=staging_bytes)
     pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None
 
 
-def test_a_peer_that_is_mapped_is_not_measured(rig: Any) -> None:
+def test_a_peer_that_is_mapped_is_not_measured(rig):
     def make(pool: KVPool) -> MappedPath:
         return MappedPath(Placer(pool))
 

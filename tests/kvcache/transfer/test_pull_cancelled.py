@@ -1,7 +1,5 @@
 """Pulls that are given up, at any moment, and engines that end with pulls under way."""
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -11,7 +9,7 @@ from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
-def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> None:
+def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig):
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     prefill, decode = rig(Prefill), rig(Decode, limits=limits)
     decode.agents[0].stall()
@@ -28,7 +26,7 @@ def test_cancel_during_a_read_waits_for_it_and_posts_nothing_more(rig: Any) -> N
     assert decode.settle() == []
 
 
-def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> None:
+def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
     for pull_id in ("a", "never seen"):
@@ -39,7 +37,7 @@ def test_cancel_after_the_end_or_of_the_unknown_is_answered_once(rig: Any) -> No
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any) -> None:
+def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
     limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
     # Else PullStuck may come first on busy machines.
@@ -57,7 +55,7 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig: Any, make_agent: Any
     assert prefill.server.counters()["held"] == 0
 
 
-def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig: Any) -> None:
+def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig):
     prefill, ending, other = rig(Prefill), rig(Decode), rig(Decode)
     remotes = [prefill.lease([block], 8) for block in (5, 6, 7)]
     read, queued = (msgspec.structs.replace(r, sender_releases=True) for r in remotes[:2])

@@ -47,9 +47,7 @@ def whole(child: Child, **options: Any) -> Any:
     return child.lease(list(range(1, BLOCKS)), TOKENS, **options)
 
 
-def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
-    prefill: Child, port: int
-) -> None:
+def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(prefill, port):
     limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
@@ -68,7 +66,7 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
 
 
 @pytest.mark.parametrize("dcp", [1, 2])
-def test_ranks_in_processes_of_their_own(prefill: Child, dcp: int) -> None:
+def test_ranks_in_processes_of_their_own(prefill, dcp):
     """Of 24 tokens that ranks share two blocks are the first one's, one is the second one's."""
     woken, address = threading.Event(), pulls_address()
     coordinator = PullCoordinator(address, 2, compat(), SECRET)
@@ -145,6 +143,6 @@ os._exit(0)
 """
 
 
-def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain() -> None:
+def test_a_stopped_peer_leaves_the_pull_undrained_until_it_is_certain():
     """Over TCP, where a stopped peer's READs stay active."""
     run_program(STOPPED, UCX_TLS="tcp,self")

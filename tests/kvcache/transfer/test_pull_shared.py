@@ -12,14 +12,7 @@ from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.worker.peer import MappedPath
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    LAYERS,
-    Decode,
-    Prefill,
-    assert_pulled,
-    expected,
-    nixl_agent,
-)
+from tests.rigs.memory_pair import LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
 
 SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
 MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA
@@ -71,9 +64,7 @@ def spans_of(tokens_per_block: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("tp", "dcp"), SHARED)
 @pytest.mark.parametrize("p_tp", [1, 2, 4])
-def test_every_rank_gets_its_tokens_of_its_heads(
-    rig: Any, p_tp: int, tp: int, dcp: int, model: dict[str, int]
-) -> None:
+def test_every_rank_gets_its_tokens_of_its_heads(rig, p_tp, tp, dcp, model):
     prefill = rig(Prefill, tp=p_tp, **model)
     decode = rig(Decode, tp=tp, dcp=dcp, block_size=16, **model)
     check_pulls(prefill, decode, spans_of(16 * dcp), "direct")
@@ -82,9 +73,7 @@ def test_every_rank_gets_its_tokens_of_its_heads(
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 16), (16, 32), (8, 24)])
 @pytest.mark.parametrize(("p_order", "d_order"), [("LBCNHD", "BHLCND"), ("BLCNHD", "LCBHND")])
 @pytest.mark.parametrize("path", ["direct", "staged", "mapped"])
-def test_any_layout_by_any_path(
-    rig: Any, path: str, p_order: str, d_order: str, p_size: int, d_size: int
-) -> None:
+def test_any_layout_by_any_path(rig, path, p_order, d_order, p_size, d_size):
     ways: dict[str, dict[str, Any]] = {
         "direct": {},
         "staged": {"staging_bytes": 1 << 20, "costs": STAGE},
@@ -98,7 +87,7 @@ def test_any_layout_by_any_path(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("costs", [None, STAGE])
-def test_over_nixl(rig: Any, model: dict[str, int], costs: CostModel | None) -> None:
+def test_over_nixl(rig, model, costs):
     prefill = rig(Prefill, nixl_agent, tp=2, order="LBCNHD", block_size=16, **model)
     staging_bytes = 1 << 20 if costs else None
     options = {"block_size": 32, "staging_bytes": staging_bytes, "costs": costs}
@@ -107,7 +96,7 @@ def test_over_nixl(rig: Any, model: dict[str, int], costs: CostModel | None) -> 
 
 
 @pytest.mark.parametrize("make_mapped", [None, on_host])
-def test_the_dtype_and_the_scales_change_on_the_way(rig: Any, make_mapped: Any) -> None:
+def test_the_dtype_and_the_scales_change_on_the_way(rig, make_mapped):
     prefill = rig(Prefill, tp=2)
     scales = tuple(float(2**index) * 1e4 for index in range(LAYERS * 2))
     options = {"make_mapped": make_mapped} if make_mapped else {"staging_bytes": 1 << 20}
@@ -122,12 +111,12 @@ def test_the_dtype_and_the_scales_change_on_the_way(rig: Any, make_mapped: Any) 
     assert decode.is_only_written_at(blocks, 16, 53)
 
 
-def test_unequal_block_sizes_are_bridged_where_ranks_share_no_tokens(rig: Any) -> None:
+def test_unequal_block_sizes_are_bridged_where_ranks_share_no_tokens(rig):
     prefill, decode = rig(Prefill, block_size=24), rig(Decode, tp=2, block_size=32)
     check_pulls(prefill, decode, [(0, 61)], "direct")
 
 
-def test_a_rank_without_a_token_ends_at_once(rig: Any) -> None:
+def test_a_rank_without_a_token_ends_at_once(rig):
     """All three tokens are on the first rank of each group; the others do not wait for them."""
     prefill, decode = rig(Prefill), rig(Decode, MemoryAgent, tp=4, dcp=2)
     for agent in decode.agents[::2]:

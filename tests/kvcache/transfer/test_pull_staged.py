@@ -23,9 +23,7 @@ from tests.rigs.memory_pair import (
 
 @pytest.mark.parametrize(("tp", "count"), [(2, 5), (1, 48)])
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_pulls_share_one_small_buffer_and_none_fails(
-    rig: Any, make_agent: Any, tp: int, count: int
-) -> None:
+def test_pulls_share_one_small_buffer_and_none_fails(rig, make_agent, tp, count):
     prefill = rig(Prefill, make_agent, order="LBCNHD", block_size=16, num_blocks=512)
     room = 2 * 16 * layout().token_bytes  # for two blocks of P
     decode = rig(Decode, make_agent, tp=tp, staging_bytes=room, num_blocks=512)
@@ -45,8 +43,8 @@ def test_pulls_share_one_small_buffer_and_none_fails(
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_every_rank_gets_its_heads_and_a_partly_filled_block_is_one_descriptor(
-    rig: Any, make_agent: Any, p_tp: int, d_tp: int
-) -> None:
+    rig, make_agent, p_tp, d_tp
+):
     prefill = rig(Prefill, make_agent, tp=p_tp)
     decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
     remote = prefill.lease([5, 2, 9], 21)
@@ -70,9 +68,7 @@ def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
-    rig: Any, monkeypatch: Any, given_up: bool
-) -> None:
+def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(rig, monkeypatch, given_up):
     other, decode = _hung_owner(rig, monkeypatch)
     if given_up:
         decode.coordinator.cancel("hung")
@@ -92,8 +88,8 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
 
 
 def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_other(
-    rig: Any, monkeypatch: Any
-) -> None:
+    rig, monkeypatch
+):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung", order="LCBNHD"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
@@ -108,9 +104,7 @@ def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_o
     assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
 
-def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
-    rig: Any, monkeypatch: Any
-) -> None:
+def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(rig, monkeypatch):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
     hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)
@@ -128,7 +122,7 @@ def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
     decode.done("b")
 
 
-def test_a_copy_that_fails_fails_the_pull(rig: Any, monkeypatch: Any) -> None:
+def test_a_copy_that_fails_fails_the_pull(rig, monkeypatch):
     prefill = rig(Prefill, order="LBCNHD")
     decode = rig(Decode, staging_bytes=1 << 20)
 

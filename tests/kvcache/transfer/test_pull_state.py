@@ -21,7 +21,6 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.verify.scope import DigestPart
 from protocol.errors import (
-    BatonError,
     InternalError,
     LeaseGone,
     PeerUnreachable,
@@ -74,13 +73,7 @@ def ended(
     rank: int, complete: bool = True, error: ErrorInfo | None = None, path: str = "direct"
 ) -> RankEnded:
     return RankEnded(
-        pull_id="a",
-        rank=rank,
-        complete=complete,
-        error=error,
-        nbytes=10,
-        descriptors=2,
-        path=path,
+        pull_id="a", rank=rank, complete=complete, error=error, nbytes=10, descriptors=2, path=path
     )
 
 
@@ -89,7 +82,7 @@ def failure(actions: list[Action]) -> PullFailed:
     return failed
 
 
-def test_the_fence_waits_for_every_rank() -> None:
+def test_the_fence_waits_for_every_rank():
     pull = reading()
     assert pull.reported(ended(1), now=2.0) == []
     assert pull.reported(ended(1), now=2.0) == []  # a report counts once
@@ -108,9 +101,7 @@ def test_the_fence_waits_for_every_rank() -> None:
         ("mixed", "mapped", "mixed"),
     ],
 )
-def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
-    first: str, second: str, whole: str
-) -> None:
+def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(first, second, whole):
     pull = reading()
     pull.reported(ended(0, path=first), now=2.0)
     pull.reported(ended(1, path=second), now=2.0)
@@ -118,13 +109,13 @@ def test_a_pull_whose_ranks_read_by_several_paths_is_mixed(
     assert isinstance(done, PullDone) and done.path == whole
 
 
-def test_gone_at_the_fence_is_a_drained_failure_without_an_abort() -> None:
+def test_gone_at_the_fence_is_a_drained_failure_without_an_abort():
     (failed,) = fencing().answered(FENCE_GONE, now=2.0)
     assert isinstance(failed, PullFailed) and failed.drained
     assert isinstance(failed.error, LeaseGone)
 
 
-def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> None:
+def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout():
     pull = fencing()
     assert pull.tick(2.9) == []
     for now in (3.0, 4.0, 5.0, 6.0):
@@ -137,7 +128,7 @@ def test_a_lost_fence_is_repeated_with_the_same_attempt_until_its_timeout() -> N
     assert pull.answered(FENCED, now=7.1) == []  # too late
 
 
-def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> None:
+def test_renewals_come_every_third_of_the_lease_while_holding_and_reading():
     pull = state()
     for now in (0.0, 10.0, 20.0):
         assert pull.deadline() == now and pull.tick(now) == [RENEW]
@@ -149,7 +140,7 @@ def test_renewals_come_every_third_of_the_lease_while_holding_and_reading() -> N
     assert RENEW not in pull.tick(40.0)
 
 
-def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
+def test_a_renewal_answered_gone_fails_early_but_not_once_fencing():
     pull = reading(1)
     assert pull.answered(RENEWED, now=2.0) == []
     assert pull.answered(RENEW_GONE, now=2.0) == [STOP]
@@ -159,7 +150,7 @@ def test_a_renewal_answered_gone_fails_early_but_not_once_fencing() -> None:
     assert asked.answered(FENCED, now=2.0) != []
 
 
-def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> None:
+def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended():
     pull = reading(3)
     assert pull.reported(ended(0, complete=False, error=ERROR), now=2.0) == [SUSPECT, STOP]
     assert pull.reported(ended(1), now=2.1) == []
@@ -169,14 +160,14 @@ def test_a_rank_that_fails_stops_the_others_and_is_told_when_they_ended() -> Non
 
 
 @pytest.mark.parametrize("error", [InternalError("a bug"), PullWithheld("no staging memory")])
-def test_a_peer_is_not_suspected_of_what_failed_here(error: BatonError) -> None:
+def test_a_peer_is_not_suspected_of_what_failed_here(error):
     info = ErrorInfo.of(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
         actions = reading(1).reported(report, now=2.0)
         assert actions and SUSPECT not in actions
 
 
-def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later() -> None:
+def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later():
     pull = reading(2)
     assert pull.reported(FAILING, now=2.0) == [SUSPECT, STOP]
     assert pull.tick(2.24) == []
@@ -187,7 +178,7 @@ def test_a_read_that_does_not_end_is_told_after_the_grace_and_drains_later() -> 
     assert pull.reported(ended(0, complete=False), now=3000.0) == [DRAINED, ABORT]
 
 
-def test_the_pull_timeout_counts_from_the_first_read() -> None:
+def test_the_pull_timeout_counts_from_the_first_read():
     pull = reading(1)
     pull.tick(30.9)
     assert {STOP, SUSPECT} <= set(pull.tick(31.0))
@@ -195,7 +186,7 @@ def test_the_pull_timeout_counts_from_the_first_read() -> None:
     assert isinstance(failed.error, PullTimeout) and not failed.drained
 
 
-def test_cancel_in_each_phase_ends_in_one_drained() -> None:
+def test_cancel_in_each_phase_ends_in_one_drained():
     assert state().cancel(1.0) == [DRAINED, ABORT]
     asked = fencing()
     assert asked.cancel(2.5) == [DRAINED, ABORT]
@@ -216,7 +207,7 @@ def test_cancel_in_each_phase_ends_in_one_drained() -> None:
         assert pull.reported(ended(0, complete=False), now=4.0) == [DRAINED, ABORT]
 
 
-def test_a_lent_lease_is_left_alone_until_a_read_is_ordered() -> None:
+def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
     for remote, end in ((REMOTE, [ABORT]), (lent, [])):
         held, waiting, ordered = (state(remote=remote) for _ in range(3))
@@ -233,7 +224,7 @@ def test_a_lent_lease_is_left_alone_until_a_read_is_ordered() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.HELD, Phase.WAITING])
-def test_a_failure_before_reading_is_told_at_once_and_drained(phase: Phase) -> None:
+def test_a_failure_before_reading_is_told_at_once_and_drained(phase):
     pull = state()
     if phase is Phase.WAITING:
         pull.pull(ORDER, now=0.5)

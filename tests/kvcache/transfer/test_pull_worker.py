@@ -10,12 +10,7 @@ import pytest
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
-from kvcache.transfer.pulls.messages import (
-    AddPeer,
-    Pull,
-    RankEnded,
-    StopPull,
-)
+from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import worker as pull_worker
 from kvcache.transfer.worker.peer import LocalRank, Peer
 from kvcache.transfer.worker.worker import TransferWorker
@@ -54,9 +49,7 @@ def order(prefill: Prefill, pull_id: str) -> Pull:
     return pull_command(pull_id, prefill.lease([5, 2], 16), 0, 16, [3, 1])
 
 
-def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(
-    rig: Any, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_that_cannot_be_obeyed_takes_no_other_with_it(rig, rank, monkeypatch):
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("what it needs cannot be made")
 
@@ -75,9 +68,7 @@ class _Broken(MemoryAgent):
         raise RuntimeError("the device is gone")
 
 
-def test_a_rank_in_which_nothing_ends_any_more_ends_itself(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
     """Its engine would take pulls for ever, each of them until its timeout."""
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
@@ -106,9 +97,7 @@ class _Stuck(MemoryAgent):
         return super().read(*args, **options)
 
 
-def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(rig, monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_LOOK_S", 0.05)
@@ -135,7 +124,7 @@ def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
     rank.close()
 
 
-def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_begin_is_missed(monkeypatch):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     agent = MemoryAgent()
@@ -147,16 +136,14 @@ def test_a_thread_that_cannot_begin_is_missed(monkeypatch: pytest.MonkeyPatch) -
     rank.close()
 
 
-def test_a_stop_is_answered_whatever_became_of_its_pull(rig: Any, rank: Rank) -> None:
+def test_a_stop_is_answered_whatever_became_of_its_pull(rig, rank):
     """Or its blocks would be taken for blocks that a READ may still write to."""
     rank.link.send(StopPull("lost"))
     rank.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)
 
 
-def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if_it_is_wrong(
-    rig: Any,
-) -> None:
+def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if_it_is_wrong(rig):
     """Of pulls that are alike only the first is checked before it begins: the link idles."""
     prefill = rig(Prefill, order="LBCNHD", block_size=16)
     rank = Rank(staging_bytes=4 * 16 * layout().token_bytes, costs=DEFAULT_COSTS["cuda"])
@@ -206,5 +193,5 @@ print(torch.get_num_threads())
 """
 
 
-def test_torch_starts_threads_for_all_but_the_copying_one() -> None:
+def test_torch_starts_threads_for_all_but_the_copying_one():
     assert run_program(ONE_CORE).split() == ["1", "2"]

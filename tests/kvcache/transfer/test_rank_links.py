@@ -56,7 +56,7 @@ def ended(rank: int, pull_id: str = "p") -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=rank, complete=True)
 
 
-def test_commands_wait_for_a_rank_to_appear(links: Links) -> None:
+def test_commands_wait_for_a_rank_to_appear(links):
     for rank, name in enumerate(("before all", "after the first")):
         links.links.broadcast(StopPull(name))
         links.connect(rank).report(ended(rank))
@@ -66,7 +66,7 @@ def test_commands_wait_for_a_rank_to_appear(links: Links) -> None:
         assert links.commands(rank, 3) == ["before all", "after the first", "late"]
 
 
-def test_a_rank_that_is_busy_loses_no_command(links: Links) -> None:
+def test_a_rank_that_is_busy_loses_no_command(links):
     links.connect(0)
     names = [str(index) * 1000 for index in range(5000)]  # more than the kernel keeps
     for name in names:
@@ -74,7 +74,7 @@ def test_a_rank_that_is_busy_loses_no_command(links: Links) -> None:
     assert links.commands(0, len(names)) == names
 
 
-def test_a_rank_that_ends_is_no_error(links: Links) -> None:
+def test_a_rank_that_ends_is_no_error(links):
     gone, stays = links.connect(0), links.connect(1)
     gone.close()
     links.go_on()
@@ -86,9 +86,7 @@ def test_a_rank_that_ends_is_no_error(links: Links) -> None:
     links.links = stays
 
 
-def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(
-    links: Links,
-) -> None:
+def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(links):
     link, num_reports = links.connect(0), 0
     while link._wire is None or not link._wire.has_unsent:
         link.report(ended(0, "p" * 1000))

@@ -2,7 +2,6 @@
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +18,7 @@ def mapped_path(pool: KVPool) -> MappedPath:
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (4, 2), (1, 8)])
-def test_a_pull_out_of_another_process(rig: Any, p_tp: int, d_tp: int) -> None:
+def test_a_pull_out_of_another_process(rig, p_tp, d_tp):
     prefill = rig(Child, "prefill", tp=p_tp, order="LBCNHD")
     decode = rig(Decode, make_mapped=mapped_path, tp=d_tp, block_size=5)
     remote = prefill.lease([5, 2, 9], 20)
@@ -28,7 +27,7 @@ def test_a_pull_out_of_another_process(rig: Any, p_tp: int, d_tp: int) -> None:
     assert done.path == "mapped", done
 
 
-def test_memory_is_mapped_to_be_read_and_unmapped_when_the_peer_is_forgotten(rig: Any) -> None:
+def test_memory_is_mapped_to_be_read_and_unmapped_when_the_peer_is_forgotten(rig):
     prefill = rig(Prefill)
     memory = Placer(KVPool(prefill.layouts[0])).open(prefill.metadata.ranks[0])
     pool = prefill.pools[0]

@@ -16,14 +16,7 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.plan import Step
 from tests.kvcache.test_pool import resident_bytes
 from tests.kvcache.transfer.test_plan import scattered, side, simple
-from tests.rigs.geometry import (
-    GARBAGE,
-    STAGE_ALL,
-    Case,
-    Side,
-    execute_reads,
-    memory_of,
-)
+from tests.rigs.geometry import GARBAGE, STAGE_ALL, Case, Side, execute_reads, memory_of
 from tests.rigs.memory_placer import MemoryPlacer
 
 TOKENS = 4096
@@ -45,18 +38,18 @@ def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     return found
 
 
-def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller() -> None:
+def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller():
     found = sizes(BETWEEN_GPUS, 128)
     assert found[0] == 32 and found[-1] == 16
     assert all(before >= after for before, after in pairwise(found))
 
 
-def test_on_a_cpu_chunks_are_alike() -> None:
+def test_on_a_cpu_chunks_are_alike():
     *found, last = sizes(ON_A_CPU, 128)
     assert len(set(found)) == 1 and 0 < last <= found[0]
 
 
-def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer() -> None:
+def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer():
     fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
     case = simple(
         fresh, replace(fresh, order="BHLCND"), heads=8, layers=32, head_dim=128, stop=8192
@@ -66,7 +59,7 @@ def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer()
     assert plan.descriptors == 4 * 32
 
 
-def test_steps_are_worked_out_when_they_are_wanted() -> None:
+def test_steps_are_worked_out_when_they_are_wanted():
     case = simple(side(1, 16, tokens=TOKENS), side(1, 64, tokens=TOKENS), stop=TOKENS)
     plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
     first, second, *_ = plan.steps
@@ -95,7 +88,7 @@ def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:
 
 
 @pytest.mark.parametrize("kind", [MemoryPlacer, Placer])
-def test_staging_memory_places_with_its_placer(kind: type[Placer]) -> None:
+def test_staging_memory_places_with_its_placer(kind):
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool, kind(pool))
     staging.bind_thread()
@@ -108,7 +101,7 @@ def test_staging_memory_places_with_its_placer(kind: type[Placer]) -> None:
     np.testing.assert_array_equal(found, memory_of(CASE, CASE.d, 0, CASE.start))
 
 
-def test_a_slot_is_free_when_the_copies_out_of_it_have_ended() -> None:
+def test_a_slot_is_free_when_the_copies_out_of_it_have_ended():
     pool = garbage_pool(CASE, 0)
     placer = MemoryPlacer(pool)
     staging = StagingBuffer(1 << 20, pool, placer)
@@ -120,7 +113,7 @@ def test_a_slot_is_free_when_the_copies_out_of_it_have_ended() -> None:
     assert staging.is_free(0)
 
 
-def test_the_slot_of_a_copy_that_fails_is_free() -> None:
+def test_the_slot_of_a_copy_that_fails_is_free():
     pool = garbage_pool(CASE, 0)
     staging = StagingBuffer(1 << 20, pool)
     step, size = filled(staging, 0)
@@ -133,13 +126,13 @@ NBYTES = 256 << 20
 POOL = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
 
 
-def test_it_costs_no_memory_before_it_is_used_and_has_two_to_four_slots() -> None:
+def test_it_costs_no_memory_before_it_is_used_and_has_two_to_four_slots():
     before = resident_bytes()
     staging = StagingBuffer(NBYTES, POOL)
     assert resident_bytes() - before < NBYTES // 4
     assert [staging.num_slots(NBYTES // parts) for parts in (2, 3, 100)] == [2, 3, 4]
 
 
-def test_more_than_there_is_is_refused_naming_it() -> None:
+def test_more_than_there_is_is_refused_naming_it():
     with pytest.raises(ValueError, match=r"staging_bytes is 1152921504606846976, .* use a lower"):
         StagingBuffer(1 << 60, POOL)

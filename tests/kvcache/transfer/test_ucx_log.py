@@ -30,7 +30,7 @@ PRINTED = """\
 OVER_NVLINK, OVER_TCP = parse(PRINTED)
 
 
-def test_tables_about_reads_are_found_among_everything_else() -> None:
+def test_tables_about_reads_are_found_among_everything_else():
     assert OVER_NVLINK == UcxRead(
         "cuda/GPU1", "cuda/dev[2]", "intra-node", "zero-copy", "cuda_ipc/cuda"
     )
@@ -42,7 +42,7 @@ def test_tables_about_reads_are_found_among_everything_else() -> None:
 @pytest.mark.parametrize(
     "text", ["", "garbage\n||\n| | |\n", "| 0..inf | zero-copy | cma/memory |"]
 )
-def test_what_is_no_table_is_nothing(text: str) -> None:
+def test_what_is_no_table_is_nothing(text):
     assert parse(text) == []
 
 
@@ -52,12 +52,7 @@ def test_what_is_no_table_is_nothing(text: str) -> None:
         (OVER_NVLINK, {}, False, None),
         (OVER_NVLINK, {"transport": "cuda_copy/cuda tcp/lo"}, False, "leave cuda_ipc in UCX_TLS"),
         (OVER_NVLINK, {"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"}, True, None),
-        (
-            OVER_NVLINK,
-            {"transport": "half on rc_mlx5/mlx5_0:1, half on rc_mlx5/m:1"},
-            True,
-            None,
-        ),
+        (OVER_NVLINK, {"transport": "half on rc_mlx5/mlx5_0:1, half on rc_mlx5/m:1"}, True, None),
         (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, True, "nvidia_peermem"),
         (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, False, None),
         (OVER_TCP, {}, False, "CAP_SYS_PTRACE"),
@@ -66,22 +61,20 @@ def test_what_is_no_table_is_nothing(text: str) -> None:
         (OVER_TCP, {"where": "inter-node"}, True, "UCX_NET_DEVICES"),
     ],
 )
-def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix, monkeypatch) -> None:
+def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix, monkeypatch):
     monkeypatch.setattr(ucx_log, "has_rdma", lambda: rdma)
     warning = replace(way, **changes).warning()
     assert warning is None if fix is None else warning is not None and fix in warning
 
 
-def test_what_ucx_reads_with_is_told_by_ucx() -> None:
+def test_what_ucx_reads_with_is_told_by_ucx():
     program = "from deploy.doctor import measure; print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
     told = run_program(program, UCX_TLS="tcp")  # test_doctor.py has what it takes by itself
     assert told.strip().startswith("tcp/"), told
     assert "ucp_get" not in told  # UCX's tables stay where they are
 
 
-def test_where_the_log_goes_is_left_to_those_who_have_said_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_log_goes_is_left_to_those_who_have_said_it(monkeypatch):
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()
     log.begin()

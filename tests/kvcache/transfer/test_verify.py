@@ -29,7 +29,7 @@ def lease(prefill: Prefill) -> Any:
 
 @pytest.mark.parametrize("verify", ["sample", "all"])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_what_is_right_passes_in_any_geometry(rig: Any, name: str, verify: str) -> None:
+def test_what_is_right_passes_in_any_geometry(rig, name, verify):
     of_p, of_d = GEOMETRIES[name]
     prefill, decode = rig(Prefill, digests=True, **of_p), rig(Decode, verify=verify, **of_d)
     done = decode.pull("a", lease(prefill), 3, 23, [3, 1, 7])
@@ -38,7 +38,7 @@ def test_what_is_right_passes_in_any_geometry(rig: Any, name: str, verify: str) 
 
 
 @pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "mapped"])
-def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig: Any, name: str) -> None:
+def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig, name):
     of_p, of_d = GEOMETRIES[name]
     prefill, decode = rig(Prefill, digests=True, **of_p), rig(Decode, verify="all", **of_d)
     decode.agents[-1].spoil()
@@ -60,16 +60,14 @@ def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig: Any, name: st
         ),
     ],
 )
-def test_what_cannot_be_verified_is_told_as_such(
-    rig: Any, of_p: dict[str, Any], of_d: dict[str, Any], reason: str, caplog: Any
-) -> None:
+def test_what_cannot_be_verified_is_told_as_such(rig, of_p, of_d, reason, caplog):
     prefill, decode = rig(Prefill, **of_p), rig(Decode, verify="all", **of_d)
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     assert decode.done("a").verified == reason
     assert "KV of P is not verified" in caplog.text
 
 
-def test_a_lease_that_ends_while_its_digest_is_computed_is_gone(rig: Any) -> None:
+def test_a_lease_that_ends_while_its_digest_is_computed_is_gone(rig):
     prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
     remote = lease(prefill)
     begin = prefill.digest
@@ -83,7 +81,7 @@ def test_a_lease_that_ends_while_its_digest_is_computed_is_gone(rig: Any) -> Non
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
-def test_a_digest_that_is_lost_is_asked_for_again_and_computed_once_at_a_time(rig: Any) -> None:
+def test_a_digest_that_is_lost_is_asked_for_again_and_computed_once_at_a_time(rig):
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all", settings={"fence_retry_s": 0.1})
     begin, begun, asked = prefill.digest, [], []
@@ -98,7 +96,7 @@ def test_a_digest_that_is_lost_is_asked_for_again_and_computed_once_at_a_time(ri
     assert decode.done("a").verified == "all" and len(begun) == 1
 
 
-def test_a_rank_that_cannot_compute_its_part_fails_the_pull(rig: Any) -> None:
+def test_a_rank_that_cannot_compute_its_part_fails_the_pull(rig):
     prefill, decode = rig(Prefill, digests=True, tp=2), rig(Decode, verify="all")
     prefill.lending.workers[1].digester._words = None
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])

@@ -130,9 +130,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_pull_ends_and_none_is_wrong(
-    rig: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
     monkeypatch.setattr("kvcache.transfer.worker.worker._STUCK_NAP_S", 0.0005)
     monkeypatch.setattr("kvcache.transfer.worker.job.HANGS_S", 0.003)
     rng = random.Random(seed)

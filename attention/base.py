@@ -13,7 +13,7 @@ from a slot at or past a sequence's context length, may influence the output of 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,19 @@ class AttentionBatch:
             self.block_tables[used].astype(np.int32, copy=False),
             (self.context_lens - (counts - 1) * block_size).astype(np.int32, copy=False),
         )
+
+    def within(self, window: int | None, block_size: int) -> "AttentionBatch":
+        """The same step without the leading blocks of each sequence that none of its queries sees:
+        in a window positions count from the last token only."""
+        if window is None or not self.num_seqs:
+            return self
+        first_seen = np.maximum(self.context_lens - self.query_lens + 1 - window, 0)
+        unseen = (first_seen // block_size).astype(np.int32)
+        context_lens = self.context_lens - unseen * np.int32(block_size)
+        columns = unseen[:, None] + np.arange(-(-int(context_lens.max()) // block_size))
+        columns = np.minimum(columns, self.block_tables.shape[1] - 1)
+        tables = np.take_along_axis(self.block_tables, columns, axis=1)
+        return replace(self, context_lens=context_lens, block_tables=tables)
 
     def part(self, first: int, last: int) -> "AttentionBatch":
         """Sequences [first, last) of the step."""

@@ -9,10 +9,13 @@ queries in FP8 only.
 Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
 FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
 read these, once they have been rounded like what is stored.
+
+A window and a soft cap are arguments of a plan, so the layers of each kind have kernels and plans
+of their own. What sinks take is taken from the output afterwards, by the log-sum-exps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import flashinfer
@@ -23,7 +26,7 @@ from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention import store_kernels
-from attention.base import AttentionBatch, Int32s, Pages
+from attention.base import AttentionBatch, Int32s, Kind, Pages, leave_to_sinks
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import (
     LEAST_INT_BYTES,
@@ -54,6 +57,26 @@ class _Part:
     is_fresh: bool = False  # it attends to the step's own keys and values
 
 
+@dataclass(eq=False)
+class _OfKind:
+    """The kernels of the layers of one kind.
+
+    Attributes:
+        options: of their plans, for the kind.
+        int_workspace: of its captured kernels. Only one runs at a time, and a plan writes all that
+            its run reads: they share.
+        fresh: made when first needed.
+        parts: of the step.
+    """
+
+    options: dict[str, Any]
+    int_workspace: Tensor
+    decode: Any
+    prefill: Any
+    fresh: list[Any] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
+
+
 class FlashInferBackend(FlashInferBase):
     """See AttentionBackend. `prefill` is "auto" (fa3 where the chip has it), "fa2" or "fa3"; the
     other options are FlashInferBase's.
@@ -73,19 +96,24 @@ class FlashInferBackend(FlashInferBase):
         self._types = {
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
         }  # fmt: skip
-        self._int_workspace = self._new_int_workspace()
-        self._decode = self._decode_kernel()
-        self._prefill = self._roomy(
-            flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self.workspace, _VIEW_ORDER, backend=prefill
-            )
-        )
+        self._of_kind = {kind: self._kernels_of(kind, prefill) for kind in self.kinds}
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
-        self._fresh: list[Any] = []  # made when first needed
-        self._parts: list[_Part] = []
         self._planned: set[Any] = set()
+
+    def _kernels_of(self, kind: Kind, prefill: str) -> _OfKind:
+        options: dict[str, Any] = {}  # so that other models' plans are called as if there were none
+        if kind.window is not None:
+            options["window_left"] = kind.window - 1  # itself not counted
+        if kind.soft_cap:
+            options["logits_soft_cap"] = kind.soft_cap
+        of_prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, _VIEW_ORDER, backend=prefill
+        )
+        return _OfKind(
+            options, self._new_int_workspace(), self._decode_kernel(), self._roomy(of_prompts)
+        )
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         return workspace_of(*self.heads, limits, gpu)
@@ -111,61 +139,73 @@ class FlashInferBackend(FlashInferBase):
         if self._takes_fresh:
             first_fresh -= _num_fresh(batch.query_lens, batch.context_lens)
         decodes, rest = batch.part(0, num_decodes), batch.part(num_decodes, first_fresh)
-        of_decodes, of_rest = (part.pages(self.block_size) for part in (decodes, rest))
-        self._parts = []
+        stop, fresh_lens = num_decodes + rest.num_tokens, batch.query_lens[first_fresh:].tolist()
+        pages = {
+            kind: [part.within(kind.window, self.block_size).pages(self.block_size)
+                   for part in (decodes, rest)]
+            for kind in self.kinds
+        }  # fmt: skip
         with self.planning():
-            if num_decodes:
-                self._plan_decode(self._decode.plan, of_decodes)
-                self._parts.append(_Part(0, num_decodes, self._decode))
-            if num_decodes < first_fresh:
-                self._plan_prefill(rest.query_lens, of_rest)
-                stop = num_decodes + rest.num_tokens
-                self._parts.append(_Part(num_decodes, stop, self._prefill))
-            self._plan_fresh(batch.query_lens[first_fresh:].tolist())
+            for kind, kernels in self._of_kind.items():
+                of_decodes, of_rest = pages[kind]
+                kernels.parts = []
+                if num_decodes:
+                    self._plan_decode(kernels.decode.plan, of_decodes, kernels.options)
+                    kernels.parts.append(_Part(0, num_decodes, kernels.decode))
+                if num_decodes < first_fresh:
+                    self._plan_prefill(kernels, rest.query_lens, of_rest)
+                    kernels.parts.append(_Part(num_decodes, stop, kernels.prefill))
+                self._plan_fresh(kernels, fresh_lens)
 
-    def _plan_fresh(self, lens: list[int]) -> None:
+    def _plan_fresh(self, kernels: _OfKind, lens: list[int]) -> None:
         """Plans the prompts at the end of the step, of `lens` tokens, that read their own KV.
 
         Each has a kernel of its own, which sees its rows only: one for several prompts would read,
         before it multiplies by zero, values past a prompt's end, which are another's, perhaps NaN.
         """
-        while len(self._fresh) < len(lens):
+        while len(kernels.fresh) < len(lens):
             kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, backend="fa3")
-            self._fresh.append(self._roomy(kernel))
-        start = self._parts[-1].stop if self._parts else 0
-        for kernel, num_tokens in zip(self._fresh, lens, strict=False):
+            kernels.fresh.append(self._roomy(kernel))
+        start = kernels.parts[-1].stop if kernels.parts else 0
+        for kernel, num_tokens in zip(kernels.fresh, lens, strict=False):
             indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
-            options = {"q_data_type": self.dtype, "sm_scale": self.scale}
+            options = {"q_data_type": self.dtype, "sm_scale": self.scale, **kernels.options}
             kernel.plan(indptr, indptr, *self.heads, causal=True, **options)
-            self._parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
+            kernels.parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
             start += num_tokens
 
-    def _plan_decode(self, plan: Callable[..., None], pages: Pages) -> None:
-        plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **self._types)
+    def _plan_decode(
+        self, plan: Callable[..., None], pages: Pages, options: dict[str, Any]
+    ) -> None:
+        options = {**self._types, **options}
+        plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **options)
 
-    def _plan_prefill(self, query_lens: Int32s, pages: Pages) -> None:
+    def _plan_prefill(self, kernels: _OfKind, query_lens: Int32s, pages: Pages) -> None:
         indices = (indptr_of(query_lens), *map(pinned, pages))
-        self._prefill.plan(*indices, *self.heads, self.block_size, causal=True, **self._types)
+        options = {**self._types, **kernels.options}
+        kernels.prefill.plan(*indices, *self.heads, self.block_size, causal=True, **options)
 
-    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
+    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
         kernel = self._decode_kernel(
             use_cuda_graph=True,
             paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page_lens[:num_rows],
         )
-        # Only one runs at a time, and a plan writes all that its run reads: they share.
-        kernel.reset_workspace_buffer(self.workspace, self._int_workspace)
+        kernel.reset_workspace_buffer(self.workspace, self._of_kind[kind].int_workspace)
         return kernel
 
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+    def plan_captured_kernel(
+        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+    ) -> None:
+        kernels = self._of_kind[kind]
         if kernel not in self._planned:  # a kernel's first plan also loads it
             self._planned.add(kernel)
-            self._plan_decode(kernel.plan, pages)
-        self._plan_split(kernel, pages)
-        self._parts = [_Part(0, batch.num_seqs, kernel)]
+            self._plan_decode(kernel.plan, pages, kernels.options)
+        self._plan_split(kernel, pages, kernels.options.get("window_left", -1))
+        kernels.parts = [_Part(0, batch.num_seqs, kernel)]
 
-    def _plan_split(self, kernel: Any, pages: Pages) -> None:
+    def _plan_split(self, kernel: Any, pages: Pages, window_left: int) -> None:
         """As FlashInfer's own plan, which the kernel has had once, but for how contexts are cut."""
         num_seqs = len(pages.last_page_lens)
         withheld = withheld_thread_blocks(num_seqs, self.num_kv_heads, self.gpu.num_sms)
@@ -186,7 +226,7 @@ class FlashInferBackend(FlashInferBase):
             self.head_dim,
             self.head_dim,
             False,  # causal: of one row nothing is masked
-            -1,  # no window
+            window_left,  # -1: no window
             -1,  # no fixed split
             False,  # splitting is not disabled
             withheld,
@@ -207,6 +247,8 @@ class FlashInferBackend(FlashInferBase):
         cos_sin: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
+        kind, sinks = self.layers[layer]
+        parts = self._of_kind[kind].parts
         if cos_sin is None:
             self._append(layer, k, v)
         else:
@@ -215,7 +257,9 @@ class FlashInferBackend(FlashInferBase):
                 q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
             )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in self._parts:
+        if lse is None and sinks is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in parts:
             rows = slice(part.start, part.stop)
             wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
             if part.is_fresh:
@@ -226,11 +270,13 @@ class FlashInferBackend(FlashInferBase):
                 part.kernel.run(q[rows], cache, out=out[rows], **scales, **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
+            if sinks is not None:
+                leave_to_sinks(out, lse, sinks)
         return out
 
     @property
     def _any_fresh(self) -> bool:
-        return any(part.is_fresh for part in self._parts)
+        return any(part.is_fresh for part in self._of_kind[self.kinds[0]].parts)
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""

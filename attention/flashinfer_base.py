@@ -24,11 +24,12 @@ from attention.base import (
     AttentionBatch,
     Int32s,
     Int64s,
+    Kind,
     LayerAttention,
     Pages,
 )
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
-from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check
+from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
 from kvcache.pool import KVPool
 
 LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
@@ -95,11 +96,6 @@ class FlashInferBase(AttentionBackend):
         limits: StepLimits = DEFAULT_LIMITS,
     ) -> None:
         check("flashinfer", _wanted(pool, dtype, num_q_heads), limits)
-        if layers:
-            raise UnsupportedPool(
-                "attention_backend flashinfer does not serve sliding windows, soft caps or sinks "
-                "yet: use --attention-backend torch"
-            )
         heads = {"num_q_heads": num_q_heads, "head_dim": head_dim}
         super().__init__(pool, **heads, scale=scale, layers=layers)
         self.device = pool.device
@@ -111,8 +107,8 @@ class FlashInferBase(AttentionBackend):
         self.gpu = Gpu(gpu.multi_processor_count, gpu.major)
         self.sizes = self.workspace_sizes(limits, self.gpu)
         self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
-        self.buffers: CapturedBuffers | None = None
-        self._captured: dict[int, Any] = {}
+        self._buffers: dict[Kind, CapturedBuffers] = {}
+        self._captured: dict[tuple[Kind, int], Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
         # The append kernels find a token by (sequence, position). All blocks in order, seen as one
         # sequence, make a token's position its slot.
@@ -148,30 +144,41 @@ class FlashInferBase(AttentionBackend):
         self.append_indices = (self._zeros[: len(slots)], stored)  # sequence and position
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
-        self.buffers = CapturedBuffers(max_seqs, max_blocks, self.device)
+        for kind in self.kinds:
+            of_window = max_blocks if kind.window is None else kind.window // self.block_size + 2
+            most = min(max_blocks, of_window)
+            self._buffers[kind] = CapturedBuffers(max_seqs, most, self.device)
         self._captured.clear()  # kernels of other buffers
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
-        assert self.buffers is not None, "reserve_captured comes first"
+        assert self._buffers, "reserve_captured comes first"
         assert bool((batch.query_lens == 1).all()), "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
-        kernel = self._captured.get(num_rows)
-        if kernel is None:
-            kernel = self._captured[num_rows] = self.captured_kernel(num_rows, self.buffers)
-        self.append_indices = (self.buffers.zeros[:num_rows], self.buffers.slots[:num_rows])
-        pages = padded.pages(self.block_size)
-        self.buffers.upload(padded.slot_mapping, pages)
+        plans = []
+        for kind, buffers in self._buffers.items():
+            if (kernel := self._captured.get((kind, num_rows))) is None:
+                kernel = self.captured_kernel(kind, num_rows, buffers)
+                self._captured[kind, num_rows] = kernel
+            seen = padded.within(kind.window, self.block_size)
+            pages = seen.pages(self.block_size)
+            buffers.upload(padded.slot_mapping, pages)
+            self.append_indices = (buffers.zeros[:num_rows], buffers.slots[:num_rows])
+            plans.append((kind, kernel, seen, pages))
         with self.planning():
-            self.plan_captured_kernel(kernel, padded, pages)
+            for plan in plans:
+                self.plan_captured_kernel(*plan)
 
     @abstractmethod
-    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
-        """A kernel for steps of `num_rows` single tokens that reads `buffers` only."""
+    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
+        """A kernel for a kind's layers in steps of `num_rows` single tokens, that reads `buffers`
+        only."""
 
     @abstractmethod
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+    def plan_captured_kernel(
+        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+    ) -> None:
         """Plans it for a batch of exactly its rows, whose pages the buffers hold already, and
-        makes `forward` use it."""
+        makes `forward` use it in that kind's layers."""
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:

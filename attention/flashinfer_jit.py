@@ -38,11 +38,16 @@ def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> dict[
         backend, sizes = "fa3" if hopper else "fa2", (LATENT_DIM, ROPE_DIM, False)
         attention = gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes)
         return {f"{backend} for latents": attention, "page": gen_page_module()}
-    # Position encoding, window, soft cap and 16-bit products of queries and keys: none of them.
-    options = (torch.int32, wanted.head_dim, wanted.head_dim, 0, False, False, False)
-    found = {"fa2": generators._gen_batch_prefill_primary_module("fa2", q, kv, q, *options)}
-    if hopper:
-        found["fa3"] = gen_batch_prefill_module("fa3", q, q, q, *options)
+    found = {}
+    for window, soft_cap in wanted.kinds:
+        # No position encoding, and no 16-bit products of queries and keys.
+        options = (torch.int32, wanted.head_dim, wanted.head_dim, 0, window, soft_cap, False)
+        names = [name for name, has in (("window", window), ("soft cap", soft_cap)) if has]
+        suffix = " with " + " and ".join(names) if names else ""
+        module = generators._gen_batch_prefill_primary_module("fa2", q, kv, q, *options)
+        found[f"fa2{suffix}"] = module
+        if hopper:
+            found[f"fa3{suffix}"] = gen_batch_prefill_module("fa3", q, q, q, *options)
     if appends:
         found["page"] = gen_page_module()
     return found

@@ -12,7 +12,7 @@ from flashinfer.page import append_paged_mla_kv_cache
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
-from attention.base import AttentionBatch, Pages
+from attention.base import AttentionBatch, Kind, Pages
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
@@ -69,7 +69,7 @@ class FlashInferMLABackend(FlashInferBase):
         self._planned = kernel
         self._num_rows = int(batch.query_lens.sum())
 
-    def captured_kernel(self, num_rows: int, buffers: CapturedBuffers) -> Any:
+    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
         return flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace,
             use_cuda_graph=True,
@@ -80,7 +80,9 @@ class FlashInferMLABackend(FlashInferBase):
             backend=self._backend,
         )
 
-    def plan_captured_kernel(self, kernel: Any, batch: AttentionBatch, pages: Pages) -> None:
+    def plan_captured_kernel(
+        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+    ) -> None:
         self._plan(kernel, batch, pages)
 
     def forward_latent(

@@ -30,6 +30,8 @@ class Wanted:
     head_dim: int  # elements of a head in the KV cache, or of a latent
     num_components: int  # 2: keys and values; 1: latents
     num_q_heads: int  # of one rank
+    # Of layers, whether they have a window and whether they have a soft cap: those there are.
+    kinds: tuple[tuple[bool, bool], ...] = ((False, False),)
 
     @property
     def is_latent(self) -> bool:

@@ -109,6 +109,10 @@ def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wan
         head_dim=model.kv_dim,
         num_components=model.kv_components,
         num_q_heads=num_q_heads,
+        kinds=tuple(
+            (has_window, bool(model.score_cap))
+            for has_window in sorted({each is not None for each in model.layer_windows or (None,)})
+        ),
     )
 
 

@@ -61,6 +61,7 @@ SHAPES = {
     **{f"8 bits, {order}, heads of {dim}":
        gpu_shape(order=order, head_dim=dim, kv_dtype=FP8, scales=SCALES)
        for order in ("BHLCND", "LBCNHD", "LCBHND") for dim in (64, 128)},
+    **{name: gpu_shape(num_q_heads=6, layers=layers) for name, layers in plain.SPECIAL.items()},
     **{f"latents, {order}, {heads} heads": latents(order=order, num_q_heads=heads)
        for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
 }  # fmt: skip
@@ -122,7 +123,8 @@ def test_long_new_prompts_read_the_keys_and_values_of_the_step(
 
 def new_prompts(backend: AttentionBackend) -> list[int]:
     """Tokens of each prompt of the planned step that reads its own keys and values."""
-    return [part.stop - part.start for part in backend._parts if part.is_fresh]
+    kernels, *_ = backend._of_kind.values()
+    return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -156,8 +158,9 @@ def test_blocks_beyond_32_bits_of_elements():
     check_step(backend, shape, seqs, [(0, 129, 130), (1, 69, 70)])
 
 
+SPECIAL = {"num_q_heads": 6, "layers": plain.SPECIAL["soft caps, windows, sinks"]}
 both_pools = pytest.mark.parametrize(
-    "of_pool", [{}, {"kv_dtype": FP8, "scales": SCALES}], ids=["16 bits", "8 bits"]
+    "of_pool", [{}, {"kv_dtype": FP8, "scales": SCALES}, SPECIAL], ids=["16", "8", "special"]
 )
 
 
@@ -270,7 +273,8 @@ def test_the_workspace_is_what_prompts_need_or_more(num_kv_heads, num_cached, nu
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192, False))
     num_blocks = -(-(num_tokens + num_cached) // 64)
-    floats, ints = backend._prefill.workspace_size(
+    (kernels,) = backend._of_kind.values()
+    floats, ints = kernels.prefill.workspace_size(
         torch.tensor([0, num_tokens], dtype=torch.int32),
         torch.tensor([0, num_blocks], dtype=torch.int32),
         torch.zeros(num_blocks, dtype=torch.int32),
@@ -311,7 +315,7 @@ def test_a_long_new_prompt_reads_what_is_stored_of_it(of_pool):
         torch.testing.assert_close(new, expected, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(new, read, atol=1e-2, rtol=1e-2)
     if torch.cuda.get_device_capability()[0] == 9:
-        assert [part.is_fresh for part in ours._parts] == [False, True]
+        assert new_prompts(ours) == [512]
     pools = [
         fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, torchs)
     ]

@@ -13,19 +13,15 @@ from tests.model.test_config import DEEPSEEK, V3
 # Rows of 23 elements are none that a grouped product takes: every expert sees every token then.
 WIDTHS = {"grouped": 24, "each": 23}
 QWEN2 = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "num_experts": 8,
-    "norm_topk_prob": True,
+    "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8, "norm_topk_prob": True,
     "shared_expert_intermediate_size": 48,
-}
+}  # fmt: skip
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 ROUTERS = {
     "greedy": {},
     "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-    "sigmoid": V3,
-    "normalised": QWEN2,
-    "biased": GPT_OSS,
-}
+    "sigmoid": V3, "normalised": QWEN2, "biased": GPT_OSS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WIDTHS)

@@ -25,18 +25,14 @@ _MODELS = [
     {**LLAMA, "architectures": ["Phi3ForCausalLM"]},
     {**LLAMA, "architectures": ["GraniteMoeForCausalLM"], **BLOCK},
     {**LLAMA, "architectures": ["MixtralForCausalLM"], **BLOCK},
+    {**LLAMA, "architectures": ["GptOssForCausalLM"], **BLOCK},
     {
-        **LLAMA,
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "num_hidden_layers": 5,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "decoder_sparse_step": 2,
+        **LLAMA, "architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 5,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2,
         "mlp_only_layers": [1, 2, 9],
     },
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("raw", _MODELS)

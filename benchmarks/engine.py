@@ -31,7 +31,8 @@ from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
-from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.scheduler import Scheduler
+from engine.core.tables import SchedulerLimits
 from engine.worker.memory import size_pool
 from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner

@@ -17,6 +17,9 @@ Who holds what:
   that are in use only lose their mark. Usually nothing is below, because a sequence's tail is
   evicted first; the exception is the sequence of the point above, and when that publishes again,
   it publishes its own copies of whatever is missing.
+- Of several KV groups (groups.py) a node has a block each. Those of groups with a window may be
+  missing: a hit needs them only where the window of what comes next reaches. So their eviction
+  leaves the node in place, and the next sequence that has computed them fills the gap.
 
 A cursor tells where publishing a sequence resumes, so a long decode hashes each of its tokens once.
 One thread owns an index, the allocator's.
@@ -26,20 +29,23 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
+from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, IntegrityError
+from kvcache.groups import ONE_GROUP, KVGroups, held
 
-_DROPPED = -1
+# Nodes for each block of the pool. Only where all layers have a window are there any without
+# blocks: those above the blocks that are left of long sequences.
+_MAX_NODES_PER_BLOCK = 8
 
 
 class _Node:
-    """The KV of one exact token prefix; `block` holds its last block_size tokens."""
+    """The KV of one exact token prefix; `blocks` hold its last block_size tokens, one a group."""
 
-    __slots__ = ("block", "children", "depth_blocks", "key", "parent")
+    __slots__ = ("blocks", "children", "depth_blocks", "key", "parent")
 
-    def __init__(self, parent: "_Node | None", key: bytes, block: int) -> None:
+    def __init__(self, parent: "_Node | None", key: bytes, blocks: list[int]) -> None:
         self.parent = parent
         self.key = key
-        self.block = block  # _DROPPED once the node left the tree
+        self.blocks = blocks  # empty once the node left the tree
         self.depth_blocks: int = 0 if parent is None else parent.depth_blocks + 1
         self.children: dict[bytes, _Node] = {}
 
@@ -58,13 +64,18 @@ class PrefixIndex:
     Args:
         allocator: owner of the blocks; evicts them least recently used first.
         block_size: tokens per block.
+        groups: of the model's layers; tables of blocks are theirs.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, groups: KVGroups = ONE_GROUP
+    ) -> None:
         self.allocator = allocator
         self.block_size = block_size
-        self._root = _Node(None, b"", _DROPPED)
+        self.groups = groups
+        self._root = _Node(None, b"", [])
         self._nodes: dict[int, _Node] = {}  # by block id
+        self._num_nodes = 0
         allocator.on_evict = self._on_evict
 
     def __len__(self) -> int:
@@ -72,7 +83,8 @@ class PrefixIndex:
         return len(self._nodes)
 
     def match(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> list[int]:
-        """Blocks that hold the longest known prefix of `token_ids`, first block first.
+        """The table of the longest known prefix of `token_ids` that can be gone on from; null where
+        its last tokens' windows do not reach.
 
         Takes no reference: `allocator.share` them before anything else is allocated.
 
@@ -87,9 +99,25 @@ class PrefixIndex:
             child = node.children.get(self._key(token_ids, at))
             if child is None:
                 break
-            blocks.append(child.block)
+            blocks += child.blocks
             node = child
-        return blocks
+        return self._usable(blocks) if self.groups.drops else blocks
+
+    def _usable(self, table: list[int]) -> list[int]:
+        """The longest part whose windows have no gap."""
+        count, size, longest = self.groups.count, self.block_size, 0
+        since, firsts = [0] * count, [0] * count  # the last gap; what a prefix needs
+        for at in range(len(table) // count):
+            for group, block in enumerate(table[at * count : (at + 1) * count]):
+                if block == NULL_BLOCK:
+                    since[group] = at + 1
+            needed = [self.groups.first_token(g, (at + 1) * size) // size for g in range(count)]
+            if all(gap <= first for gap, first in zip(since, needed, strict=True)):
+                longest, firsts = at + 1, needed
+        del table[longest * count :]
+        for group, first in enumerate(firsts):
+            table[group : first * count : count] = [NULL_BLOCK] * first
+        return table
 
     def publish(
         self, token_ids: Sequence[int], block_ids: Sequence[int], *, cursor: PrefixCursor
@@ -98,26 +126,35 @@ class PrefixIndex:
 
         Args:
             token_ids: tokens of the sequence from its start; at least all that `block_ids` hold.
-            block_ids: the sequence's full blocks from its start, each in use or leased.
+            block_ids: the table of the sequence's full blocks, each in use or leased.
             cursor: the sequence's own; see PrefixCursor.
 
         Raises:
             BlockStateError: a block is not in use (RECEIVING, for one), holds other published
                 content, or has no tokens; blocks before it may have been registered.
         """
-        if len(block_ids) * self.block_size > len(token_ids):
+        count = self.groups.count
+        num_full = len(block_ids) // count
+        if num_full * self.block_size > len(token_ids):
             raise BlockStateError(
-                f"{len(block_ids)} full blocks of {self.block_size} tokens cannot hold "
+                f"{num_full} full blocks of {self.block_size} tokens cannot hold "
                 f"{len(token_ids)} tokens"
             )
         node = cursor.node
-        if node is None or node.block == _DROPPED or node.depth_blocks > len(block_ids):
+        if node is None or not node.blocks or node.depth_blocks > num_full:
             node = self._root
-        for at in range(node.depth_blocks, len(block_ids)):
+        for at in range(node.depth_blocks, num_full):
             key = self._key(token_ids, at)
-            child = node.children.get(key)
-            node = self._add(node, key, block_ids[at]) if child is None else child
+            child, blocks = node.children.get(key), list(block_ids[at * count : (at + 1) * count])
+            if child is None:
+                if self._num_nodes >= _MAX_NODES_PER_BLOCK * self.allocator.num_blocks:
+                    break
+                child = self._add(node, key, blocks)
+            elif self.groups.drops:
+                self._fill_gaps(child, blocks)
+            node = child
         cursor.node = node
+        self._prune(node)
 
     def clear(self) -> None:
         """Forgets everything; blocks that were only CACHED become FREE."""
@@ -128,18 +165,43 @@ class PrefixIndex:
         start = at * self.block_size
         return array("q", token_ids[start : start + self.block_size]).tobytes()
 
-    def _add(self, parent: _Node, key: bytes, block: int) -> _Node:
-        self.allocator.mark_cached(block)
-        node = _Node(parent, key, block)
+    def _add(self, parent: _Node, key: bytes, blocks: list[int]) -> _Node:
+        node = _Node(parent, key, blocks)
+        for block, window in zip(blocks, self.groups.windows, strict=True):
+            if block != NULL_BLOCK or window is None:
+                self.allocator.mark_cached(block)
+                self._nodes[block] = node
         parent.children[key] = node
-        self._nodes[block] = node
+        self._num_nodes += 1
         return node
+
+    def _fill_gaps(self, node: _Node, blocks: list[int]) -> None:
+        for group, block in enumerate(blocks):
+            is_gap = node.blocks[group] == NULL_BLOCK != block
+            if is_gap and not self.allocator.is_cached(block):
+                self.allocator.mark_cached(block)
+                self._nodes[block] = node
+                node.blocks[group] = block
 
     def _on_evict(self, block: int) -> None:
         node = self._nodes.pop(block)
+        group = node.blocks.index(block)
+        node.blocks[group] = NULL_BLOCK
+        if self.groups.windows[group] is None:
+            self._drop(node)
+        self._prune(node)
+
+    def _prune(self, node: _Node) -> None:
+        """Takes a node out that leads to no block, and those above it that then do not."""
+        while node.parent is not None and not (node.children or any(node.blocks)):
+            above = node.parent
+            self._drop(node)
+            node = above
+
+    def _drop(self, node: _Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.key]
-        node.block, node.parent = _DROPPED, None
+        self._forget(node)
         self._drop_below(node)
 
     def _drop_below(self, node: _Node) -> None:
@@ -148,11 +210,16 @@ class PrefixIndex:
         while pending:
             above = pending.pop()
             for child in above.children.values():
-                del self._nodes[child.block]
-                self.allocator.unmark_cached(child.block)
-                child.block, child.parent = _DROPPED, None
+                self._forget(child)
                 pending.append(child)
             above.children.clear()
+
+    def _forget(self, node: _Node) -> None:
+        for block in held(node.blocks):
+            del self._nodes[block]
+            self.allocator.unmark_cached(block)
+        node.blocks, node.parent = [], None
+        self._num_nodes -= 1
 
     def check_integrity(self) -> None:
         """Recounts the entries.
@@ -161,17 +228,25 @@ class PrefixIndex:
             IntegrityError: an entry cannot be found from the root, or the allocator's marks
                 and the entries differ.
         """
-        reachable: dict[int, _Node] = {}
+        reachable, num_nodes = dict[int, _Node](), 0
         pending = [self._root]
         while pending:
             node = pending.pop()
             for key, child in node.children.items():
                 is_full = len(key) == self.block_size * array("q").itemsize
+                has_gap = any(
+                    b == NULL_BLOCK and w is None
+                    for b, w in zip(child.blocks, self.groups.windows, strict=True)
+                )
+                is_dead = not (child.children or any(child.blocks))
                 if child.key != key or child.parent is not node or not is_full:
-                    raise IntegrityError(f"prefix index: broken link to block {child.block}")
-                reachable[child.block] = child
+                    raise IntegrityError(f"prefix index: broken link to blocks {child.blocks}")
+                if has_gap or is_dead:
+                    raise IntegrityError(f"prefix index: an entry has blocks {child.blocks} only")
+                reachable |= dict.fromkeys(held(child.blocks), child)
+                num_nodes += 1
                 pending.append(child)
-        if reachable != self._nodes:
+        if reachable != self._nodes or num_nodes != self._num_nodes:
             raise IntegrityError("prefix index: entries and the tree differ")
         marked = {b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)}
         if marked != reachable.keys():

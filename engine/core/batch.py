@@ -36,7 +36,7 @@ class StepInput:
     token_ids: Int64s  # [T]; -1 - r is the token that row r of the step launched before this drew
     query_lens: Int32s  # [S] tokens to compute
     context_lens: Int32s  # [S] tokens of KV once they are computed
-    block_tables: Int32s  # [S, max_blocks], padded with the null block
+    block_tables: Int32s  # [S, max_blocks x groups], padded with the null block
     sample_rows: Int32s  # [R] indices into S; a row that several choices draw from is repeated
     sampling: list[SamplingParams]  # [R], without what travels in `shapes`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
@@ -52,10 +52,11 @@ class StepInput:
         positions: Int64s = within + np.repeat(starts - offsets, self.query_lens)
         return positions
 
-    def attention_batch(self, block_size: int) -> AttentionBatch:
+    def attention_batch(self, block_size: int, num_groups: int = 1) -> AttentionBatch:
+        """Tables of all groups side by side, slots of the first one."""
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        blocks = self.block_tables[rows, positions // block_size].astype(np.int64)
+        blocks = self.block_tables[rows, positions // block_size * num_groups].astype(np.int64)
         return AttentionBatch(
             query_lens=self.query_lens,
             context_lens=self.context_lens,

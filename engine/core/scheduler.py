@@ -25,23 +25,14 @@ from dataclasses import dataclass, field
 
 from engine.core.pace import Load, Pace
 from engine.core.sequence import Phase, Sequence
+from engine.core.tables import BlockTables, SchedulerLimits
 from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
 from kvcache.blocks import BlockAllocator, BlockState
+from kvcache.groups import held
 from kvcache.prefix import PrefixIndex
 from protocol.metrics import stat_key
 
 _MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What bounds a step and a sequence."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int  # tokens, prompt and outputs
-    block_size: int  # tokens
-    itl_target_s: float | None = None  # of a step with streams; None: however long prompts make it
 
 
 @dataclass(frozen=True)
@@ -99,6 +90,7 @@ class Scheduler:
         self.limits = limits
         self.allocator = allocator
         self.prefix = prefix
+        self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
@@ -116,7 +108,8 @@ class Scheduler:
     @classmethod
     def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
         allocator = BlockAllocator(num_blocks)
-        return cls(limits, allocator, PrefixIndex(allocator, limits.block_size) if cached else None)
+        index = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
+        return cls(limits, allocator, index)
 
     @property
     def is_idle(self) -> bool:
@@ -156,7 +149,7 @@ class Scheduler:
     def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
         """Tokens of the step that long prompts leave to short ones, which get their blocks."""
         found = short_ones(self.waiting, sum(s.num_uncomputed for s in under_way), budget)
-        needed = sum(s.num_blocks_for(len(s.token_ids), self.limits.block_size) for s in found)
+        needed = sum(self.tables.num_blocks_for(s, len(s.token_ids)) for s in found)
         has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))
         is_one_too_many = self._num_choices() + len(found) > self.limits.max_num_seqs
         return sum(len(s.token_ids) for s in found) if has_room and not is_one_too_many else 0
@@ -179,7 +172,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Allocates blocks for the step, preempting if it must; False: the sequence itself."""
-        needed = self._blocks_for_next(sequence, num_tokens)
+        places = self.tables.places_for_next(sequence, num_tokens)
+        needed = len(places)
         while not self.allocator.can_allocate(needed):
             victim = self.running[-1]
             for item in [item for item in plan.scheduled if item.sequence is victim]:
@@ -188,19 +182,17 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        sequence.block_ids += self.allocator.allocate(needed)
+        self.tables.fill(sequence.block_ids, places, self.allocator.allocate(needed))
         return True
-
-    def _blocks_for_next(self, sequence: Sequence, num_tokens: int) -> int:
-        stop = sequence.num_computed + sequence.num_launched + num_tokens
-        return sequence.num_blocks_for(stop, self.limits.block_size)
 
     def may_preempt(self) -> bool:
         """Whether the running sequences may need more blocks for the next step than there are.
         Then `schedule` wants every launched step finished: it takes blocks away."""
         budget = self.limits.max_num_batched_tokens
-        needed = sum(self._blocks_for_next(s, min(s.num_uncomputed, budget)) for s in self.running)
-        return not self.allocator.can_allocate(needed)
+        next_ = ((s, min(s.num_uncomputed, budget)) for s in self.running)
+        return not self.allocator.can_allocate(
+            sum(len(self.tables.places_for_next(*one)) for one in next_)
+        )
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         assert victim.last_step <= self._num_finished_steps, "preempted under a launched step"
@@ -220,12 +212,12 @@ class Scheduler:
             if not (is_remote or plan.budget):
                 return
             if is_remote and not is_locked_out:
-                needed = sequence.num_blocks_for(sequence.num_to_hold, self.limits.block_size)
+                needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
                 pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
             if is_locked_out or (is_remote and pulls_wait) or self._awaits_prefix(sequence):
                 passed += 1
                 continue
-            if not self._admit(sequence):
+            if not self._admit(sequence, plan.budget):
                 return
             del self.waiting[passed]
             plan.admitted.append(sequence)
@@ -247,7 +239,7 @@ class Scheduler:
         owners = [s for s in self.running if s.num_computed < s.num_prompt_tokens]
         if not owners:
             return False
-        start = len(self._match(sequence)) * self.limits.block_size
+        start = self.tables.num_tokens(self._match(sequence))
         for owner in owners:
             shared = self._num_shared(sequence, owner, start)
             if shared and shared >= min(_MUCH_SHARED, (len(sequence.token_ids) - start) // 2):
@@ -268,29 +260,31 @@ class Scheduler:
         quarantined = self.allocator.num_quarantined
         if not quarantined:
             return False
-        needed = -(-len(sequence.token_ids) // self.limits.block_size)
+        needed = self.tables.num_blocks_for(sequence, len(sequence.token_ids))
         return needed > self.allocator.capacity - quarantined
 
     def _num_choices(self) -> int:
         """Those that run, are pulled, or are children of one that does."""
         return sum(1 + len(s.children) for s in (*self.running, *self.receiving.values()))
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
         is_remote = sequence.remote is not None  # what needs blocks now
         num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
-        hits = self._match(sequence)
+        table = self._match(sequence)
+        start, hits = self.tables.num_tokens(table), held(table)
+        places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
         self.allocator.share(hits)
-        needed = -(-num_tokens // self.limits.block_size) - len(hits)
+        most = self.tables.num_blocks_for(sequence, num_tokens) - len(hits)
         # One spare block for each running sequence, so that admission does not cause preemption.
         spare = len(self.running) and len(self.running) + len(sequence.children)
-        if not self.allocator.can_allocate(needed + spare):
+        if not self.allocator.can_allocate(max(most, len(places)) + spare):
             self.allocator.release(hits)
             return False
-        fresh = self.allocator.allocate(needed)
-        sequence.block_ids = hits + fresh
-        sequence.num_computed = len(hits) * self.limits.block_size
-        sequence.num_published_blocks = len(hits)
+        fresh = self.allocator.allocate(len(places))
+        self.tables.fill(table, places, fresh)
+        sequence.block_ids, sequence.num_computed = table, start
+        sequence.num_published_blocks = start // self.limits.block_size
         self._count_skipped(sequence)
         if sequence.remote is not None:
             self.allocator.receive(fresh)
@@ -331,9 +325,6 @@ class Scheduler:
 
     # -- receiving ---------------------------------------------------------------------------
 
-    def _fresh_blocks(self, sequence: Sequence) -> list[int]:
-        return sequence.block_ids[sequence.num_computed // self.limits.block_size :]
-
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
         num_received = max(sequence.num_to_receive, sequence.num_computed)
@@ -347,7 +338,7 @@ class Scheduler:
     def recompute_in_place(self, sequence: Sequence) -> None:
         """The pull failed and all its reads have ended: the sequence is computed here, in the
         blocks it holds."""
-        self.allocator.received(self._fresh_blocks(sequence))
+        self.allocator.received(self.tables.fresh(sequence))
         del self.receiving[sequence.request_id]
         sequence.remote = None
         self._run(sequence)
@@ -360,10 +351,10 @@ class Scheduler:
     def abandon(self, sequence: Sequence, *, quarantine: bool = False) -> list[int]:
         """Ends a receiving sequence whose reads may go on. Its fresh blocks stay RECEIVING, or
         become QUARANTINED, and are returned; their owner frees them when the reads have ended."""
-        fresh = self._fresh_blocks(sequence)
+        fresh, blocks = self.tables.fresh(sequence), held(sequence.block_ids)
         if quarantine:
             self.allocator.quarantine(fresh)
-        self.allocator.release(sequence.block_ids[: len(sequence.block_ids) - len(fresh)])
+        self.allocator.release(blocks[: len(blocks) - len(fresh)])
         del self.receiving[sequence.request_id]
         sequence.forget_blocks()
         return fresh
@@ -385,9 +376,9 @@ class Scheduler:
         where it has no output yet while its parent has."""
         child.fork_from(parent)
         num_full = (parent.num_prompt_tokens - (not child.num_outputs)) // self.limits.block_size
-        child.block_ids = parent.block_ids[:num_full]
-        self.allocator.share(child.block_ids)
         child.num_computed = num_full * self.limits.block_size
+        child.block_ids = self.tables.of_prefix(parent, child.num_computed)
+        self.allocator.share(held(child.block_ids))
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
         self._run(child)
 
@@ -439,16 +430,13 @@ class Scheduler:
         self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offers the sequence's newly full blocks to the prefix index (I4: known good only)."""
+        """Offers newly full blocks to the prefix index (I4), gives back what is needed no more."""
         num_full = sequence.num_computed // self.limits.block_size
-        if self.prefix is None or num_full == sequence.num_published_blocks:
-            return
-        self.prefix.publish(
-            sequence.token_ids,
-            sequence.block_ids[:num_full],
-            cursor=sequence.prefix_cursor,
-        )
-        sequence.num_published_blocks = num_full
+        if self.prefix is not None and num_full != sequence.num_published_blocks:
+            full = self.tables.full(sequence, num_full)
+            self.prefix.publish(sequence.token_ids, full, cursor=sequence.prefix_cursor)
+            sequence.num_published_blocks = num_full
+        self._release(sequence, self.tables.take_passed(sequence))
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a waiting or running sequence out and releases its blocks."""
@@ -465,12 +453,15 @@ class Scheduler:
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        """The blocks' uses end now, or with the last launched step that refers to them."""
-        if sequence.last_step > self._num_finished_steps:
-            self._deferred.append((sequence.last_step, sequence.block_ids))
-        else:
-            self.allocator.release(sequence.block_ids)
+        self._release(sequence, held(sequence.block_ids))
         sequence.forget_blocks()
+
+    def _release(self, sequence: Sequence, blocks: list[int]) -> None:
+        """The blocks' uses end now, or with the last launched step that refers to them."""
+        if blocks and sequence.last_step > self._num_finished_steps:
+            self._deferred.append((sequence.last_step, blocks))
+        else:
+            self.allocator.release(blocks)
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""

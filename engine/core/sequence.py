@@ -19,6 +19,7 @@ from enum import Enum
 from msgspec.structs import replace
 
 from engine.text.grammar import COMPLETE, GrammarState
+from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
@@ -44,7 +45,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """Mutable state of one choice. `block_ids` cover tokens [0, len(block_ids) * block_size)."""
+    """Mutable state of one choice. `block_ids` is its table, as of kvcache/groups.py."""
 
     request: AddRequest
     sampling: SamplingParams  # the request's, without what travels once (logits_processing.py)
@@ -59,6 +60,7 @@ class Sequence:
     phase: Phase = Phase.NEW
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
+    kept_from: list[int] = field(default_factory=list)  # as of KVGroups; what is before went home
     num_computed: int = 0  # tokens whose KV is there: of finished steps, hits or pulls
     num_launched: int = 0  # tokens after those, in steps that have not finished
     num_awaited: int = 0  # outputs that these steps draw
@@ -147,6 +149,17 @@ class Sequence:
         return min(self.remote.num_tokens, num_known)
 
     @property
+    def num_to_pull(self) -> int:
+        """As many, or a token more: of an offer it is not known yet who draws the first token."""
+        is_offer = self.remote is not None and self.remote.transfer_id is not None
+        return self.num_prompt_tokens if is_offer else self.num_to_receive
+
+    @property
+    def lent_reach(self) -> int:
+        """The fewest tokens of the prompt after which a borrower may go on, whatever its blocks."""
+        return self.num_prompt_tokens - (MAX_BLOCK_SIZE_TOKENS if len(self.choices) > 1 else 0)
+
+    @property
     def num_to_hold(self) -> int:
         """Tokens that need blocks before the KV that is elsewhere can be pulled."""
         return max(self.num_prompt_tokens, self.num_to_receive)
@@ -203,10 +216,6 @@ class Sequence:
             self.num_launched -= num_tokens
             self.num_awaited -= drew
 
-    def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """Blocks still missing to hold `num_tokens` tokens."""
-        return max(0, -(-num_tokens // block_size) - len(self.block_ids))
-
     def find_first(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
         """The prompt that was computed meanwhile is complete: `sealed` says what was found then.
         Its tokens may be drawn otherwise than this request's; then these are drawn here."""
@@ -248,7 +257,7 @@ class Sequence:
 
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
-        self.block_ids = []
+        self.block_ids, self.kept_from = [], []
         self.num_computed = self.num_launched = self.num_awaited = 0
         self.num_published_blocks = 0
         self.prefix_cursor = PrefixCursor()

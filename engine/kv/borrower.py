@@ -271,8 +271,7 @@ class Borrower(KVConnector):
         for sequence in list(scheduler.waiting) if quarantined else ():
             if sequence.remote is None or scheduler.is_locked_out(sequence):
                 continue
-            block_size = scheduler.limits.block_size
-            needed = sequence.num_blocks_for(sequence.num_to_hold, block_size)
+            needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
             if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
                 self._release_remote(sequence)
                 scheduler.withdraw(sequence)

@@ -23,9 +23,11 @@ from engine.core.batch import (
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.core.logits_processing import NO_ROW, SamplingRow
-from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.scheduler import Scheduler
+from engine.core.tables import SchedulerLimits
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
-from kvcache.blocks import BlockAllocator, BlockState
+from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
+from kvcache.groups import ONE_GROUP, KVGroups
 from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta, TokenLogprobs
 
 VOCAB = 50
@@ -93,7 +95,7 @@ class _ShadowStep:
     @property
     def blocks(self) -> set[int]:
         """What the step reads and writes."""
-        lens = -(-self.step.context_lens // self._executor.block_size)
+        lens = -(-self.step.context_lens // self._executor.block_size) * self._executor.num_groups
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
         return {int(block) for row, length in rows for block in row[:length]}
 
@@ -118,6 +120,7 @@ class ShadowExecutor:
         self._counted: dict[int, list[int]] = {}  # by state row: prompt, then drawn tokens
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
+        self.num_groups = 1
         self.num_steps = 0
         self.num_tokens = 0
         self.max_tokens_in_step = 0
@@ -195,6 +198,76 @@ class ShadowExecutor:
         return result
 
 
+def chained(seen: Sequence[int], token: int) -> int:
+    """What the slots of a token hold that has seen these: it stands for all of them."""
+    data = np.array([*seen, token], np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
+    """What the last of these tokens sees, by group: what the slots in its window hold."""
+    chain: list[int] = []
+    for token in tokens:
+        before = [
+            v for w in groups.windows for v in chain[max(0, len(chain) + 1 - w) if w else 0 :]
+        ]
+        chain.append(chained(before, token))
+    return [value for window in groups.windows for value in chain[-(window or 0) :]]
+
+
+def windowed_output(
+    prompt: Sequence[int], num: int, groups: KVGroups, choice: int = 0
+) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append(next_token(seen(tokens, groups), choice))
+    return tokens[len(prompt) :]
+
+
+class WindowedExecutor(ShadowExecutor):
+    """Of several KV groups: each reads its own blocks, as far back as its window reaches. A slot
+    stands for its whole prefix, so that a token drawn after another one's KV is another token."""
+
+    def __init__(self, num_blocks: int, block_size: int, depth: int, groups: KVGroups) -> None:
+        super().__init__(num_blocks, block_size, depth)
+        self.groups, self.num_groups = groups, groups.count
+
+    def run(self, step: StepInput) -> StepOutput:
+        self.num_steps += 1
+        self.num_tokens += len(step.token_ids)
+        ends = np.cumsum(step.query_lens)
+        for row, (length, stop) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
+            for at in range(stop - length, stop):
+                before = self.visible(step, row, at, at + 1)
+                value = chained(before, int(step.token_ids[ends[row] - stop + at]))
+                for group in range(self.num_groups):
+                    self.pool[self.slot(step, row, group, at)] = value
+        rows = zip(step.sample_rows.tolist(), step.sampling, strict=True)
+        lens = step.context_lens
+        drawn = [
+            next_token(self.visible(step, row, lens[row], lens[row]), one.choice_index)
+            for row, one in rows
+        ]
+        return StepOutput(drawn, [None] * len(drawn))
+
+    def slot(self, step: StepInput, row: int, group: int, at: int) -> tuple[int, int]:
+        block, offset = divmod(at, self.block_size)
+        found = int(step.block_tables[row, block * self.num_groups + group])
+        assert found != NULL_BLOCK, f"group {group} reads token {at}, which was dropped"
+        return found, offset
+
+    def visible(self, step: StepInput, row: int, stop: int, end: int) -> list[int]:
+        """What is before `stop` in the window that ends at `end`."""
+        firsts = [max(0, end - window) if window else 0 for window in self.groups.windows]
+        values = [
+            int(self.pool[self.slot(step, row, group, at)])
+            for group, first in enumerate(firsts)
+            for at in range(first, stop)
+        ]
+        assert min(values, default=0) >= 0, "read a slot that was never written"
+        return values
+
+
 class MemoryTransport:
     """Collects what the core sends."""
 
@@ -239,6 +312,7 @@ def make_core(
     depth: int = 0,
     executor: ShadowExecutor | None = None,
     itl_target_s: float | None = None,
+    groups: KVGroups = ONE_GROUP,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
@@ -246,8 +320,11 @@ def make_core(
         max_model_len=max_model_len,
         block_size=block_size,
         itl_target_s=itl_target_s,
+        groups=groups,
     )
     scheduler = Scheduler.of_blocks(limits, num_blocks, cached=prefix_caching)
+    if executor is None and groups.drops:
+        executor = WindowedExecutor(num_blocks, block_size, depth, groups)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)
     _watch(scheduler.allocator, executor)
     transport = MemoryTransport()

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 import engine.text.grammar
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
-from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Phase
+from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from protocol.kv_params import parse, to_remote_prefill

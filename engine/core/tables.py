@@ -1,0 +1,122 @@
+"""Where a sequence's block table lacks blocks, and which it needs no more: of several KV groups
+(kvcache/groups.py) a table has a block of each for every block_size tokens. Those of groups with a
+window come step by step, and go home once nobody who may go on from them looks back so far."""
+
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass
+
+from engine.core.sequence import Sequence
+from kvcache.blocks import NULL_BLOCK
+from kvcache.groups import ONE_GROUP, KVGroups, held
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step and a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens, prompt and outputs
+    block_size: int  # tokens
+    itl_target_s: float | None = None  # of a step with streams; None: however long prompts make it
+    groups: KVGroups = ONE_GROUP
+
+
+class BlockTables:
+    """Of all sequences of an engine."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._groups, self._block_size = limits.groups, limits.block_size
+        self._max_step_tokens = limits.max_num_batched_tokens
+
+    def num_tokens(self, table: Sequenceable[int]) -> int:
+        """That a table has room for."""
+        return len(table) // self._groups.count * self._block_size
+
+    def num_blocks_for(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a waiting sequence takes at most at a time for so many tokens."""
+        pulled = 0 if sequence.remote is None else sequence.num_to_pull
+        step = min(max(num_tokens - pulled, 0), self._max_step_tokens)
+        return self._groups.num_blocks_for(num_tokens, step, self._block_size)
+
+    def places_to_admit(
+        self, sequence: Sequence, table: list[int], num_tokens: int, budget: int
+    ) -> Sequenceable[int]:
+        """What a sequence that has `table` lacks: for so many tokens, but in groups with a window
+        for those only that are pulled, or computed first."""
+        groups, tokens = self._groups, range(self.num_tokens(table), num_tokens)
+        if not groups.drops:
+            return range(len(table), groups.count * -(-num_tokens // self._block_size))
+        first = [range(tokens.start, min(num_tokens, tokens.start + budget))] * groups.count
+        if sequence.remote is not None:
+            reach = self.pull_reach(sequence)
+            first = groups.spans(tokens.start, sequence.num_to_pull, reach)
+        spans = [f if w else tokens for f, w in zip(first, groups.windows, strict=True)]
+        return groups.missing(table, spans, self._block_size)
+
+    def places_for_next(self, sequence: Sequence, num_tokens: int) -> Sequenceable[int]:
+        """What a running sequence lacks for so many tokens more."""
+        groups, table = self._groups, sequence.block_ids
+        start = sequence.num_computed + sequence.num_launched
+        stop = start + num_tokens
+        if not groups.drops:
+            return range(len(table), groups.count * -(-stop // self._block_size))
+        return groups.missing(table, [range(start, stop)] * groups.count, self._block_size)
+
+    def fill(self, table: list[int], places: Sequenceable[int], blocks: Sequenceable[int]) -> None:
+        if self._groups.drops:
+            self._groups.fill(table, places, blocks)
+        else:
+            table += blocks
+
+    def full(self, sequence: Sequence, num_full: int) -> list[int]:
+        """The table of so many full blocks of each group."""
+        return sequence.block_ids[: num_full * self._groups.count]
+
+    def fresh(self, sequence: Sequence) -> list[int]:
+        """The blocks that hold nothing yet."""
+        num_cached = sequence.num_computed // self._block_size
+        return held(sequence.block_ids[num_cached * self._groups.count :])
+
+    def pull_reach(self, sequence: Sequence) -> int:
+        """The fewest tokens that are gone on from, once the KV is there: of n choices all but the
+        first compute their last block by themselves."""
+        stop = sequence.num_to_pull
+        return min(stop, self._fork_point(sequence)) if sequence.children else stop
+
+    def of_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The table of who goes on from a prefix."""
+        return self._groups.of_prefix(sequence.block_ids, num_tokens, self._block_size)
+
+    def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The table that is lent of so many tokens."""
+        table, reach = sequence.block_ids, min(num_tokens, sequence.lent_reach)
+        if sequence.is_moving:
+            reach = num_tokens
+        return self._groups.of_prefix(table, num_tokens, self._block_size, reach)
+
+    def take_passed(self, sequence: Sequence) -> list[int]:
+        """Takes out of the table the blocks before the windows of all who may go on from it."""
+        groups = self._groups
+        if not groups.drops:
+            return []
+        reach = sequence.num_computed
+        if sequence.request.retain_kv:
+            reach = min(reach, sequence.lent_reach)
+        if sequence.children:
+            reach = min(reach, self._fork_point(sequence))
+        before = sequence.kept_from or [0] * groups.count
+        sequence.kept_from = groups.kept_from(reach, self._block_size)
+        places = sorted(
+            block * groups.count + group
+            for group, kept in enumerate(zip(before, sequence.kept_from, strict=True))
+            for block in range(*kept)
+        )
+        passed = held(sequence.block_ids[at] for at in places)
+        for at in places:
+            sequence.block_ids[at] = NULL_BLOCK
+        return passed
+
+    def _fork_point(self, sequence: Sequence) -> int:
+        """Where choices that have no token yet begin to compute."""
+        return (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size

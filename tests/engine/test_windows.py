@@ -1,0 +1,131 @@
+"""The core over a shadow cache of several KV groups: what a window has passed goes home, and no
+step reads it, whatever hits, choices, preemptions and ends come together."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.core import EngineCore
+from engine.core.scheduler import Plan
+from kvcache.blocks import BlockState
+from kvcache.groups import KVGroups
+from protocol.messages import AbortRequest
+from tests.rigs.shadow import (
+    add,
+    assert_all_blocks_home,
+    make_core,
+    run_until_idle,
+    windowed_output,
+)
+
+HYBRID = KVGroups((None, 6, 6))
+GROUPS = [HYBRID, KVGroups((None, 3)), KVGroups((7,)), KVGroups((None, 2, 9))]
+either_depth = pytest.mark.parametrize("depth", [0, 1])
+
+
+@either_depth
+def test_a_window_holds_its_blocks_only_and_the_rest_comes_home(depth: int) -> None:
+    core, _, out = make_core(num_blocks=64, depth=depth, groups=HYBRID, prefix_caching=False)
+    core.round([add("a", range(30), 20)])
+    most = 0
+    while not core.is_idle:
+        core.round([])
+        most = max(most, core.scheduler.allocator.counts()[BlockState.USED])
+    # Of 50 tokens in blocks of 4; a window's tokens, and two steps of at most 16.
+    assert most <= 13 + 2 * (-(-(6 + 1 + 32) // 4) + 1)
+    assert out.tokens("a") == windowed_output(range(30), 20, HYBRID)
+    assert_all_blocks_home(core)
+
+
+@either_depth
+def test_a_sequence_longer_than_the_pool_would_hold_ends_if_its_windows_fit(depth: int) -> None:
+    groups = KVGroups((8,))
+    core, _, out = make_core(
+        num_blocks=9, depth=depth, max_model_len=200, groups=groups, max_num_batched_tokens=8
+    )
+    run_until_idle(core, add("a", range(100), 40), add("b", range(50, 90), 9))
+    for name, prompt, num in (("a", range(100), 40), ("b", range(50, 90), 9)):
+        assert out.tokens(name) == windowed_output(prompt, num, groups)
+    assert_all_blocks_home(core)
+
+
+@either_depth
+@pytest.mark.parametrize("evicted", [0, 1, 2, 3, 5, 40])
+def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) -> None:
+    core, _, out = make_core(num_blocks=40, depth=depth, groups=HYBRID)
+    prompt = list(range(40))
+    run_until_idle(core, add("a", prompt, 1))
+    allocator = core.scheduler.allocator
+    free = allocator.counts()[BlockState.FREE]
+    allocator.release(allocator.allocate(min(free + evicted, allocator.num_available)))
+    run_until_idle(core, add("b", [*prompt, 1, 2], 5))
+    assert out.tokens("b") == windowed_output([*prompt, 1, 2], 5, HYBRID)
+    usage = out.terminals("b")[0].usage
+    assert usage is not None
+    # What the prompt's windows passed went first, and nobody misses it.
+    assert usage.skipped == (40 if evicted <= 5 else 0)
+    assert_all_blocks_home(core)
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_choices_fork_where_their_windows_are_still_there(length: int) -> None:
+    core, _, out = make_core(num_blocks=64, groups=HYBRID)
+    run_until_idle(core, add("a", range(length), 5, num_choices=3))
+    for choice in range(3):
+        assert out.tokens("a", choice) == windowed_output(range(length), 5, HYBRID, choice)
+    assert_all_blocks_home(core)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
+    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small."""
+    groups = data.draw(st.sampled_from(GROUPS))
+    size = data.draw(st.integers(1, 5))
+    step = data.draw(st.sampled_from([4, 7, 16]))
+    least = groups.num_blocks_for(40, step, size)
+    core, _, out = make_core(
+        groups=groups,
+        block_size=size,
+        num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
+        max_num_batched_tokens=step,
+        max_num_seqs=data.draw(st.sampled_from([3, 8])),
+        max_model_len=40,
+        depth=data.draw(st.integers(0, 1)),
+        prefix_caching=data.draw(st.booleans()),
+    )
+    noise = random.Random(data.draw(st.integers(0, 1 << 20)))
+    asked, gone = {}, set()
+    for index in range(data.draw(st.integers(2, 9))):
+        shared = noise.randrange(0, 26)
+        prompt = [*range(shared), *(noise.randrange(3) for _ in range(noise.randrange(1, 8)))]
+        num, choices = noise.randrange(1, 9), noise.choice([1, 1, 1, 3])
+        asked[str(index)] = prompt, num, choices
+        members = {"retain_kv": noise.random() < 0.3}
+        core.round([add(str(index), prompt, num, num_choices=choices, **members)])
+        for _ in range(noise.randrange(3)):
+            core.round([])
+        _disturb(core, noise, gone)
+        core.scheduler.check_integrity()
+    run_until_idle(core)
+    for name, (prompt, num, choices) in asked.items():
+        for choice in range(choices):
+            expected = windowed_output(prompt, num, groups, choice)
+            found = out.tokens(name, choice)
+            assert found == expected[: len(found)]
+            assert found == expected or name in gone
+    assert_all_blocks_home(core)
+
+
+def _disturb(core: EngineCore, noise: random.Random, gone: set[str]) -> None:
+    running = core.scheduler.running
+    if running and noise.random() < 0.2:
+        name = noise.choice(running).request_id
+        gone.add(name)
+        core.round([AbortRequest(name)])
+    elif running and noise.random() < 0.3:
+        core.finish_steps(0)
+        if core.scheduler.running:
+            core.scheduler._preempt(core.scheduler.running[-1], Plan(0))

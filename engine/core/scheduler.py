@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 
 from engine.core.pace import Load, Pace
 from engine.core.sequence import Phase, Sequence
-from engine.core.tables import BlockTables, SchedulerLimits
+from engine.core.tables import BlockTables
+from engine.core.tables import SchedulerLimits as SchedulerLimits
 from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import held

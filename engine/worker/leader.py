@@ -3,8 +3,7 @@
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.core_grammar import CoreGrammars
-from engine.core.scheduler import Scheduler
-from engine.core.tables import SchedulerLimits
+from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import reason_of, starting

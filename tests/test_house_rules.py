@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2545,
-    "benchmarks": 2550,
+    "benchmarks": 2551,
     "decode_server": 394,
     "deploy": 900,
-    "engine": 10762,
-    "kvcache": 7665,
+    "engine": 10885,
+    "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3928,
     "prefill_server": 192,
     "protocol": 6793,
     "proxy": 5130,
-    "tests": 39347,
+    "tests": 39674,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -1,6 +1,6 @@
 """A server's main program: engine processes behind, HTTP in front, both ending together.
 
-    start: settings -> model files -> rank processes -> EngineReady -> HTTP accepts
+    start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady -> served
     end:   SIGTERM, SIGINT, or the parent gone -> HTTP drains -> rank processes end
            a rank process dies -> every open request gets its error -> this process ends, status 1
 
@@ -22,15 +22,14 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
+from engine.http.starting import FrontDoor
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
-from protocol.http.access import check
 from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
@@ -40,7 +39,7 @@ from protocol.settings.settings import EngineSettings, describe
 
 logger = logging.getLogger("baton.serve")
 
-_START_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 600.0  # of an engine, without progress
 _LEASES = "baton_leases_held"  # among an engine's stats
 _LEASES_POLL_INTERVAL_S = 0.02
 _SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
@@ -97,7 +96,8 @@ class _Server:
         self.settings = settings
         self.secret = cluster_secret(settings.cluster_secret)
         self.hooks = hooks(self.secret)
-        check(settings)  # what is wrong is better known before models load
+        self.door = FrontDoor(settings)
+        self.server = _HttpServer(self._http())
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -111,7 +111,12 @@ class _Server:
             listener.listen(2048)
             bound_clients(listener, self.settings.client_timeout_s)
             with listener:
-                return await self._start_and_serve(listener)
+                serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))
+                try:
+                    return await self._start_and_serve(listener, serving)
+                finally:
+                    self.server.should_exit = self.server.force_exit = True
+                    await serving
         finally:
             await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
 
@@ -134,13 +139,36 @@ class _Server:
 
         self.loop.call_soon_threadsafe(tell)
 
-    async def _start_and_serve(self, listener: socket.socket) -> int:
-        settings = self.settings
-        progress = lifecycle.report_progress
-        resolve = partial(resolve_model, settings.model, settings.revision, progress=progress)
+    def _http(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self.door,
+            http=bounded_protocol(self.settings, KV_PARAMS_BYTES),
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
+            **self.door.access.certificate.for_uvicorn(),
+        )
+
+    def _tell_progress(self, text: str) -> None:
+        self.door.progress = text
+        logger.info("%s", text)
+        lifecycle.report_progress(text)
+
+    async def _start_and_serve(self, listener: socket.socket, serving: asyncio.Future[None]) -> int:
+        settings, progress = self.settings, self._tell_progress
+
+        def tell(text: str) -> None:
+            self.loop.call_soon_threadsafe(progress, text)
+
+        resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
         prepared = prepare(self.settings, self.secret, model_dir, self.processes.address)
         client = EngineClient(prepared.config.http_address, settings)
+        client.on_progress = progress
         await client.start()
         try:
             self.processes.start(prepared.config)
@@ -150,15 +178,17 @@ class _Server:
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             how = self.hooks, fingerprint, prepared.defaults, self.secret
-            api = Api(client, tokenizer, self.settings, *how)
+            api = Api(client, tokenizer, self.settings, *how, self.door.metrics, self.door.access)
             api.on_drain = self._end
             app = create_app(api)
             try:
                 await api.grammars.start()
-                ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                watching = asyncio.create_task(api.access.watch())
+                self.door.app = app
+                watching = asyncio.create_task(self.door.access.watch())
                 try:
-                    return await self._serve(listener, client, app, ready.side_channel_port)
+                    ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+                    port = listener.getsockname()[1]
+                    return await self._serve(port, client, serving, ready.side_channel_port)
                 finally:
                     watching.cancel()
             finally:
@@ -179,27 +209,11 @@ class _Server:
         raise StartFailure("told to end before it was ready")
 
     async def _serve(
-        self, listener: socket.socket, client: EngineClient, app: Starlette, side_port: int | None
+        self, port: int, client: EngineClient, serving: asyncio.Future[None], side_port: int | None
     ) -> int:
-        server = _HttpServer(
-            uvicorn.Config(
-                app,
-                http=bounded_protocol(self.settings, KV_PARAMS_BYTES),
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
-                **app.state.certificate.for_uvicorn(),
-            )
-        )
         gc.collect()
         gc.freeze()  # a look through all of this would hold up every stream
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        port = listener.getsockname()[1]
-        where = f"{app.state.certificate.scheme}://{self.settings.host}:{port}"
+        where = f"{self.door.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, where)
         lifecycle.report_ready({"port": port, "side_channel_port": side_port})
         leave = self._register(port, client)
@@ -210,7 +224,7 @@ class _Server:
         await leave()  # first of all: what proxies send from now on would be refused
         until = self.loop.time() + self.settings.shutdown_grace_s / 2
         await self._hand_over(serving, client, until)
-        server.should_exit = True  # accepts nothing more; open requests may finish for a while
+        self.server.should_exit = True  # accepts nothing more; open requests may finish for a while
         await self._drain(serving, client, until)
         failed = self.failure.result() if self.failure.done() else None
         if failed is not None:

@@ -1,5 +1,6 @@
 """The decoder of every architecture: what differs is declared by the config."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     pack: bool = False,
+    on_load: Callable[[str], None] | None = None,
 ) -> CausalLM:
     """Loads this rank's part of a model.
 
@@ -124,6 +126,7 @@ def load_model(
         dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
         load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
         pack: on the CPU in float32, keep linear weights in a faster order instead of mapped.
+        on_load: told the name of each weight in the files as it is loaded.
 
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.
@@ -133,7 +136,7 @@ def load_model(
     is_dummy = load_format == "dummy"
     files = Path(model_dir), config.fp8_block, device
     source = DummySource(seed, device) if is_dummy else SafetensorsSource(*files)
-    loader = WeightLoader(source, dtype=dtype, device=device, pack=pack)
+    loader = WeightLoader(source, dtype=dtype, device=device, pack=pack, on_load=on_load)
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)

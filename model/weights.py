@@ -6,6 +6,7 @@ no memory of their own and two engines on one host share them.
 
 import math
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -139,6 +140,7 @@ class WeightLoader:
 
     Args:
         pack: whoever multiplies by a weight may keep a reordered copy of it (layers.Linear).
+        on_load: told the name of each weight when it is first asked for.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device | str,
         pack: bool = False,
+        on_load: Callable[[str], None] | None = None,
     ) -> None:
+        self._on_load = on_load
         self.pack, self.dtype, self.device = pack, dtype, torch.device(device)
         self._source = source
         self._used: set[str] = set()
@@ -168,6 +172,8 @@ class WeightLoader:
         Raises:
             ModelLoadError: missing, or of another shape or an unsupported dtype.
         """
+        if self._on_load and name not in self._used:
+            self._on_load(name)
         self._used.add(name)
         rows = range(shape[0]) if rows is None else rows
         part = self._source.part(name, shape, rows, cols)

@@ -204,6 +204,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
 
 
+class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """What a start is busy with, in words, every few seconds."""
+
+    text: str
+
+
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on; `reason` is for the operator."""
 
@@ -220,7 +226,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
-EngineOutput = EngineReady | EngineFailed | Outputs | EngineStats
+EngineOutput = EngineReady | EngineProgress | EngineFailed | Outputs | EngineStats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_input = msgspec.msgpack.Decoder(EngineInput).decode

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2551,
     "decode_server": 394,
     "deploy": 900,
-    "engine": 10885,
+    "engine": 11020,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 3928,
+    "model": 3958,
     "prefill_server": 192,
-    "protocol": 6793,
+    "protocol": 6799,
     "proxy": 5130,
-    "tests": 39674,
+    "tests": 39720,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -137,7 +137,7 @@ class _Pages:
         if self._client.ready is None or not self._client.healthy:
             if bare:
                 return JSONResponse({"ready": False, **bare}, 503)
-            reason = self._client.failure or "the engine is starting"
+            reason = self._client.failure or self._client.progress
             return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
         if bare:
             is_ready = not self._client.is_draining

@@ -21,6 +21,7 @@ from protocol.messages import (
     EngineFailed,
     EngineInput,
     EngineOutput,
+    EngineProgress,
     EngineReady,
     EngineStats,
     ErrorInfo,
@@ -141,6 +142,8 @@ class EngineClient:
 
     Attributes:
         queue: where to ask for a place before a request is submitted.
+        progress: what the engine is busy with, until it is ready.
+        on_progress: told that whenever it changes.
         movable: open requests that can go on at another server, and whether they may.
         is_draining: all of these are to go.
         moving: those that are told to, and have not gone yet.
@@ -149,7 +152,9 @@ class EngineClient:
     def __init__(self, address: str, queue: QueueOptions | None = None) -> None:
         self.queue = Admission(queue or QueueOptions())
         self.ready: EngineReady | None = None
+        self.progress = "the engine is starting"
         self.stats: dict[str, float] = {}
+        self.on_progress: Callable[[str], None] = lambda text: None
         self.movable: dict[str, Callable[[], bool]] = {}
         self.moving: set[str] = set()
         self.is_draining = False
@@ -193,12 +198,16 @@ class EngineClient:
         """Waits for the engine to say that it can serve.
 
         Raises:
-            EngineDied: it failed, or said nothing in time.
+            EngineDied: it failed, or made no progress for so long.
         """
-        try:
-            await asyncio.wait_for(self._settled.wait(), timeout_s)
-        except TimeoutError:
-            raise EngineDied(f"the engine was not ready after {timeout_s:g} s") from None
+        while not self._settled.is_set():
+            self._was_heard = False
+            try:
+                await asyncio.wait_for(self._settled.wait(), timeout_s)
+            except TimeoutError:
+                if not self._was_heard:
+                    told = f"{self.progress}, and nothing has changed for {timeout_s:g} s"
+                    raise EngineDied(f"the engine did not start: {told}") from None
         if self.ready is None or self.failure is not None:
             raise EngineDied(f"the engine did not start: {self.failure}")
         return self.ready
@@ -282,6 +291,9 @@ class EngineClient:
                     self._deliver(delta)
             case EngineStats(values):
                 self.stats.update(values)
+            case EngineProgress(text):
+                self.progress = text
+                self.on_progress(text)
             case EngineReady():
                 self.ready = message
                 self._settled.set()

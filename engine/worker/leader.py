@@ -13,7 +13,7 @@ from engine.worker.service import ConnectorFactory
 from model.config import load_config
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
-from protocol.messages import EngineFailed, EngineReady
+from protocol.messages import EngineFailed, EngineProgress, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
 
 
@@ -47,9 +47,12 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
 def _build(
     config: EngineConfig, factory: ConnectorFactory, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
+    def tell(text: str) -> None:
+        transport.tell(EngineProgress(text))
+
     model_config = load_config(config.model_dir, overrides=config.hf_overrides)
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
-    rank = Rank(config, model_config, 0, factory, links)
+    rank = Rank(config, model_config, 0, factory, links, tell)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

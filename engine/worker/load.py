@@ -1,7 +1,8 @@
 """A rank's device and weights, at start; the attention kernels compile meanwhile."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,13 @@ from engine.worker.memory import MemoryTooSmall, fitting
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
-from model.sizes import num_elements, stored_elements
+from model.sizes import StoredTensor, num_elements, read_headers, stored_elements
 from protocol.ipc.wire import CannotListen
 from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _STREAM_PRIORITY = -1
+_TELL_EVERY_S = 3.0
 
 
 class CannotStart(Exception):
@@ -44,9 +46,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def load(
-    config: EngineConfig, model_config: ModelConfig, parallel: Parallel, device: torch.device
+    config: EngineConfig,
+    model_config: ModelConfig,
+    parallel: Parallel,
+    device: torch.device,
+    tell: Callable[[str], None],
 ) -> CausalLM:
-    """The weights of one rank on its device; compiled kernels are there when it returns."""
+    """The weights of one rank on its device; compiled kernels are there when it returns. `tell` is
+    told how far that is."""
     # What cannot attend is refused before minutes are spent on loading weights.
     check_attention(config, model_config)
     backend_class(config.attention_backend, config.device, model_config.kv_components)
@@ -63,7 +70,8 @@ def load(
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
         free_and_total = torch.cuda.mem_get_info(device)
         check_weights_fit(num_elements(model_config), *free_and_total, config, str(device))
-    if config.load_format != "dummy" and parallel.rank == 0:
+    is_dummy = config.load_format == "dummy"
+    if not is_dummy and parallel.rank == 0:
         _tell_of_fp8(stored_elements(Path(config.model_dir))["F8_E4M3"], config.dtype)
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
@@ -76,9 +84,48 @@ def load(
             load_format=config.load_format,
             seed=config.seed,
             pack=config.pack_weights,
+            on_load=LoadProgress({} if is_dummy else read_headers(Path(config.model_dir)), tell),
         )
+    tell("compiling kernels")
     compiling.result()
     return model
+
+
+class LoadProgress:
+    """Tells, from time to time, how many of a model's weights are loaded: call it with each name.
+
+    Args:
+        stored: the tensors of its files; none where weights are made up.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sizes = {name: tensor.stop - tensor.start for name, tensor in stored.items()}
+        self._total, self._tell, self._clock = sum(self._sizes.values()), tell, clock
+        self._done = self._count = 0
+        self._begun = clock()
+        self._told = self._begun - _TELL_EVERY_S
+
+    def __call__(self, name: str) -> None:
+        now = self._clock()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            self._tell(f"loading weights{self._how_far(now - self._begun)}")
+        self._done += self._sizes.get(name, 0)  # what was loaded when the next one is asked for
+        self._count += 1
+
+    def _how_far(self, took_s: float) -> str:
+        if not self._total:
+            return f": {self._count} tensors"
+        done, total = (n / 2**30 for n in (self._done, self._total))
+        told = f": {done:.2f} of {total:.2f} GiB, {self._count} of {len(self._sizes)} tensors"
+        if not self._done:
+            return told
+        return f"{told}, about {took_s * (total / done - 1):.0f} s left"
 
 
 def _tell_of_fp8(num_weights: int, dtype: str) -> None:
@@ -98,10 +145,11 @@ def check_weights_fit(
     if needed_bytes <= free_bytes:
         return
     needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
+    ranks = -(-needed_bytes * config.tp // max(free_bytes, 1))
     raise MemoryTooSmall(
         f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
         f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
-        f"GiB are missing; use a larger --tp than {config.tp}, or free the GPU"
+        f"GiB are missing; use --tp {ranks} or more, or free the GPU"
     )
 
 

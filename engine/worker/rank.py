@@ -1,6 +1,7 @@
 """One rank: its shard of the model, its KV and its service, made one after the other."""
 
 import gc
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,9 @@ class Rank:
     """Loads the model, allocates as much KV as all ranks can hold, runs every kind of step once,
     and starts the rank's service. All ranks do so together.
 
+    Args:
+        tell: told what takes long, in words.
+
     Attributes:
         num_blocks: of the pool.
         metadata: of all ranks, in order.
@@ -37,16 +41,19 @@ class Rank:
         rank: int,
         factory: ConnectorFactory,
         links: RankLinks,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         parallel = _parallel(config, rank, links) if config.tp > 1 else Parallel(0, 1)
-        self.runner = runner = ModelRunner(config, model_config, parallel)
+        self.runner = runner = ModelRunner(config, model_config, parallel, tell)
         self._config, self._max_position = config, model_config.max_position
+        tell("sizing the KV pool")
         self._size = pool_size(config, model_config, runner, factory)
         self.num_blocks = links.agree(self._size.num_blocks, int, min)
         pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
         cuda = pool.device.type == "cuda"
         if cuda:
+            tell("running each kind of step once")
             rehearse(runner)
         else:
             PrefaultThread(pool).start()

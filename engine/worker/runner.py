@@ -107,11 +107,17 @@ class ModelRunner:
 
     memory: RankMemory  # once it is allocated
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        parallel: Parallel,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.config = config
         self.model_config = model_config
         self.device = open_device(config, parallel.rank)
-        self.model = load(config, model_config, parallel, self.device)
+        self.model = load(config, model_config, parallel, self.device, tell)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
         self.stepping = StepWatch()

@@ -19,6 +19,7 @@ from protocol.messages import (
     AddRequest,
     EngineFailed,
     EngineInput,
+    EngineProgress,
     EngineStats,
     ErrorInfo,
     SamplingParams,
@@ -165,11 +166,21 @@ async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder):
     with pytest.raises(OSError):
         EngineTransport(f"ipc://{socket_folder}/http")
     await client.start()
-    with pytest.raises(EngineDied, match="not ready after"):
+    with pytest.raises(EngineDied, match="nothing has changed for 0"):
         await client.wait_ready(0.001)
     with pytest.raises(EngineDied, match="not connected"):
         client.submit([add("r")])
     assert client.num_open == 0
+    _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
+    told: list[str] = []
+    client.on_progress = told.append
+    for half in ("first", "second"):
+        waiting = asyncio.create_task(client.wait_ready(WAIT_S))
+        writer.write(framed(encode(EngineProgress(half))))
+        await _until(lambda half=half: half in told)  # type: ignore[misc]
+        assert not waiting.done() and client.progress == half
+        waiting.cancel()
+    writer.close()
     client.fail("no such model")
     with pytest.raises(EngineDied, match="no such model"):
         await client.wait_ready(WAIT_S)

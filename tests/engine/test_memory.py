@@ -8,11 +8,12 @@ import torch
 
 from attention.support import UnsupportedPool
 from engine.process.host_memory import free_host_bytes
-from engine.worker.load import CannotStart, check_weights_fit, reason_of, starting
+from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
 from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
 from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
+from model.sizes import StoredTensor
 from tests.make_models import ensure_model
 from tests.rigs.engine_pair import make_config
 
@@ -125,7 +126,7 @@ def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> 
 
 def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
-    told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB are missing.*--tp"
+    told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB.*use --tp 2 or"
     with pytest.raises(MemoryTooSmall, match=told):
         check_weights_fit(10 << 30, 15 << 30, 16 << 30, config, "cuda:1")
     check_weights_fit(15 << 29, 15 << 30, 16 << 30, config, "cuda:1")
@@ -143,3 +144,15 @@ def test_what_no_backend_serves_is_refused_before_weights_are_read(tmp_path: Pat
     config = _BASE.model_copy(update=options)
     with pytest.raises(UnsupportedPool, match="reads GPU memory only"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
+
+
+def test_a_start_tells_how_far_its_weights_are() -> None:
+    told: list[str] = []
+    stored = StoredTensor(Path("a"), "F32", (1 << 28,), 0, 1 << 30)
+    now = 0.0
+    progress = LoadProgress(dict.fromkeys("abcd", stored), told.append, lambda: now)
+    for name in "abcd":
+        progress(name)
+        now += 2.0
+    at = "loading weights: 0.00 of 4.00 GiB, 0 of 4 tensors"
+    assert told == [at, "loading weights: 2.00 of 4.00 GiB, 2 of 4 tensors, about 4 s left"]

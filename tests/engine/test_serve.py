@@ -28,6 +28,7 @@ from protocol.messages import EngineFailed
 from protocol.registration import open_record
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
+from tests.ports import kept_ports
 from tests.proxy.fakes import Call, Fake, until
 from tests.rigs.http_server import READY
 from tests.rigs.scripted_engine import ScriptedEngine, hang
@@ -35,33 +36,46 @@ from tests.rigs.scripted_engine import ScriptedEngine, hang
 _SECRET = "a secret of these tests"
 
 _RESOLVING_FOR_EVER = """
-import os, signal, threading, time
+import httpx, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import engine.serve
 from engine.http.api import ServerHooks
 from protocol.settings.settings import PrefillSettings
 
-def resolve(*args, **options):
+def resolve(*args, progress, **options):
+    progress("half of it is there")
+    http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False)
+    while "half" not in (ready := http.get("/ready")).text:
+        pass
+    models = http.get("/v1/models")
+    for answer in (http.get("/health"), ready, models):
+        print(answer.status_code, answer.text)
     os.kill(os.getpid(), signal.SIGTERM)
     ThreadPoolExecutor().submit(time.sleep, 600).result()  # as a download of many files
 
 engine.serve.resolve_model = resolve
-settings = PrefillSettings(_cli_parse_args=[], port=0, cluster_secret="a secret of these tests")
+options = {"port": sys.argv[1], "cluster_secret": "a secret of these tests"}
+settings = PrefillSettings(_cli_parse_args=[], **options)
 raise SystemExit(
     engine.serve.run_server(settings, lambda s: ServerHooks(), "-")
 )
 """
 
 
-def test_a_server_told_to_end_does_not_wait_for_its_model():
-    done = subprocess.run(
-        [sys.executable, "-c", _RESOLVING_FOR_EVER],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
+    with kept_ports(1) as (port,):
+        done = subprocess.run(
+            [sys.executable, "-c", _RESOLVING_FOR_EVER, str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[2],
+            check=False,
+        )
+    alive, ready, models = done.stdout.splitlines()[-3:]
+    assert alive == '200 {"status":"ok"}'
+    assert ready == '503 {"ready":false,"reason":"half of it is there"}'
+    assert models.startswith("503") and "starting (half of it is there); try again" in models
     assert done.returncode == 1
     assert done.stderr.strip().endswith("error: told to end before it was ready")
 
@@ -92,8 +106,11 @@ async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_S
 async def _serve(
     server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
 ) -> int:
-    app = create_app(Api(engine, tokenizer, server.settings, server.hooks))
-    return await server._serve(listener, engine, app, READY.side_channel_port)  # type: ignore[arg-type]
+    known = {"metrics": server.door.metrics, "known_access": server.door.access}
+    server.door.app = create_app(Api(engine, tokenizer, server.settings, server.hooks, **known))  # type: ignore[arg-type]
+    serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
+    port = listener.getsockname()[1]
+    return await server._serve(port, engine, serving, READY.side_channel_port)  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):
@@ -217,7 +234,7 @@ async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
     async with made as (server, listener):
         monkeypatch.setattr(server.processes, "start", start)
         with pytest.raises(refusal):
-            await server._start_and_serve(listener)
+            await server._start_and_serve(listener, asyncio.Future())
 
 
 @pytest.mark.parametrize("wrong", ["tokenizer", "port"])
@@ -235,7 +252,7 @@ async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_p
         async with _made(_EndingEngine(), **options) as (server, listener):
             monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
             with pytest.raises((CannotListen, ValueError), match=told):
-                await server._start_and_serve(listener)
+                await server._start_and_serve(listener, asyncio.Future())
 
 
 async def test_open_requests_are_told_why_the_engine_died(tokenizer):

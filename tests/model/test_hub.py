@@ -40,11 +40,16 @@ def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(monk
         asked.update(options, name=name)
         if name == "owner/none":
             raise OSError("offline")
+        with options["tqdm_class"](total=4 << 30, unit="B") as bar:
+            bar.update(1 << 30)
+            bar.refresh()
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setenv("HF_TOKEN", "very-secret")
-    assert resolve_model("owner/name", "v2") == tmp_path
+    told = []
+    assert resolve_model("owner/name", "v2", progress=told.append) == tmp_path
+    assert told[0].startswith("downloading: 1.00 of 4.00 GiB, about ")
     assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "very-secret")
     assert "*.safetensors" in asked["allow_patterns"]
     told = r"owner/none' at revision 'v2'.*HF_TOKEN"

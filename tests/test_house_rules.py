@@ -23,7 +23,7 @@ MAX_LINES = {
     "benchmarks": 2551,
     "decode_server": 394,
     "deploy": 900,
-    "engine": 11020,
+    "engine": 11021,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3958,

@@ -45,8 +45,9 @@ def parse_ropes(
         of_kinds = {kind: {"rope_theta": None, **found} for kind, found in stored.items()}
     else:
         of_kinds = {FULL: {**(raw.get("rope_scaling") or {}), **stored}}
-        if "rope_local_base_freq" in raw:
-            of_kinds[SLIDING] = {"rope_theta": raw["rope_local_base_freq"]}
+        if "rope_local_base_freq" in raw:  # null: that of the others, which alone may be scaled
+            base = raw["rope_local_base_freq"] or stored.get("rope_theta")
+            of_kinds[SLIDING] = {"rope_theta": base}
     unknown = {kind for kind in kinds if kind not in of_kinds}
     if len(of_kinds) > 1 and unknown:
         raise wrong(f"rope_parameters has none for layer_types {short_repr(sorted(unknown))}")

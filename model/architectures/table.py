@@ -102,6 +102,7 @@ class Architecture:
     mixture: Mixture | None = None
 
 
+_POST: Final = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _SANDWICH: Final = Norms(
     "input_layernorm",
     "post_attention_layernorm",
@@ -132,7 +133,7 @@ _GEMMA_2: Final = {
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": Architecture("llama"),
     "MistralForCausalLM": Architecture(
-        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
+        "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2", {**_QWEN, "attention_bias": True}, output_bias=False, windows="late",
@@ -141,12 +142,17 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         "qwen3", {**_QWEN, "head_dim": 128}, qk_norm="head", windows="late",
     ),
     "Phi3ForCausalLM": Architecture(
-        "phi3", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        "phi3-window", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         fused=("qkv_proj", "gate_up_proj"), windows="all",
     ),
-    "Olmo2ForCausalLM": Architecture(
-        "olmo2", {"rms_norm_eps": 1e-5}, qk_norm="row",
-        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "Olmo2ForCausalLM": Architecture("olmo2", {"rms_norm_eps": 1e-5}, _POST, qk_norm="row"),
+    "Olmo3ForCausalLM": Architecture(
+        "olmo3",
+        {
+            "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": None,
+            "sliding_window": 4096, "sliding_window_pattern": 4,
+        },
+        _POST, qk_norm="row", windows="typed",
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
@@ -251,7 +257,6 @@ REFUSED: Final = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
-    "Olmo3ForCausalLM": ("Olmo2ForCausalLM", "sliding windows"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),
     "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "layers of linear attention"),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms, parallel blocks and windows"),

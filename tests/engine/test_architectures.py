@@ -12,6 +12,7 @@ from tests.rigs.engine_pair import RealPair
 from tests.rigs.shadow import add
 
 PROMPT = [(37 * at * at + 11) % 131 for at in range(170)]
+NEXT = [*PROMPT[:93], 5, 9]  # what both sides know of it ends within windows of 40 tokens
 NUM_TOKENS = 10
 
 
@@ -19,16 +20,13 @@ NUM_TOKENS = 10
 def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].proof]
     reference = make(architecture, tmp_path, **options)
-    wanted = reference.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )[0, len(PROMPT) :].tolist()
+    ends = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     pair = RealPair(tmp_path, p_block_size=8, d_block_size=4, p_order="LBCNHD")
-    request = add("r", PROMPT, NUM_TOKENS, SamplingParams(temperature=0.0))
-    assert pair.prefill_and_decode(request).tokens("r") == wanted
+    for prompt in (PROMPT, NEXT):
+        ids = torch.tensor([prompt])
+        mask, more = torch.ones_like(ids), NUM_TOKENS
+        found = reference.generate(ids, attention_mask=mask, max_new_tokens=more, **ends)
+        request = add("r", prompt, NUM_TOKENS, SamplingParams(temperature=0.0))
+        assert pair.prefill_and_decode(request).tokens("r") == found[0, len(prompt) :].tolist()
     pair.settle()
     pair.close()

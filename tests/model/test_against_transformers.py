@@ -101,6 +101,12 @@ CASES |= {
     }),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo2-bias": ("Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 2}),
+    "olmo3": ("Olmo3ForCausalLM", {
+        **WINDOW, "num_hidden_layers": 5, "rope_parameters": {
+            LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
+            GLOBAL: {**YARN, "rope_theta": 10000.0},
+        },
+    }),
     "smollm3": ("SmolLM3ForCausalLM", {
         "num_hidden_layers": 3, "no_rope_layer_interval": 2, "attention_bias": True,
     }),

@@ -87,6 +87,9 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         tie_word_embeddings=True)),
     "OLMo-2-7B": (7.3, published(
         "Olmo2ForCausalLM", 32, 4096, 11008, 32, 32, 100352, 4096, rope_theta=500000)),
+    "OLMo-3-7B": (7.3, published(
+        "Olmo3ForCausalLM", 32, 4096, 11008, 32, 32, 100278, 65536, rope_theta=500000,
+        sliding_window=4096, rope_scaling={**YARN, "factor": 8.0, "attention_factor": 1.2})),
     "SmolLM3-3B": (3.08, published(
         "SmolLM3ForCausalLM", 36, 2048, 11008, 16, 4, 128256, 65536, use_sliding_window=False,
         no_rope_layers=[1, 1, 1, 0] * 9, rope_theta=5000000.0, sliding_window=None,
@@ -133,6 +136,14 @@ def test_what_publishers_write_is_understood() -> None:
     assert of("granite-3.3-8b").score_scale == 0.0078125
     windows = [of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")]
     assert [each[:7].count(None) for each in windows] == [3, 1, 3]
+    olmo = of("OLMo-3-7B")
+    assert [rope.rope_type for rope in olmo.ropes] == ["yarn", "default"] and olmo.window_of(0)
+    assert {rope.theta for rope in olmo.ropes} == {500000.0} and olmo.layer_ropes[:4] == (
+        1,
+        1,
+        1,
+        0,
+    )
     assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
     assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
     assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047

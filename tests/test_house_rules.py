@@ -26,11 +26,11 @@ MAX_LINES = {
     "engine": 11021,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 3958,
+    "model": 3964,
     "prefill_server": 192,
     "protocol": 6799,
     "proxy": 5130,
-    "tests": 39720,
+    "tests": 39735,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -6,14 +6,10 @@ if they were drawn as this request draws; otherwise the KV is pulled and they ar
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from msgspec.structs import replace
 
-from decode_server.hint import hint_of
-from decode_server.legs import Legs
-from engine.http.api import ServerHooks
 from engine.serve import run_server
 from prefill_server.server import PrefillLeg
 from protocol import kv_params
@@ -28,14 +24,13 @@ def serve(cls: type[EngineSettings], argv: Sequence[str] | None, *, prog: str) -
     """Runs a server of either role until it is told to end; returns the exit status."""
     settings = parse(cls, argv, prog=prog)
     policy, is_of_machine = settings.kv_load_failure_policy, settings.cluster_secret is None
-    prefill = PrefillLeg(is_reachable=settings.advertised_host is not None)
-    legs = lambda key: Legs(prefill, DecodeLeg(key, policy, is_of_machine))  # noqa: E731
+    is_reachable = settings.advertised_host is not None
+    legs = lambda key: Legs(key, policy, is_of_machine, is_reachable=is_reachable)  # noqa: E731
     return run_server(settings, legs, "decode_server.service")
 
 
-@dataclass(frozen=True)
-class DecodeLeg(ServerHooks):
-    """Verifies kv_transfer_params.
+class Legs(PrefillLeg):
+    """Takes either leg of a request, by what its kv_transfer_params ask for, and verifies these.
 
     Args:
         secret: the cluster secret.
@@ -43,11 +38,21 @@ class DecodeLeg(ServerHooks):
         is_of_machine: the secret is that of this machine's own file, as no other was given.
     """
 
-    secret: bytes
-    policy: str
-    is_of_machine: bool = False
+    def __init__(
+        self, secret: bytes, policy: str, is_of_machine: bool = False, *, is_reachable: bool = True
+    ) -> None:
+        super().__init__(is_reachable=is_reachable)
+        self._secret, self._policy, self._is_of_machine = secret, policy, is_of_machine
 
     def prepare(
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
+        offered = request.kv_transfer_params
+        is_prefill = isinstance(offered, dict) and kv_params.is_prefill_request(offered)
+        prepare = super().prepare if is_prefill else self._prepare_decode
+        return self._hinted(offered, prepare(request, adds, ready))
+
+    def _prepare_decode(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
         offered = request.kv_transfer_params
@@ -67,7 +72,7 @@ class DecodeLeg(ServerHooks):
         """Their prompts are computed elsewhere at the same time."""
         # Whoever offered it still has the prefill server's answer, if it is refused here.
         offer = kv_params.parse_offer(offered)
-        offer.verify(self.secret)
+        offer.verify(self._secret)
         if adds[0].num_prompt_logprobs is not None:
             _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
         return [
@@ -85,25 +90,25 @@ class DecodeLeg(ServerHooks):
     ) -> AddRequest:
         remote = None
         try:
-            params.verify(self.secret)
+            params.verify(self._secret)
             remote = kv_params.to_remote_prefill(params, sender_releases=lent)
             _check_belongs(params, add, vocab_size)
         except KVParamsRejected as error:
             told = error.message
-            if self.is_of_machine and "BATON_CLUSTER_SECRET" in told:
+            if self._is_of_machine and "BATON_CLUSTER_SECRET" in told:
                 told += "; this server was given none, and has its own machine's file instead"
-            if self.policy == "recompute":
+            if self._policy == "recompute":
                 return replace(add, kv_rejected=told, kv_unused=remote)
             raise KVParamsRejected(told, param=error.param) from None
         if not kv_params.are_first_tokens_of(params, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         return replace(add, remote=remote, sampling=replace(add.sampling, seed=int(params.seed)))
 
-    def hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
+    def _hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
         try:
-            hint = hint_of(offered, self.secret)
+            hint = kv_params.hint_of(offered, self._secret)
         except KVParamsRejected as error:
-            if self.policy == "fail" or not (error.param or "").endswith("signature"):
+            if self._policy == "fail" or not (error.param or "").endswith("signature"):
                 raise
             return [replace(add, kv_rejected=error.message) for add in adds]
         return [replace(add, hint=hint) for add in adds] if hint else adds
@@ -112,14 +117,15 @@ class DecodeLeg(ServerHooks):
         offered = kv_transfer_params
         if not isinstance(offered, dict) or offered.get("text_digest") is None:
             return None  # as of every prompt that came as ids: the rest needs no look
-        for params in kv_params.signed(offered, self.secret):
+        for params in kv_params.signed(offered, self._secret):
             return params.tokenized()
         return None  # `prepare` tells what is wrong with it
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """KV that nobody comes for goes home now, here or there, not when its lease expires."""
-        ours = kv_params.signed(kv_transfer_params, self.secret)
-        return [ReleaseRemote(kv_params.to_remote_prefill(params)) for params in ours]
+        ours = kv_params.signed(kv_transfer_params, self._secret)
+        remotes = map(kv_params.to_remote_prefill, ours)
+        return [*super().refused(kv_transfer_params), *map(ReleaseRemote, remotes)]
 
 
 def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -> None:

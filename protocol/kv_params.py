@@ -24,6 +24,7 @@ from protocol.errors import KVParamsRejected
 from protocol.messages import (
     AddRequest,
     FirstToken,
+    KVHint,
     RemotePrefill,
     SamplingParams,
     TokenLogprobs,
@@ -32,7 +33,7 @@ from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
-HINT = "hint"  # see protocol/kv_hint.py
+HINT = "hint"  # the member by which proxies name who may have the KV of a prompt's beginning
 KV_HEADER = "x-baton-kv"  # of an answer: where the KV of its prompt came from
 PREFILL_KV_HEADER = "x-baton-kv-prefill"  # the same of the prefill leg, as the proxy passes it on
 SENDER_RELEASES = "sender_releases"  # see sender_releases
@@ -203,20 +204,15 @@ class Offer(Struct, frozen=True, kw_only=True):
     incarnation: _Text
     host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
     port: Annotated[int, Meta(ge=1, le=65535)]
-    signature: Annotated[str, Meta(max_length=64)] = ""
-
-    def _mac(self, secret: bytes) -> str:
-        told = msgspec.json.encode(msgspec.structs.replace(self, signature=""))
-        return hmac.digest(secret, b"baton kv offer\n" + told, hashlib.sha256).hex()
+    signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     def to_json(self, secret: bytes) -> dict[str, Any]:
         """The object for the decode leg's body."""
-        signed = msgspec.structs.replace(self, signature=self._mac(secret))
-        return {"do_remote_prefill": True, "subscribe": msgspec.to_builtins(signed)}
+        return {"do_remote_prefill": True, "subscribe": sealed(self, secret)}
 
     def verify(self, secret: bytes) -> None:
         """Raises KVParamsRejected unless a holder of the cluster secret signed it."""
-        if not hmac.compare_digest(self.signature.encode(), self._mac(secret).encode()):
+        if not hmac.compare_digest(self.signature, _seal(self, secret)):
             reject("subscribe.signature", "does not match: no proxy of this cluster made it")
 
     def to_remote(self, index: int, token_ids: Sequence[int]) -> RemotePrefill:
@@ -257,6 +253,33 @@ def parse_offer(obj: object) -> Offer:
 
 class _Offered(Struct):
     subscribe: Offer
+
+
+class _Hinted(Struct):
+    hint: KVHint | None = None
+
+
+def hint_of(obj: object, secret: bytes) -> KVHint | None:
+    """What some kv_transfer_params hint at; a hint that is wrong costs its reader one question.
+    Raises KVParamsRejected for what is malformed, or what nobody of this cluster signed."""
+    told = obj.get(HINT) if isinstance(obj, dict) else None
+    hint = convert({HINT: told}, _Hinted).hint
+    if hint is None:
+        return None
+    if not hmac.compare_digest(hint.signature, _seal(hint, secret)):
+        reject(f"{HINT}.signature", "does not match: only proxies of this cluster give hints")
+    return msgspec.structs.replace(hint, signature="")
+
+
+def sealed(told: Offer | KVHint, secret: bytes) -> dict[str, Any]:
+    """Its members as they travel, signed."""
+    return {**msgspec.structs.asdict(told), "signature": _seal(told, secret)}
+
+
+def _seal(told: Offer | KVHint, secret: bytes) -> str:
+    fields = told.__struct_fields__
+    values = [getattr(told, name) for name in fields if name != "signature"]
+    return hmac.digest(secret, f"baton {type(told).__name__} {values}".encode(), "sha256").hex()
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:

@@ -100,6 +100,7 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[str, Meta(min_length=1, max_length=128)]
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]  # that it may hold
+    signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # while it travels
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

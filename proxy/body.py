@@ -10,8 +10,7 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.kv_hint import signed_hint
-from protocol.kv_params import CLIENT_MEMBERS, HINT, REMOTE_DECODE, SENDER_RELEASES
+from protocol.kv_params import CLIENT_MEMBERS, HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
 from protocol.resume import MEMBER
 from proxy.knowledge import ask_of
@@ -158,8 +157,7 @@ def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
     """A leg whose kv_transfer_params, an object if there are any, hint at who has more KV."""
     body = _decode_object(leg)
     said = _decode_object(body["kv_transfer_params"]) if "kv_transfer_params" in body else {}
-    signed = signed_hint(hint, secret)
-    return _encode({**body, "kv_transfer_params": {**said, HINT: signed}})
+    return _encode({**body, "kv_transfer_params": {**said, HINT: sealed(hint, secret)}})
 
 
 def _lent(params: msgspec.Raw) -> msgspec.Raw:

@@ -45,7 +45,7 @@ ENDPOINTS: Final = {
 
 
 class ServerHooks:
-    """What a leg of a request that two servers share adds to the HTTP API; by itself, nothing."""
+    """What legs of requests that two servers share add to the HTTP API; by itself, nothing."""
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
@@ -54,14 +54,6 @@ class ServerHooks:
 
         Raises:
             KVParamsRejected: the request's kv_transfer_params cannot be honoured.
-        """
-        return adds
-
-    def hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
-        """With who may hold the KV of the prompts' beginning, if `kv_transfer_params` say so.
-
-        Raises:
-            KVParamsRejected: what they say is malformed, or nobody of this cluster said it.
         """
         return adds
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from decode_server.legs import Legs
-from decode_server.server import DecodeLeg
-from prefill_server.server import PrefillLeg
+from decode_server.server import Legs
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_hint import signed_hint
+from protocol.kv_params import sealed
 from protocol.messages import (
     AddRequest,
     EngineReady,
@@ -46,7 +44,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
         num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-    hooks = DecodeLeg(_SECRET, policy)
+    hooks = Legs(_SECRET, policy)
     (prepared,) = hooks.prepare(request, [add], _READY)
     return prepared
 
@@ -146,7 +144,7 @@ def test_a_wrong_reference_is_computed_here_or_refused(name):
 
 
 def test_the_authentic_references_of_a_refused_request_are_released():
-    hooks = DecodeLeg(_SECRET, "recompute")
+    hooks = Legs(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
     (message,) = hooks.refused([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
@@ -178,7 +176,7 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     offered = {**_params(), "remote_engine_id": deep}
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
-    assert list(DecodeLeg(_SECRET, "recompute").refused(offered)) == []
+    assert list(Legs(_SECRET, "recompute").refused(offered)) == []
 
 
 @pytest.mark.parametrize("is_of_machine", [False, True])
@@ -187,7 +185,7 @@ def test_a_server_that_was_given_no_secret_says_so(is_of_machine):
     body = {"model": "m", "prompt": _PROMPT, "kv_transfer_params": offered}
     request = validate(CompletionRequest, body)
     add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=9)
-    hooks = DecodeLeg(_SECRET, "recompute", is_of_machine)
+    hooks = Legs(_SECRET, "recompute", is_of_machine)
     (prepared,) = hooks.prepare(request, [add], _READY)
     told = prepared.kv_rejected or ""
     assert "give all servers one BATON_CLUSTER_SECRET" in told
@@ -201,18 +199,18 @@ def _hinted(hint: object, policy: str = "recompute", **params: Any) -> AddReques
     body = {"model": "m", "prompt": _PROMPT, "max_tokens": 1}
     request = validate(CompletionRequest, {**body, "kv_transfer_params": {**params, "hint": hint}})
     add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=1)
-    return Legs(PrefillLeg(), DecodeLeg(_SECRET, policy)).prepare(request, [add], _READY)[0]
+    return Legs(_SECRET, policy).prepare(request, [add], _READY)[0]
 
 
 @pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
 def test_a_signed_hint_goes_along_with_either_leg(leg):
-    prepared = _hinted(signed_hint(_HINT, _SECRET), **leg)
+    prepared = _hinted(sealed(_HINT, _SECRET), **leg)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
 
 
 @pytest.mark.parametrize("changes", [{"port": 1}, {"host": "\ud800"}, {"signature": "00" * 32}])
 def test_a_hint_that_no_proxy_of_this_cluster_gave_is_refused(changes):
-    forged = {**signed_hint(_HINT, _SECRET), **changes}
+    forged = {**sealed(_HINT, _SECRET), **changes}
     prepared = _hinted(forged)
     assert prepared.hint is None and "hint.signature" in (prepared.kv_rejected or "")
     with pytest.raises(KVParamsRejected, match=r"hint\.signature does not match"):

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.kv_hint import signed_hint
-from protocol.kv_params import REMOTE_DECODE
+from protocol.kv_params import REMOTE_DECODE, sealed
 from protocol.messages import KVHint
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
@@ -62,7 +61,7 @@ def hint_to(server: Server) -> dict[str, Any]:
     ready = httpx.get(f"{server.url}/ready", timeout=10).json()
     told = {name.removeprefix("side_channel_"): value for name, value in ready.items()}
     about = {name: told[name] for name in ("host", "port", "engine_id", "incarnation")}
-    return signed_hint(KVHint(num_tokens=999, **about), SECRET.encode())
+    return sealed(KVHint(num_tokens=999, **about), SECRET.encode())
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["as named", "the other way round"])

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_server.server import DecodeLeg
+from decode_server.server import Legs
 from engine.http.api import ENDPOINTS
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
 from engine.text.chat_template import ChatTemplate
@@ -42,7 +42,7 @@ async def _ids(
     tokenizer: Tokenizer, body: dict[str, Any], params: dict[str, Any]
 ) -> tuple[list[int], bool]:
     """What the decode engine gets: the prompt's ids, and whether it is to pull their KV."""
-    hooks = DecodeLeg(_SECRET, "recompute")
+    hooks = Legs(_SECRET, "recompute")
     async with serving(tokenizer, saying(tokenizer, "x"), hooks) as server:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = await server.http.post(path, json={**body, "kv_transfer_params": params})

@@ -12,10 +12,8 @@ from typing import Any
 import h11
 import pytest
 
-from decode_server.legs import Legs
-from decode_server.server import DecodeLeg
+from decode_server.server import Legs
 from engine.text.tokenizer import Tokenizer
-from prefill_server.server import PrefillLeg
 from protocol.messages import AddRequest, TokenDelta
 from protocol.settings.settings import ProxySettings
 from proxy.__main__ import make_server
@@ -198,7 +196,7 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
 @contextlib.asynccontextmanager
 async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, Prompts]]:
     """Servers of these roles; of several, a proxy in front of them."""
-    hooks = Legs(PrefillLeg(), DecodeLeg(SECRET, "recompute"))
+    hooks = Legs(SECRET, "recompute")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}

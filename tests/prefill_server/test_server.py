@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_server.legs import Legs
-from decode_server.server import DecodeLeg
+from decode_server.server import Legs
 from prefill_server.server import PrefillLeg, Transfers
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
@@ -30,7 +29,7 @@ _ASK = {
     "remote_port": None,
 }
 
-_LEGS = Legs(PrefillLeg(), DecodeLeg(b"secret", "recompute"))
+_LEGS = Legs(b"secret", "recompute")
 
 
 def _prepare(**members: Any) -> list[bool]:

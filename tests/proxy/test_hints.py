@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_server.hint import hint_of
+from protocol.kv_params import hint_of
 from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
 from proxy.knowledge import Knowledge, ask_of

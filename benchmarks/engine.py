@@ -1,7 +1,7 @@
 """How fast one rank prefills and decodes a model shape, beside what its memory and matrix units do.
 
     python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256] [--context 1024]
-                                [--prompt 8192 1024] [--requests 256] [--device cuda]
+                                [--prompt 8192 1024] [--device cuda]
 
 Weights are dummies: speed does not depend on their values. The ceilings come from the same run: a
 copy between two buffers (bytes read plus bytes written) and a square matmul in the model's dtype,
@@ -11,7 +11,7 @@ than its model FLOPs (causal attention counted by half) at the matmul's.
 
 Per step, "step" is the time from one step's drawn tokens to the next one's, a step being launched
 before the last one's tokens are read; "device" is the same step's graph alone, replayed back to
-back. "requests" go through a whole engine core, scheduling included. The last line is JSON.
+back. The last line is JSON.
 """
 
 import argparse
@@ -29,17 +29,13 @@ from torch.utils.benchmark import Timer
 
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
-from engine.core.connector import KVConnector
-from engine.core.core import EngineCore
-from engine.core.scheduler import Scheduler
-from engine.core.tables import SchedulerLimits
 from engine.worker.memory import size_pool
 from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from model.config import ModelConfig, parse_config
 from model.parallel import Parallel
 from model.sizes import implied_weights
-from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta
+from protocol.messages import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -97,8 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
-    if args.requests:
-        figures["requests"] = _requests(runner, args.requests, *args.request_tokens)
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}))
 
@@ -119,8 +113,6 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
     add("--context", type=int, default=1024, help="tokens per decoding sequence")
     add("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
-    add("--requests", type=int, default=0, help="requests through the engine core")
-    add("--request-tokens", type=int, nargs=2, default=[1024, 256], help="prompt, output tokens")
     add("--steps", type=int, default=30, help="steps timed for each figure")
     add("--kv-layout", default="BHLCND")
     add("--block-size", type=int, default=64)
@@ -317,76 +309,11 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Model FLOPs of one prompt: two per weight and token, causal attention, one row of logits."""
     share = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1.0
     weights = 2.0 * num_tokens * _num_weights(config, share)
-    pairs, (dims, heads) = (
-        num_tokens * (num_tokens + 1) / 2,
-        (2 * config.head_dim, config.num_heads),
-    )
+    pairs, dims = num_tokens * (num_tokens + 1) / 2, 2 * config.head_dim
     if config.mla:  # absorbed: over latents, whose rope part is in the keys alone
         dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    attention = 2.0 * pairs * heads * dims * config.num_layers
+    attention = 2.0 * pairs * config.num_heads * dims * config.num_layers
     return weights + attention + 2.0 * config.vocab_size * config.hidden_size
-
-
-# -- requests ----------------------------------------------------------------------------------
-
-
-class _Outputs:
-    """The core's transport, of which only what it sends is used."""
-
-    num_tokens = num_ended = 0
-
-    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        return [], True
-
-    def wake(self) -> None:
-        pass
-
-    def send(self, deltas: list[TokenDelta]) -> None:
-        self.num_tokens += sum(len(delta.token_ids) for delta in deltas)
-        self.num_ended += sum(bool(delta.finish_reason or delta.error) for delta in deltas)
-
-    def send_stats(self, values: dict[str, float]) -> None:
-        pass
-
-
-def _requests(
-    runner: ModelRunner, num_requests: int, prompt_tokens: int, output_tokens: int
-) -> dict[str, float]:
-    """All of these requests at once through a whole engine core, without HTTP."""
-    layout, out = runner.memory.pool.layout, _Outputs()
-    limits = SchedulerLimits(
-        max_num_seqs=runner.config.max_num_seqs,
-        max_num_batched_tokens=runner.config.max_num_batched_tokens,
-        max_model_len=min(runner.model_config.max_position, layout.capacity_tokens),
-        block_size=layout.block_size,
-    )
-    scheduler = Scheduler.of_blocks(limits, layout.num_blocks, cached=False)
-    core = EngineCore(scheduler, runner, KVConnector(), out)
-    vocab_size = runner.model_config.vocab_size
-    prompts = np.random.default_rng(2).integers(0, vocab_size, (num_requests, prompt_tokens))
-    requests = [
-        AddRequest(
-            request_id=str(index),
-            token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0),
-            max_tokens=output_tokens,
-        )
-        for index, prompt in enumerate(prompts.tolist())
-    ]
-    started_s = time.perf_counter()
-    core.round(requests)
-    while out.num_ended < num_requests:
-        core.round([])
-    total_s = time.perf_counter() - started_s
-    assert out.num_tokens == num_requests * output_tokens, out.num_tokens
-    return _told(
-        "requests",
-        requests=num_requests,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        total_s=total_s,
-        output_tokens_per_s=out.num_tokens / total_s,
-    )
 
 
 if __name__ == "__main__":

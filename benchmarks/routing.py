@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from engine.core import pace
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import Ask, Depths, Limits, Load, cheapest_decode, place
+from proxy.placement import Ask, Depths, Limits, Load, PrefixIndex, cheapest_decode, place
 
 POLL_S = 1.0  # between two health checks
 HEAD = (
@@ -56,24 +56,6 @@ class Times:
     least: float = 0.25  # of the streams' time that prompts get in any case
 
 
-class Cache:
-    """A prefix cache of blocks, the one used longest ago dropped first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._most = capacity // BLOCK
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def depth(self, hashes: Sequence[int]) -> int:
-        return next((i for i, h in enumerate(hashes) if h not in self._blocks), len(hashes))
-
-    def add(self, hashes: Sequence[int]) -> None:
-        for each in reversed(hashes):
-            self._blocks[each] = None
-            self._blocks.move_to_end(each)
-        while len(self._blocks) > self._most:
-            self._blocks.popitem(last=False)
-
-
 class Engine:
     """One server. `step` computes one step that begins at `now` and says when it ends.
 
@@ -83,7 +65,7 @@ class Engine:
 
     def __init__(self, index: int, prefills: bool, times: Times, limit: float) -> None:
         self.index, self.prefills, self.times, self.limit = index, prefills, times, limit
-        self.cache = Cache(times.capacity // 2)
+        self._cache = PrefixIndex(times.capacity // 2 // BLOCK)  # of one server, 0
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()  # computed elsewhere; there is no room for their KV
         self.streams: list[Request] = []
@@ -92,6 +74,13 @@ class Engine:
         self.totals = Totals()
         self.gaps = Counter[int]()
         self.pace = pace.Pace(limit, times.mixed)
+
+    def depth(self, hashes: Sequence[int]) -> int:
+        """Blocks of a prompt that are cached."""
+        return int(self._cache.depths(hashes).get(0, 0))
+
+    def keep(self, hashes: Sequence[int]) -> None:
+        self._cache.add(0, hashes)
 
     def queued_s(self) -> float:
         """What the prompts that wait will take."""
@@ -112,7 +101,7 @@ class Engine:
         self.waiting.append(request)
 
     def _uncached(self, request: Request) -> int:
-        return max(request.tokens - self.cache.depth(request.hashes) * BLOCK, 1)
+        return max(request.tokens - self.depth(request.hashes) * BLOCK, 1)
 
     def step(self, now: float) -> tuple[float, list[Request]]:
         """When the step ends, and the requests whose prompt is computed then."""
@@ -135,7 +124,7 @@ class Engine:
             room -= count
             if first.left == 0:
                 ended.append(self.waiting.popleft())
-                self.cache.add(first.hashes)
+                self.keep(first.hashes)
         if room < most:
             seconds = max(seconds, t.prompts)
         steps, tokens, prompts, took = self.totals
@@ -181,7 +170,7 @@ class Engine:
         request.done = max(request.done, 1)
         self.streams.append(request)
         self.held += request.tokens + request.done
-        self.cache.add(request.hashes)
+        self.keep(request.hashes)
 
 
 class Fleet:
@@ -222,10 +211,10 @@ class Fleet:
         if not (lender := self.router.lender):
             self._admit(engine, request)
             return
-        found = lender.cache.depth(request.hashes)
-        lacks = found - engine.cache.depth(request.hashes)
+        found = lender.depth(request.hashes)
+        lacks = found - engine.depth(request.hashes)
         if lacks > 0:  # as the server reckons itself; while it comes it is not used
-            engine.cache.add(request.hashes[:found])
+            engine.keep(request.hashes[:found])
         sent_s = max(lacks, 0) * BLOCK * self.times.sent_token
         self._at(self.now + self.times.looked_up + sent_s, partial(self._admit, engine, request))
 
@@ -351,7 +340,7 @@ class Known:
 
     def _seen(self, request: Request) -> tuple[Ask, Depths, list[Load], list[Load]]:
         fleet = self._fleet
-        depths: Depths = {e.index: e.cache.depth(request.hashes) for e in fleet.engines}
+        depths: Depths = {e.index: e.depth(request.hashes) for e in fleet.engines}
         ask = Ask(request.tokens, request.hashes, BLOCK, request.answer, fleet.now)
         prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
         return ask, depths, prefills, decodes

@@ -326,25 +326,22 @@ class Remote:
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])  # whose import takes seconds, once for all
-        self._process = context.Pool(1)
+        self._process = context.Pool(1, _make, (make, *args))
         try:
-            self._run(_make, make, *args)
+            self.call("__str__")  # once it is made
         except BaseException:
             self._process.terminate()
             raise
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
+        """Its method's result."""
         try:
-            error, result = self._process.apply_async(_told, (function, *args)).get(_WAIT_S)
+            error, result = self._process.apply_async(_call, (method, *args)).get(_WAIT_S)
         except multiprocessing.TimeoutError:
             error, result = f"no answer from another process within {_WAIT_S:g} s", None
         if error:
             raise RuntimeError(error)
         return result
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Its method's result."""
-        return self._run(_call, method, *args)
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -355,18 +352,19 @@ class Remote:
 _made: Any = None
 
 
-def _told(function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """What it raises, in words, as not all errors can be sent; and its result."""
-    try:
-        return "", function(*args)
-    except Exception as error:
-        return str(error) or repr(error), None
-
-
 def _make(make: Callable[..., Any], *args: Any) -> None:
     global _made
-    _made = make(*args)
+    try:
+        _made = make(*args)
+    except Exception as error:
+        _made = error
 
 
-def _call(method: str, *args: Any) -> Any:
-    return getattr(_made, method)(*args)
+def _call(method: str, *args: Any) -> tuple[str, Any]:
+    """What it raises, in words, as not all errors can be sent; and its result."""
+    try:
+        if isinstance(_made, Exception):
+            raise _made
+        return "", getattr(_made, method)(*args)
+    except Exception as error:
+        return str(error) or repr(error), None

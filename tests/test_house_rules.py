@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2545,
-    "benchmarks": 2551,
-    "decode_server": 394,
+    "benchmarks": 2465,
+    "decode_server": 331,
     "deploy": 900,
-    "engine": 11021,
+    "engine": 11013,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3964,
     "prefill_server": 192,
-    "protocol": 6799,
-    "proxy": 5130,
-    "tests": 39735,
+    "protocol": 6804,
+    "proxy": 5128,
+    "tests": 39728,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -12,7 +12,7 @@ ARGS ?=
 TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
-# One process per core (tests/conftest.py), each running a file at a time; long files come early.
+# Three processes for two cores (tests/conftest.py), each running a file at a time; long files come early.
 # Tests do not interfere: each has ports, folders, networks and processes of its own.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 # A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are

@@ -37,7 +37,8 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(available_cores(), _MOST, memory_bytes // _EACH_BYTES))
+    cores = available_cores()  # of which a process leaves much: it waits for servers it has started
+    return max(1, min(cores + cores // 2, _MOST, memory_bytes // _EACH_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)

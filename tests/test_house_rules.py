@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6804,
     "proxy": 5128,
-    "tests": 39728,
+    "tests": 39729,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

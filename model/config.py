@@ -7,6 +7,7 @@ with an error that names what is implemented.
 import dataclasses
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +87,10 @@ class ModelConfig:
     @property
     def summary(self) -> str:
         experts = f", {self.moe.num_experts} experts" if self.moe else ""
-        return f"served: {self.architecture}, {self.num_layers} layers{experts}"
+        counts = Counter(window for window in self.layer_windows if window)
+        told = ", ".join(f"{count} see {window} tokens" for window, count in counts.items())
+        layers = f"{self.num_layers} layers" + (f" ({told})" if told else "")
+        return f"served: {self.architecture}, {layers}{experts}"
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -41,6 +41,10 @@ SHAPES = {
     "bfloat16": Shape(dtype="bfloat16"),
     "float16": Shape(dtype="float16"),
     "bfloat16 over 8 bits": Shape(dtype="bfloat16", kv_dtype=FP8, scales=SCALES),
+    "windows and soft caps in 16 bits": Shape(
+        dtype="bfloat16", num_q_heads=8, num_kv_heads=2,
+        layers=(LayerAttention(Kind(4, 0.5)), LayerAttention(Kind(None, 2.0))),
+    ),
     **{name: Shape(layers=layers) for name, layers in SPECIAL.items()},
     **{f"{name}, copied, of 8 bits": Shape(num_kv_heads=1, kv_dtype=FP8, scales=SCALES, layers=each)
        for name, each in SPECIAL.items()},

@@ -26,7 +26,13 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
     ("change", "overrides", "status", "told"),
     [
         ({}, {}, 0, "served: LlamaForCausalLM, 2 layers"),
-        ({"architectures": ["GptOssForCausalLM"]}, {}, 1, "nearest that is served is Qwen3Moe"),
+        ({"architectures": ["Llama4ForCausalLM"]}, {}, 1, "nearest that is served is LlamaForC"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3},
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+            0,
+            "served: GptOssForCausalLM, 3 layers (2 see 128 tokens), 4 experts",
+        ),
         ({"hidden_act": "relu"}, {}, 1, 'hidden_act "relu" is not supported'),
         ({"hidden_act": "relu"}, {"hidden_act": "silu"}, 0, "served: Llama"),
     ],

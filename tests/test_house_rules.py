@@ -19,18 +19,18 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2545,
+    "attention": 2550,
     "benchmarks": 2465,
     "decode_server": 331,
     "deploy": 900,
     "engine": 11013,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 3964,
+    "model": 3968,
     "prefill_server": 192,
     "protocol": 6804,
     "proxy": 5128,
-    "tests": 39729,
+    "tests": 39739,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

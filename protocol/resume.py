@@ -7,9 +7,9 @@ stream is one SSE comment and what it says of the bytes behind it:
 
 The proxy passes on what is behind a comment and keeps the comments' texts, whose meaning it does
 not know. When the server is lost, it sends the request again with the texts, signed, as
-`baton_resume`. A first text tells what else the answer depends on; one that begins with `!` is in
-front of an error event, after which another server may go on; `!moved` is, with where the KV of
-all these tokens is.
+`baton_resume`. An answer that is no stream becomes one of frames without events when it moves. A
+first text tells what else the answer depends on; one that begins with `!` is in front of an error
+event, after which another server may go on; `!moved` is, with where the KV of all these tokens is.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import BatonError, EngineDied, ResumeRejected
-from protocol.messages import KVUsage, TokenDelta
+from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 
 HEADER = "x-baton-frames"  # of a request, a MAC; of an answer, that there are frames
 MEMBER = "baton_resume"  # of a request's body
@@ -58,6 +58,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of an answer of which the client has nothing yet
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -94,9 +95,9 @@ def refusal_text(error: BatonError) -> bytes | None:
     return DIED if isinstance(error, EngineDied) else BUSY
 
 
-def entry_of(index: int, delta: TokenDelta) -> list[Any]:
+def entry_of(index: int, delta: TokenDelta, *, whole: bool = False) -> list[Any]:
     """A Told; short where there is little to tell."""
-    end = [delta.finish_reason, delta.usage]
+    end = [delta.finish_reason, delta.usage, *([delta.logprobs] if whole else ())]
     return [index, delta.token_ids, *(end if any(end) else ())]
 
 

@@ -358,13 +358,13 @@ class PDRequest:
         await self._have_answered(self.upstreams.run(call, self._trace, unfit))
 
     def _decode_call(self, params: msgspec.Raw | None, **options: Any) -> UpstreamCall:
-        losses, is_stream = self._losses, bodies.member(self._plain, "stream") == b"true"
+        losses = self._losses
         options.setdefault("whole_from", 500 if self.reply.status is None else 400)
         return self._call(
             Kind.DECODE,
             bodies.decode_leg(self._body, params, losses.resume()),
             params,
-            own_headers=losses.headers() if is_stream else (),
+            own_headers=losses.headers(),
             max_deliveries=losses.max_deliveries(),
             goes_on=losses.may_go_on,
             is_admitted=losses.num > 0,

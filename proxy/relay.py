@@ -247,15 +247,14 @@ class Reply:
     async def _relay_stream(self, response: Response) -> bool:
         is_framed = _is_framed(response)
         events = FramedEvents(self.kept) if is_framed else EventBuffer()
-        self.is_stream = True
-        if self.status is None:
-            await self._head(response.status, end_to_end(response.headers))
         if not is_framed:
+            await self._begin_stream(response)
             self.kept.forget()
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
                 if complete := events.feed(chunk):
+                    await self._begin_stream(response)
                     await self._body(complete, more=True)
                 events.were_sent()
         except asyncio.CancelledError:
@@ -272,6 +271,12 @@ class Reply:
             self.is_broken = events.has_failed
             await self._body(b"", more=False)
         return events.has_ended
+
+    async def _begin_stream(self, response: Response) -> None:
+        """Not before there is an event in a frame: what moves may be no stream to the client."""
+        self.is_stream = True
+        if self.status is None:
+            await self._head(response.status, end_to_end(response.headers))
 
     def can_go_on_with(self, response: Response) -> bool:
         """Whether this is the rest of the stream that the client has begun to read."""

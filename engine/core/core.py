@@ -246,8 +246,7 @@ class EngineCore(CoreServices):
             case AbortRequest(request_id, choice):
                 self._abort(request_id, choice)
             case Migrate(request_id):
-                found = self.sequences.get(request_id)
-                if found is not None and len(found.choices) == 1:
+                if found := self.sequences.get(request_id):
                     self._moving[request_id] = found
             case ReleaseRemote(remote):
                 self.connector.on_release(remote)
@@ -269,16 +268,19 @@ class EngineCore(CoreServices):
         """Hands over what runs and has an output: its client knows all that its KV is of."""
         self.finish_steps(0)
         for name, sequence in list(self._moving.items()):
-            if sequence.phase is Phase.RUNNING and sequence.is_decoding:
-                sequence.is_moving = True
-                self.grammars.forget(sequence)
+            left = [choice for choice in sequence.choices if not choice.has_ended]
+            if left and all(one.phase is Phase.RUNNING and one.is_decoding for one in left):
+                left[0].is_moving = True
+                for choice in left:
+                    self.grammars.forget(choice)
                 try:
-                    self._end_choices([(sequence, MOVED)])
+                    self._end_choices([(choice, MOVED) for choice in left])
                 except (BlockError, AssertionError):
                     raise
                 except Exception as error:
                     self._give_up(sequence, error)
-            if sequence.phase is Phase.FINISHED:
+                left = []
+            if not left:
                 del self._moving[name]
 
     # -- services to the connector -----------------------------------------------------------

@@ -75,7 +75,7 @@ class Sequence:
     num_overtaken: int = 0  # while it waits, by those that came later; see core/waiting.py
     was_admitted: bool = False
     has_ended: bool = False  # its terminal event is out, or about to be
-    is_moving: bool = False  # it ends here, and its KV is lent to where it goes on
+    is_moving: bool = False  # its request goes on elsewhere, and its KV is lent for that
     is_parent_only: bool = False  # it has ended, and computes its prompt for its children
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -86,19 +86,32 @@ class HttpRequestState:
         """
         try:
             async with cancelled_on_disconnect(receive):
+                known: list[ChoicePiece] = []
                 if self.framing and self.framing.resumed:
-                    await self._replay(self.framing.resumed)
+                    known = await self._replay(self.framing.resumed)
+                if self.framing and not self._parsed.stream:
+                    self.let_move(self.framing)
                 pieces = await self.next_pieces()
                 if self._parsed.stream:
                     return EventStream(self, pieces)
-                return await self._whole(pieces)
+                return await self._whole([*known, *pieces])
         except BaseException:
             self.subscription.close()
             raise
 
+    def let_move(self, framing: Framing) -> None:
+        """The answer may go on at another server from now on, if it can."""
+        if framing.is_movable:
+            has_come = framing.resumed is not None
+            self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
+
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
         merged: dict[int, ChoicePiece] = {}
         while True:
+            if self.framing is not None:
+                self.framing.hold()
+            if self.moved is not None:
+                return EventStream(self, [])
             for piece in pieces:
                 if piece.index in merged:
                     merged[piece.index].extend(piece)
@@ -149,8 +162,9 @@ class HttpRequestState:
             if pieces or self.done:
                 return pieces
 
-    async def _replay(self, resumed: Resume) -> None:
-        """Takes in what the client has."""
+    async def _replay(self, resumed: Resume) -> list[ChoicePiece]:
+        """Takes in what the client has of a stream, and returns what it has not of an answer."""
+        pieces: list[ChoicePiece] = []
         names, n = list(self._prompts), self._parsed.num_candidates
         for prompt in (
             self._prompts.values() if self._parsed.num_prompt_logprobs is not None else ()
@@ -166,13 +180,19 @@ class HttpRequestState:
                         token_ids=told.token_ids,
                         finish_reason=told.finish_reason,
                         usage=told.usage,
+                        logprobs=told.logprobs,
                     )
                 )
                 for told in frame
             ]
-            self.events([piece for piece in fed if piece is not None])
+            found = [piece for piece in fed if piece is not None]
+            if self._parsed.stream:
+                self.events(found)
+            else:
+                pieces += found
             if number % _FRAMES_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        return pieces
 
     def _feed(self, delta: TokenDelta) -> ChoicePiece | None:
         if delta.error is not None:
@@ -274,10 +294,8 @@ class EventStream(Response):
             self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
-        framing = self._framing
-        if framing and framing.is_movable:
-            has_come = framing.resumed is not None
-            call.subscription.let_move(lambda: framing.may_move, has_come=has_come)
+        if self._framing:
+            call.let_move(self._framing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

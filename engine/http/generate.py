@@ -110,9 +110,8 @@ async def _start(
     place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.require_ready(), parsed.kv_transfer_params))
-    framing = None
-    if parsed.stream:
-        framing = Framing.of(request.scope["headers"], api, endpoint, adds, resumed)
+    told = request.scope["headers"], api, endpoint, adds, resumed
+    framing = Framing.of(*told, is_stream=parsed.stream)
     for add in adds:
         if add.remote is not None and not is_open(add):
             api.client.tell(ReleaseRemote(add.remote))

@@ -91,13 +91,16 @@ class Framing:
     Attributes:
         is_asked: a proxy wants frames.
         resumed: what the stream goes on from.
-        is_movable: so can its KV: it is of one choice of one prompt, and others can read it.
+        is_movable: so can its KV: it is of one prompt, and others can read it.
+        is_stream: what is kept of it the client has.
     """
 
     origin: Origin
     is_asked: bool
     resumed: Resume | None = None
     is_movable: bool = False
+    is_stream: bool = True
+    _held: list[bytes] = field(default_factory=list)  # frames of an answer that is told whole
     _num_bytes: int = 0  # of the texts that a proxy keeps
     _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
 
@@ -109,17 +112,20 @@ class Framing:
         endpoint: Endpoint,
         adds: Sequence[AddRequest],
         resumed: Resume | None,
+        *,
+        is_stream: bool,
     ) -> "Framing | None":
-        """None for a stream that begins here and that nobody wants in frames."""
+        """None for an answer that begins here and that nobody wants in frames."""
         given: Mapping[bytes, bytes] = dict(headers)
         asked = given.get(resume.HEADER.encode())
         request_id = given.get(b"x-request-id", b"")
         is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
-        is_one = len(adds) == 1 and adds[0].num_choices == 1
+        is_one = len(adds) == 1 and (is_stream or adds[0].num_prompt_logprobs is None)
         is_movable = bool(is_asked and is_one and api.settings.advertised_host)
         if resumed is not None:
-            num_bytes = len(resume.text_of(resumed.frames)) if is_movable else 0
-            return cls(resumed.origin, is_asked, resumed, is_movable, num_bytes)
+            made = cls(resumed.origin, is_asked, resumed, is_movable, is_stream)
+            made._num_bytes = len(resume.text_of(resumed.frames)) if is_movable else 0
+            return made
         if not is_asked:
             return None
         origin = Origin(
@@ -129,7 +135,7 @@ class Framing:
             limits=[add.max_tokens for add in adds],
             digest=_digest(api, endpoint, adds),
         )
-        return cls(origin, is_asked, None, is_movable)
+        return cls(origin, is_asked, None, is_movable, is_stream)
 
     @property
     def may_move(self) -> bool:
@@ -139,7 +145,7 @@ class Framing:
     def take(self, index: int, delta: TokenDelta) -> None:
         """What a choice got, whose events come next."""
         if self.is_asked:
-            self._entries.append(resume.entry_of(index, delta))
+            self._entries.append(resume.entry_of(index, delta, whole=not self.is_stream))
 
     def begin(self) -> bytes:
         """What goes in front of a stream that begins here."""
@@ -155,10 +161,16 @@ class Framing:
         self._num_bytes += len(text) + 1
         return resume.frame(text, events)
 
+    def hold(self) -> None:
+        """Keeps what was taken, of an answer that is told whole, for the case that it moves."""
+        if self.is_movable and self.may_move:
+            self._held.append(self.wrap(b""))
+
     def moved(self, params: dict[str, Any]) -> bytes:
         """The end of a stream that goes on where its KV is wanted from here."""
         event = sse.error_event(NoServerAvailable("the server hands its streams over; ask again"))
-        return resume.frame(resume.MOVED + msgspec.json.encode(params), event)
+        before = b"" if self.is_stream else b"".join([self.begin(), *self._held])
+        return before + resume.frame(resume.MOVED + msgspec.json.encode(params), event)
 
     def wrap_error(self, error: BatonError) -> bytes:
         event = sse.error_event(error)

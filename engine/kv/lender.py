@@ -80,10 +80,10 @@ class Lender(KVConnector):
             self._leases.withdraw(name)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        is_moving = sequence.is_moving
-        if not (is_moving or sequence.request.retain_kv) or sequence.choice:  # 0 answers for all
-            return None
-        num_tokens = sequence.num_computed if is_moving else sequence.num_prompt_tokens
+        if not (sequence.is_moving or (sequence.request.retain_kv and not sequence.choice)):
+            return None  # one choice answers for all
+        is_whole = sequence.is_moving and len(sequence.choices) == 1  # else what all have in common
+        num_tokens = sequence.num_computed if is_whole else sequence.num_prompt_tokens
         num_blocks = -(-num_tokens // self._config.tokens_per_block)
         name = self._name_of(sequence)
         lease_id, leased = self._leases.leased(name) or ("", [])
@@ -131,6 +131,7 @@ class Lender(KVConnector):
             first_tokens=[
                 FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
                 for choice in sequence.choices
+                if len(choice.token_ids) > choice.first_output
             ],
             prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
             text_digest=sequence.request.text_digest,

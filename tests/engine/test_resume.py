@@ -218,10 +218,47 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer):
         assert not server.engine.aborted, "who goes on comes for it"
 
 
-async def test_only_streams_in_frames_of_one_choice_are_told_to_move(tokenizer):
+@pytest.mark.parametrize("name", ["logprobs", "a required call", "choices"])
+@pytest.mark.parametrize("num", [1, 4])
+async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name, num):
+    path, body, said = _STREAMS[name]
+    body = {"max_tokens": 90, "stream": False, **body}
+    knowing = with_template(tokenizer, SHOWS)
+    script = _script(knowing, said)
+
+    async def moves(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        left, open_choices = num * request.num_choices, dict.fromkeys(range(request.num_choices))
+        async for delta in script(request):
+            if not (left := left - 1) or delta.finish_reason:
+                break
+            yield delta
+        for choice in open_choices:
+            yield TokenDelta(
+                request_id=request.request_id,
+                choice=choice,
+                finish_reason=MOVED,
+                kv_transfer_params=None if choice else {"a": [1]},
+            )
+
+    of_4k = partial(serving, knowing, ready=replace(READY, max_model_len=4096))
+    async with of_4k(moves) as first, of_4k(script) as other:
+        expected = await _ask(other, path, body)
+        *frames, (told, _) = await _frames(first, path, body)
+        assert told == b'!moved {"a":[1]}' and not _joined(frames)
+        found = await _ask(other, path, body, [text for text, _ in frames])
+        assert _anonymous(found.content) == _anonymous(expected.content)
+        assert found.headers["content-type"] == "application/json" and found.status_code == 200
+        known = [one.token_ids for one in other.engine.added[-1].known]
+        assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
+
+
+async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
     async with serving(tokenizer, hang_after_one) as server:
         moves = {"prompt": "a"}
-        stay = [{"prompt": "a", "n": 2}, {"prompt": ["a", "b"]}]
+        stay = [
+            {"prompt": "a", "echo": True, "logprobs": 1, "stream": False},
+            {"prompt": ["a", "b"]},
+        ]
         asked = [asyncio.create_task(_ask(server, _COMPLETIONS, body)) for body in (moves, *stay)]
         asked.append(asyncio.create_task(server.post(model="m", stream=True, **moves)))
         await until(lambda: len(server.engine.added) == 5 and bool(server.engine.movable))

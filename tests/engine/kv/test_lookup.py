@@ -30,9 +30,7 @@ GEOMETRIES = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
-def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
-    make: Any, ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
+def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(make, ours, theirs):
     """Turn 1 at A, turn 2 at B with A's KV, turn 3 at A, which lacks what B computed and may be
     unable to cut its ranks' shares from."""
     a, b = (group := make(ours, theirs)).engines
@@ -51,7 +49,7 @@ def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
     assert skipped == held and (pulled > 0) is lends and pulled + computed + skipped == len(third)
 
 
-def test_what_is_here_is_not_pulled(make: Any) -> None:
+def test_what_is_here_is_not_pulled(make):
     a, b = (group := make({}, {})).engines
     group.ask(a, PROMPT)
     group.ask(b, PROMPT[:13])
@@ -60,14 +58,14 @@ def test_what_is_here_is_not_pulled(make: Any) -> None:
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
-def test_another_dtype_is_computed_where_it_may_not_be_converted(make: Any) -> None:
+def test_another_dtype_is_computed_where_it_may_not_be_converted(make):
     a, b = (group := make({"dtype": "bfloat16"}, {})).engines
     group.ask(a, PROMPT)
     assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_little_is_not_asked_for(make: Any) -> None:
+def test_little_is_not_asked_for(make):
     a, b = (group := make({}, {"mode": "auto"})).engines
     group.ask(a, PROMPT)
     b.rates.computed(1000, 1e-6)  # to compute costs nothing here
@@ -80,7 +78,7 @@ def test_little_is_not_asked_for(make: Any) -> None:
     assert b.stat("baton_kv_lookups", outcome="computed") == 2
 
 
-def test_a_pull_is_chosen_by_what_pulls_and_prompts_took() -> None:
+def test_a_pull_is_chosen_by_what_pulls_and_prompts_took():
     now = 0.0
     rates, peer = Rates("auto", 1000, 1e6, lambda: now), ("e", "i")
     assert rates.least_tokens(peer) == 1, "nothing is known yet"
@@ -109,9 +107,7 @@ LIES = [
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("lie", LIES, ids=str)
-def test_a_hint_that_lies_costs_a_question_and_no_answer(
-    make: Any, lie: dict[str, Any], policy: str
-) -> None:
+def test_a_hint_that_lies_costs_a_question_and_no_answer(make, lie, policy):
     settings = PullSettings(lookup_timeout_s=0.2)
     a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
     group.ask(a, [3, *PROMPT])
@@ -120,7 +116,7 @@ def test_a_hint_that_lies_costs_a_question_and_no_answer(
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_another_secret_learns_nothing(make: Any) -> None:
+def test_another_secret_learns_nothing(make):
     a, b = (group := make({}, {"secret": b"another"})).engines
     group.ask(a, PROMPT)
     for prompt in (PROMPT, PROMPT[::-1]):
@@ -129,7 +125,7 @@ def test_another_secret_learns_nothing(make: Any) -> None:
     assert answered == [0, 0, 0]
 
 
-def test_lookups_keep_half_of_a_pool_at_most(make: Any) -> None:
+def test_lookups_keep_half_of_a_pool_at_most(make):
     a, b = (group := make({"num_blocks": 18}, {})).engines  # 17, and so 8 at most
     prompts = [PROMPT, PROMPT[::-1], [9] * 5]
     for prompt in prompts:
@@ -146,7 +142,7 @@ def test_lookups_keep_half_of_a_pool_at_most(make: Any) -> None:
 
 
 @pytest.mark.parametrize("at", ["lookup", "pull"])
-def test_a_lender_that_dies_costs_no_answer(make: Any, at: str) -> None:
+def test_a_lender_that_dies_costs_no_answer(make, at):
     settings = PullSettings(lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01)
     a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
     group.ask(a, PROMPT)
@@ -164,7 +160,7 @@ def test_a_lender_that_dies_costs_no_answer(make: Any, at: str) -> None:
     assert b.out.tokens(name) == expected_output([*PROMPT, 1], 3)
 
 
-def test_an_abort_at_any_time_leaves_no_lease(make: Any) -> None:
+def test_an_abort_at_any_time_leaves_no_lease(make):
     a, b = (group := make({}, {})).engines
     group.ask(a, PROMPT)
     for rounds in range(12):
@@ -179,7 +175,7 @@ def test_an_abort_at_any_time_leaves_no_lease(make: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_workload_under_any_fault(make: Any, seed: int) -> None:
+def test_any_workload_under_any_fault(make, seed):
     """Shared beginnings, hints that are right or wrong, pools that evict, READs that fail."""
     rng = random.Random(seed)
     options = [

@@ -1,7 +1,5 @@
 """A sequence is handed over to another engine, with all of its KV, and goes on with its tokens."""
 
-from typing import Any
-
 import pytest
 
 from protocol import kv_params
@@ -51,8 +49,8 @@ GEOMETRIES = [
 @pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
 @pytest.mark.parametrize("num_outputs", [1, 2, 3, 9, NUM - 2])
 def test_it_goes_on_with_the_same_tokens_and_computes_no_token_twice(
-    make: Any, ours: dict[str, Any], theirs: dict[str, Any], num_outputs: int
-) -> None:
+    make, ours, theirs, num_outputs
+):
     a, b = (group := make(ours, theirs)).engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
@@ -65,7 +63,29 @@ def test_it_goes_on_with_the_same_tokens_and_computes_no_token_twice(
     group.until(lambda: a.stat("baton_leases", event="completed") == 1)
 
 
-def test_it_may_come_back_and_move_again(make: Any) -> None:
+@pytest.mark.parametrize("ended", [None, 0, 2])
+def test_choices_move_with_the_kv_of_their_prompt(make, ended):
+    a, b = (group := make({"depth": 1}, {"block_size": 8})).engines
+    name = group.begin(a, PROMPT, NUM, num_choices=3)
+    group.until(lambda: min(len(a.out.tokens(name, at)) for at in range(3)) >= 4)
+    if ended is not None:
+        a.core.round([AbortRequest(name, ended)])
+    a.core.round([Migrate(name)])
+    group.until(lambda: len(a.out.terminals(name)) == 3)
+    (told,) = [end.kv_transfer_params for end in a.out.terminals(name) if end.kv_transfer_params]
+    remote = kv_params.to_remote_prefill(kv_params.parse(told))
+    assert remote.num_tokens == len(PROMPT)
+    known = [Known(a.out.tokens(name, at), at == ended) for at in range(3)]
+    theirs = group.begin(b, PROMPT, NUM, num_choices=3, remote=remote, known=known)
+    num = 3 - (ended is not None)
+    group.until(lambda: len(b.out.terminals(theirs)) == num)
+    for at in range(3):
+        tokens = known[at].token_ids + b.out.tokens(theirs, at)
+        assert at == ended or tokens == expected_output(PROMPT, NUM, choice=at)
+    assert b.kv(theirs) == (len(PROMPT), 0, 0)
+
+
+def test_it_may_come_back_and_move_again(make):
     a, b = (group := make({}, {"depth": 1})).engines
     engines, tokens, name = [a, b], list[int](), _running(group, a, 3)
     for at in range(4):
@@ -84,7 +104,7 @@ def test_it_may_come_back_and_move_again(make: Any) -> None:
     assert sum(map(_computed, engines)) == len(PROMPT) + NUM - 1
 
 
-def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make: Any) -> None:
+def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
     (a,) = (group := make({})).engines
     tokens, remote = _moved(group, a, _running(group, a, 5))
     name = group.begin(a, PROMPT, NUM, remote=remote, known=[Known(tokens)])
@@ -93,7 +113,7 @@ def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make: Any) -> No
 
 
 @pytest.mark.parametrize("num_rounds", range(8))
-def test_an_abort_at_any_time_leaves_nothing(make: Any, num_rounds: int) -> None:
+def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     a, b = (group := make({"depth": 1}, {})).engines
     name = group.begin(a, PROMPT, NUM)
     for _ in range(num_rounds):
@@ -118,7 +138,7 @@ def test_an_abort_at_any_time_leaves_nothing(make: Any, num_rounds: int) -> None
 
 
 @pytest.mark.parametrize("fault", ["fails", "dies"])
-def test_a_pull_that_fails_has_the_rest_computed(make: Any, fault: str) -> None:
+def test_a_pull_that_fails_has_the_rest_computed(make, fault):
     a, b = (group := make({}, {})).engines
     tokens, remote = _moved(group, a, _running(group, a, 9))
     if fault == "dies":

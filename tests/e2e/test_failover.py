@@ -1,17 +1,21 @@
 """A decode server is lost in the middle of an answer, and the client does not notice.
 
 tests/engine/test_resume.py cuts streams behind each frame; here are real servers and real faults.
+The matrix is of every fault at every position of every kind of answer; a few of its rows are run
+each time.
 """
 
 import contextlib
+import itertools
+import json
 import random
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +33,15 @@ from tests.rigs.cluster import (
     started,
     wait_until,
 )
-from tests.rigs.cutter import Cutter, Fault
+from tests.rigs.cutter import AT_ANSWER, AT_REQUEST, Cutter, Fault
 from tests.rigs.plain_http import http
 
 _QUICK = ("--health-interval-s", "0.1", "--health-timeout-s", "0.3")
 _OWN = re.compile(r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?')
+_CACHED = re.compile(r'"cached_tokens":\d+')
 _INDEX = re.compile(r'"choices":\[\{"index":(\d)')
 _NUMBER = re.compile(r"-?\d+\.\d+(e-?\d+)?")
+_NUM_DECODES = 4
 
 
 @dataclass
@@ -46,6 +52,11 @@ class Fleet:
     decodes: list[Server]
     cutters: list[Cutter]
     proxy: Server
+    restart: Callable[[], Server]
+    later: contextlib.ExitStack
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_DECODES))
+    restarts: list[Future[None]] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)  # processes
 
     def server_of(self, cutter: Cutter) -> Server:
         return self.decodes[self.cutters.index(cutter)]
@@ -64,36 +75,98 @@ class Fleet:
         resumes = (n for name, n in metrics.items() if 'outcome="resumed"' in name)
         return sum(resumes) + metrics['baton_proxy_retries_total{leg="decode"}']
 
-    def until_ready(self, num: int) -> None:
+    def until_ready(self, least: int) -> None:
         def is_ready() -> bool:
             told = http.get(f"{self.proxy.url}/ready", timeout=10).json()
-            return bool(told["decode"]["ready"] == num)
+            return bool(told["decode"]["ready"] >= least)
 
-        wait_until(is_ready)
+        wait_until(is_ready, 60)
+
+    def busy(self) -> list[Cutter]:
+        pairs = zip(self.cutters, self.decodes, strict=True)
+        alive = [(cutter, d) for cutter, d in pairs if not d.child.exited.is_set()]
+        return [cutter for cutter, d in alive if d.metrics()["baton_requests_running"]]
+
+    def replace(self, cutter: Cutter) -> None:
+        """Another server in the place of one that ends, as soon as it is up."""
+        at = self.cutters.index(cutter)
+
+        def begin() -> None:
+            successor = self.restart()
+            self.later.enter_context(running(successor))
+            assert self.decodes[at].child.exited.wait(30)
+            self.decodes[at], cutter.target = successor, successor.port
+
+        self.restarts.append(self.pool.submit(begin))
+
+    def resume(self) -> None:
+        for pid in self.stopped:
+            stopping.send(pid, signal.SIGCONT)
+        self.stopped.clear()
+
+    def assert_home(self) -> None:
+        """Every server is up, and holds nothing of what has ended."""
+        for restart in self.restarts:
+            restart.result()
+        self.restarts.clear()
+        for server in (*self.decodes, self.prefill):
+            server.assert_home()
 
 
 @contextlib.contextmanager
-def _fleet(model: Path) -> Iterator[Fleet]:
+def _fleet(model: Path, num: int) -> Iterator[Fleet]:
     decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
-    starts = [partial(start_prefill, model), decode, decode, decode]
-    with started(*starts) as (prefill, *decodes):
+    with started(partial(start_prefill, model), *[decode] * num) as (prefill, *decodes):
         cutters = [Cutter(server.port) for server in decodes]
         told = [arg for cutter in cutters for arg in ("--decode", cutter.url)]
         proxy = start_proxy([prefill], [], *told, *_QUICK)
-        with running(proxy):
-            yield Fleet(prefill, decodes, cutters, proxy)
+        with running(proxy), contextlib.ExitStack() as later:
+            fleet = Fleet(prefill, decodes, cutters, proxy, decode, later)
+            later.callback(fleet.pool.shutdown)
+            yield fleet
             for cutter in cutters:
                 cutter.close()
 
 
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path) -> Iterator[Fleet]:
-    with _fleet(tiny_model) as made:
+    with _fleet(tiny_model, _NUM_DECODES) as made:
         yield made
 
 
-_SAMPLED = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-_REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){6}"}}
+# -- faults
+
+
+def _cut(fleet: Fleet, cutter: Cutter) -> None:
+    cutter.cut()
+    cutter.mend()
+
+
+def _stop(fleet: Fleet, cutter: Cutter) -> None:
+    server = fleet.server_of(cutter)
+    pids = (*server.engine_pids(), server.child.pid)
+    fleet.stopped.extend(pids)
+    for pid in pids:
+        stopping.send(pid, signal.SIGSTOP)
+
+
+def _kill(fleet: Fleet, cutter: Cutter) -> None:
+    fleet.server_of(cutter).kill()
+    fleet.replace(cutter)
+
+
+def _end(fleet: Fleet, cutter: Cutter) -> None:
+    fleet.server_of(cutter).child.signal(signal.SIGTERM)
+    fleet.replace(cutter)
+
+
+_FAULTS = {"kill": _kill, "cut": _cut, "SIGTERM": _end, "SIGSTOP": _stop}
+
+# -- answers
+
+_DRAWN = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+_REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){4}"}}
+_WIDE = {"structured_outputs": {"regex": "[ä-üЖ-я€]{9}"}}
 _TOOL = {
     "type": "function",
     "function": {
@@ -105,29 +178,105 @@ _TOOL = {
         },
     },
 }
-_CHATS = "/v1/chat/completions"
-# By name: the endpoint and the request.
-_ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy": ("/v1/completions", {"temperature": 0, "ignore_eos": True, "logprobs": 2}),
-    "sampled": ("/v1/completions", {**_SAMPLED, "return_token_ids": True, "ignore_eos": True}),
-    "n = 3": ("/v1/completions", {**_SAMPLED, "n": 3, "return_token_ids": True}),
-    "structured": (_CHATS, {**_SAMPLED, **_REGEX}),
-    "a call": (_CHATS, {**_SAMPLED, "tools": [_TOOL], "tool_choice": "required"}),
-    "items": ("/v1/responses", {"temperature": 0, "max_output_tokens": 30}),
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": _DRAWN,
+    "n = 3": {**_DRAWN, "n": 3},
+    "structured": {**_DRAWN, **_REGEX},
 }
+_POSITIONS = (
+    "before token 1",
+    "at token 1",
+    "mid-stream",
+    "in a character",
+    "in a call",
+    "in a grammar",
+    "before a stop string",
+    "at the last token",
+)
+_MOMENTS = ("asked for", "computed", "told")
+_PROMPT = fresh_prompt(70)
 
 
-def _body(name: str, prompt: list[int], *, stream: bool = True) -> tuple[str, dict[str, Any]]:
-    path, body = _ASKED[name]
-    body = {"model": MODEL, "stream": stream, **body}
-    if stream and path != "/v1/responses":
-        body["stream_options"] = {"include_usage": True}
-    if path == "/v1/completions":
-        return path, {"prompt": prompt, "max_tokens": 24, **body}
-    text = " ".join(map(str, prompt[:20]))
-    if path == "/v1/responses":
-        return path, {"input": text, **body}
-    return path, {"messages": [{"role": "user", "content": text}], "max_tokens": 60, **body}
+def _vocabulary(model: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    return found
+
+
+def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
+    """The endpoint and the body of a stream in which there is such a position."""
+    body = {"model": MODEL, "stream": True, "max_tokens": 30, "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}, **_KINDS[kind]}
+    is_free = kind != "structured" and position not in ("in a grammar", "in a call")
+    if position == "in a call":
+        body.pop("structured_outputs", None)
+        said = [{"role": "user", "content": " ".join(map(str, _PROMPT[:20]))}]
+        body |= {"messages": said, "max_tokens": 60, "tools": [_TOOL], "tool_choice": "required"}
+        return "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}
+    if position == "in a character" and is_free:  # bytes of which a half makes characters
+        ids = _vocabulary(model)
+        body["logit_bias"] = {str(ids[each]): 60 for each in "Ã©"}
+    elif position == "in a character":
+        body |= _WIDE
+    elif position == "in a grammar":
+        body |= _REGEX
+    return "/v1/completions", {**body, "prompt": _PROMPT, "logprobs": 2, "ignore_eos": is_free}
+
+
+@dataclass
+class Case:
+    """An answer, and after how many of its tokens there is what a row is about."""
+
+    path: str
+    body: dict[str, Any]
+    expected: str
+    after: int
+
+
+def _read(line: str) -> Any:
+    return json.loads(line.removeprefix("data: ").replace(",}", "}"))  # without what was last
+
+
+def _tokens(stream: str) -> list[tuple[int, list[int], str]]:
+    """Of each event: the choice, its tokens and its text."""
+    found = []
+    for line in stream.split("\n"):
+        if line.startswith("data: {") and (choices := _read(line).get("choices")):
+            one = choices[0]
+            found.append((one["index"], one.get("token_ids") or [], one.get("text") or ""))
+    return found
+
+
+def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
+    path, body = _asked(kind, position, model)
+    fleet.ask(path, body)  # from here on the prompt is cached
+    expected = fleet.ask(path, body)
+    if position == "before a stop string":
+        text = "".join(text for index, _, text in _tokens(expected) if not index)
+        body["stop"] = text[len(text) // 2 :][:9]
+        expected = fleet.ask(path, body)
+    events = _tokens(expected)
+    sizes = [len(ids) for _, ids, _ in events]
+    total, firsts = (
+        sum(sizes),
+        [at for at, (index, ids, _) in enumerate(events) if ids and not index],
+    )
+    match position:
+        case "before token 1":
+            after = AT_REQUEST
+        case "at token 1":
+            after = 1
+        case "in a character":  # the first byte of two
+            ids = _vocabulary(model)
+            halves = [at for at, e in enumerate(events) if e[1] == [ids["Ã"]] and not e[2]]
+            after = sum(sizes[: halves[len(halves) // 2] + 1]) if halves else total // 2
+        case "before a stop string":
+            after = sum(sizes[: firsts[-1]])
+        case "at the last token":
+            after = total - 1
+        case _:
+            after = total // 2
+    return Case(path, body, expected, after)
 
 
 def _by_choice(stream: str) -> str:
@@ -143,127 +292,125 @@ def _assert_same(found: str, expected: str) -> None:
     assert all(abs(float(a[0]) - float(b[0])) < 1e-3 for a, b in pairs)
 
 
-def _run(fleet: Fleet, name: str, act: Any, *afters: int, num_ready: int = 3) -> None:
-    """With a fault after each of so many frames."""
-    path, body = _body(name, fresh_prompt(70))
-    fleet.ask(path, body)  # from here on the prompt is cached
+def _run(fleet: Fleet, case: Case, fault: str) -> None:
+    fleet.until_ready(2)
+    before = fleet.taken_over()
+    told = Fault(partial(_FAULTS[fault], fleet), case.after, loses=fault != "SIGTERM")
+    try:
+        found = fleet.ask(case.path, case.body, told)
+    finally:
+        fleet.resume()
+    assert told.happened.is_set()
+    assert fault == "SIGTERM" or fleet.taken_over() == before + 1
+    _assert_same(*map(_by_choice, (found, case.expected)))
+
+
+def _run_whole(fleet: Fleet, kind: str, fault: str, moment: str) -> None:
+    """As `_run`, of an answer that is no stream: while it is asked for, computed, or told."""
+    body = {"model": MODEL, "prompt": _PROMPT, "logprobs": 2, **_KINDS[kind]}
+    body |= {"max_tokens": 100, "ignore_eos": kind != "structured"}
+    path, act = "/v1/completions", partial(_FAULTS[fault], fleet)
+    fleet.ask(path, body)
     expected = fleet.ask(path, body)
-    for after in afters:
-        fleet.until_ready(num_ready)
-        before, fault = fleet.taken_over(), Fault(act, after)
-        found = fleet.ask(path, body, fault)
-        assert fault.happened.is_set() and fleet.taken_over() == before + 1
-        _assert_same(*map(_by_choice, (found, expected)))
-
-
-def _until_it_is_over(fleet: Fleet) -> None:
-    for server in fleet.decodes:
-        if not server.child.exited.is_set():
-            server.assert_home()
-    fleet.prefill.assert_home()
-
-
-_SLOW = ("a call",)
+    fleet.until_ready(2)
+    wait_until(lambda: not fleet.busy())
+    told = None
+    if moment != "computed":
+        told = Fault(act, AT_REQUEST if moment == "asked for" else AT_ANSWER, fault != "SIGTERM")
+    asked = fleet.pool.submit(fleet.ask, path, body, told)
+    if moment == "computed":
+        wait_until(lambda: asked.done() or bool(fleet.busy()))
+        for cutter in fleet.busy():
+            act(cutter)
+    try:
+        # Whoever begins anew says what it had of the prompt.
+        _assert_same(*(_CACHED.sub("", answer) for answer in (asked.result(), expected)))
+    finally:
+        fleet.resume()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _ASKED]
+    ("fault", "kind", "position"),
+    [
+        ("cut", "greedy", "at token 1"),
+        ("cut", "sampled", "in a call"),
+        ("kill", "sampled", "in a character"),
+        ("SIGSTOP", "structured", "mid-stream"),
+        ("SIGTERM", "n = 3", "before a stop string"),
+    ],
 )
-def test_a_stream_survives_a_cut_connection(fleet: Fleet, name: str) -> None:
-    _run(fleet, name, lambda cutter: cutter.cut() or cutter.mend(), 1, 2, 7)
-    _until_it_is_over(fleet)
+def test_a_stream_survives(fleet, tiny_model, fault, kind, position):
+    _run(fleet, _case(fleet, kind, position, tiny_model), fault)
 
 
-def test_an_answer_that_is_no_stream_is_had_again(fleet: Fleet) -> None:
-    path, body = _body("sampled", fresh_prompt(70), stream=False)
-    body["max_tokens"] = 200
-    fleet.ask(path, body)
-    expected, before = fleet.ask(path, body), fleet.taken_over()
-
-    def busy() -> list[Cutter]:
-        pairs = zip(fleet.cutters, fleet.decodes, strict=True)
-        return [cutter for cutter, d in pairs if d.metrics()["baton_requests_running"]]
-
-    wait_until(lambda: not busy())
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(fleet.ask, path, body)
-        wait_until(lambda: bool(busy()))
-        for cutter in busy():
-            cutter.cut()
-            cutter.mend()
-        assert asked.result() == expected
-    assert fleet.taken_over() == before + 1
-    _until_it_is_over(fleet)
+def test_an_answer_that_is_no_stream_is_had_again(fleet):
+    _run_whole(fleet, "sampled", "kill", "computed")
+    fleet.assert_home()
 
 
-def test_a_stream_survives_a_network_that_swallows_all(fleet: Fleet) -> None:
-    _run(fleet, "sampled", Cutter.swallow, 9)
+def test_a_stream_survives_a_network_that_swallows_all(fleet, tiny_model):
+    case = _case(fleet, "sampled", "mid-stream", tiny_model)
+    found = fleet.ask(case.path, case.body, Fault(Cutter.swallow, case.after))
     for cutter in fleet.cutters:
         cutter.mend()
-    _until_it_is_over(fleet)
+    _assert_same(found, case.expected)
+    fleet.assert_home()
 
 
-def test_a_server_that_was_stopped_finds_its_client_gone(fleet: Fleet) -> None:
-    stopped: list[int] = []
-
-    def stop(cutter: Cutter) -> None:
-        server = fleet.server_of(cutter)
-        stopped.extend((*server.engine_pids(), server.child.pid))
-        for pid in stopped:
-            stopping.send(pid, signal.SIGSTOP)
-
-    try:
-        _run(fleet, "greedy", stop, 5)
-    finally:
-        for pid in stopped:
-            stopping.send(pid, signal.SIGCONT)
-    _until_it_is_over(fleet)
-
-
-def test_servers_that_end_or_are_killed_cost_no_stream(fleet: Fleet) -> None:
-    _run(fleet, "n = 3", lambda cutter: fleet.server_of(cutter).child.signal(signal.SIGTERM), 4)
-    _run(fleet, "sampled", lambda cutter: fleet.server_of(cutter).kill(), 6, num_ready=2)
-    _until_it_is_over(fleet)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_answer_survives_every_fault_anywhere(fleet, tiny_model, kind):
+    cases = [_case(fleet, kind, position, tiny_model) for position in _POSITIONS]
+    rows = itertools.product(zip(_POSITIONS, cases, strict=True), _FAULTS)
+    runs = {
+        f"{fault} {position} ({case.after})": partial(_run, fleet, case, fault)
+        for (position, case), fault in rows
+    }
+    for moment, fault in itertools.product(_MOMENTS, _FAULTS):
+        told = f"{fault} while a whole answer is {moment}"
+        runs[told] = partial(_run_whole, fleet, kind, fault, moment)
+    failed = {}
+    for told, run in runs.items():
+        try:
+            run()
+        except AssertionError as error:
+            failed[told] = str(error)[:500]
+    assert not failed
+    fleet.assert_home()
 
 
 _KILLS_S, _NUM_STREAMS = 300.0, 24
 
 
 @pytest.mark.slow
-def test_streams_outlive_servers_that_are_killed_at_any_time(tiny_model: Path) -> None:
+def test_streams_outlive_servers_that_are_killed_at_any_time(tiny_model):
     rng, over = random.Random(5), threading.Event()
-    with _fleet(tiny_model) as fleet, contextlib.ExitStack() as later:
-        asked = [
-            _body(rng.choice(["sampled", "n = 3", "items"]), fresh_prompt(40 + 9 * at))
-            for at in range(_NUM_STREAMS)
-        ]
-        for _, body in asked:
-            body |= {name: 200 for name in ("max_tokens", "max_output_tokens") if name in body}
+    drawn = {"model": MODEL, "stream": True, "max_tokens": 200, **_DRAWN}
+    items = {"model": MODEL, "stream": True, "max_output_tokens": 200, "temperature": 0}
+    with _fleet(tiny_model, 3) as fleet, ThreadPoolExecutor(_NUM_STREAMS) as pool:
+        barrier = threading.Barrier(_NUM_STREAMS + 1)
 
         def ask(at: int) -> int:
             """How often the answer was right."""
-            path, body = asked[at]
+            prompt, num = fresh_prompt(40 + 9 * at), 0
+            path, body = "/v1/completions", {**drawn, "prompt": prompt, "n": rng.choice([1, 3])}
+            if at % 3 == 0:
+                path, body = "/v1/responses", {**items, "input": " ".join(map(str, prompt[:20]))}
             _, expected = fleet.ask(path, body), fleet.ask(path, body)
-            num = 0
             barrier.wait()
             while not over.is_set():
                 _assert_same(_by_choice(fleet.ask(path, body)), _by_choice(expected))
                 num += 1
             return num
 
-        barrier = threading.Barrier(_NUM_STREAMS + 1)
-        with ThreadPoolExecutor(_NUM_STREAMS) as pool:
-            answers = [pool.submit(ask, at) for at in range(_NUM_STREAMS)]
-            barrier.wait()
-            until_s = time.monotonic() + _KILLS_S
-            while time.monotonic() < until_s and not any(one.done() for one in answers):
-                at = rng.randrange(3)
-                fleet.decodes[at].kill()
-                successor = fleet.decodes[at] = start_decode(tiny_model)
-                later.enter_context(running(successor))
-                fleet.cutters[at].target = successor.port
-                fleet.until_ready(3)
-            over.set()
-            assert min(one.result() for one in answers) >= 1
+        answers = [pool.submit(ask, at) for at in range(_NUM_STREAMS)]
+        barrier.wait()
+        until_s = time.monotonic() + _KILLS_S
+        while time.monotonic() < until_s and not any(one.done() for one in answers):
+            _kill(fleet, rng.choice(fleet.cutters))
+            fleet.restarts.pop().result()
+            fleet.until_ready(3)
+        over.set()
+        assert min(one.result() for one in answers) >= 1
         assert fleet.taken_over() > 10
-        _until_it_is_over(fleet)
+        fleet.assert_home()

@@ -1,35 +1,43 @@
-"""A TCP relay in front of a decode server, which does something to it at a given frame of a stream.
+"""A TCP relay in front of a decode server, which does something to it at a given token of a stream.
 
-The bytes up to that frame are passed on, the frame itself only if the fault leaves the server be.
+The bytes up to the frame with that token are passed on, this one only if the fault loses nothing.
 """
 
 import contextlib
+import json
+import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-_FRAME = b":baton "
+_FRAME = re.compile(rb":baton [0-9a-f]{8} (\[\[[^\n]*\]\])\n")
+_MAX_HELD_BYTES = 1 << 16  # of a frame's beginning
+AT_REQUEST = -2
+AT_ANSWER = -1
 
 
 @dataclass
 class Fault:
-    """What happens, once, at whichever server is the first to send so many frames of one stream.
+    """What happens, once, at whichever server is the first to send so many tokens of one stream.
 
     Args:
         act: gets the relay in front of it.
-        after: frames that are passed on before, the stream's head among them.
+        after: tokens that are passed on before; or AT_REQUEST, AT_ANSWER: before any byte of it.
+        loses: what is on its way back then.
     """
 
     act: Callable[["Cutter"], None]
     after: int
+    loses: bool = True
     happened: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def is_due(self, num_frames: int) -> bool:
+    def is_due(self, num_tokens: int) -> bool:
         """True for one caller."""
         with self._lock:
-            if self.happened.is_set() or num_frames <= self.after:
+            if self.happened.is_set() or num_tokens <= self.after:
                 return False
             self.happened.set()
             return True
@@ -99,26 +107,55 @@ class Cutter:
         with near, far:
             with self._lock:
                 self._open |= {near, far}
-            there = threading.Thread(target=self._pass_on, args=(near, far, False), daemon=True)
+            asks = threading.Event()  # while something is to be generated
+            told = near, far, asks
+            there = threading.Thread(target=self._pass_requests, args=told, daemon=True)
             there.start()
-            self._pass_on(far, near, True)
+            self._pass_answers(far, near, asks)
             there.join()
             with self._lock:
                 self._open -= {near, far}
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        num_frames, tail = 0, b""
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if is_answer:
-                    if data.startswith(b"HTTP/"):  # the next answer over this connection
-                        num_frames, tail = 0, b""
-                    num_frames += (tail + data).count(_FRAME)
-                    tail = data[1 - len(_FRAME) :]
-                    if (fault := self.fault) and fault.is_due(num_frames):
+    def _is_due(self, num_tokens: int) -> Fault | None:
+        fault = self.fault
+        return fault if fault and fault.is_due(num_tokens) else None
+
+    def _pass_requests(self, near: socket.socket, far: socket.socket, asks: Any) -> None:
+        with _ending(near, far):
+            while data := near.recv(1 << 16):
+                if data.startswith(b"GET "):
+                    asks.clear()
+                elif data.startswith(b"POST /v1/"):
+                    asks.set()
+                    if fault := self._is_due(AT_ANSWER):
                         fault.act(self)
                 self._passes.wait()
-                sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                far.sendall(data)
+
+    def _pass_answers(self, far: socket.socket, near: socket.socket, asks: Any) -> None:
+        num_tokens, held, is_lost = 0, b"", False
+        with _ending(far, near):
+            while data := far.recv(1 << 16):
+                if data.startswith(b"HTTP/"):  # the next one over this connection
+                    num_tokens, held = 0, b""
+                held, end = held + data, 0
+                for frame in _FRAME.finditer(held):
+                    num_tokens += sum(len(entry[1]) for entry in json.loads(frame[1]))
+                    end = frame.end()
+                held = held[end:][-_MAX_HELD_BYTES:]
+                if asks.is_set() and (fault := self._is_due(num_tokens)):
+                    fault.act(self)
+                    is_lost = fault.loses
+                self._passes.wait()
+                if not is_lost:
+                    near.sendall(data)
+
+
+@contextlib.contextmanager
+def _ending(*ends: socket.socket) -> Iterator[None]:
+    """Both, when one of them has ended."""
+    with contextlib.suppress(OSError):
+        yield
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2465,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11013,
+    "engine": 11045,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3968,
     "prefill_server": 192,
-    "protocol": 6804,
-    "proxy": 5128,
-    "tests": 39739,
+    "protocol": 6805,
+    "proxy": 5133,
+    "tests": 40062,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -127,11 +127,12 @@ class Engine:
                 self.keep(first.hashes)
         if room < most:
             seconds = max(seconds, t.prompts)
-        steps, tokens, prompts, took = self.totals
         if self.streams and not self.prefills:
             self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
-        tokens += len(self.streams) + most - room
-        self.totals = Totals(steps + 1, tokens, prompts + most - room, took + seconds)
+        prompts = most - room
+        step = 1, len(self.streams) + prompts, prompts, seconds
+        mixed = (1, step[1], seconds) if prompts else (0, 0, 0)
+        self.totals = Totals(*(a + b for a, b in zip(self.totals, (*step, *mixed), strict=True)))
         return now + seconds, ended
 
     def generate(self, now: float) -> list[Request]:

@@ -24,12 +24,15 @@ from prometheus_client.registry import Collector
 from protocol.version import VERSION
 
 # What an engine has done since its start, as told by GET /ready: steps, tokens in them, those of
-# prompts, seconds.
+# prompts, seconds; and in steps with prompts.
 ENGINE_TOTALS = (
     "engine_steps",
     "engine_step_tokens",
     "engine_step_prompt_tokens",
     "engine_step_seconds",
+    "engine_mixed_steps",
+    "engine_mixed_step_tokens",
+    "engine_mixed_step_seconds",
 )
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -93,6 +96,10 @@ TABLE = (
     Spec("baton_engine_step_tokens", "counter", "engine", "Tokens computed in forward steps."),
     Spec("baton_engine_step_prompt_tokens", "counter", "engine", "Tokens of prompts among these."),
     Spec("baton_engine_step_seconds", "counter", "engine", "Time spent in forward steps."),
+    Spec("baton_engine_mixed_steps", "counter", "engine", "Forward steps with prompts."),
+    Spec("baton_engine_mixed_step_tokens", "counter", "engine",
+         "Tokens computed in these, streams' included."),
+    Spec("baton_engine_mixed_step_seconds", "counter", "engine", "Time spent in these."),
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels loaded, perhaps compiled, after the server was ready: should stay 0."),
     # Engine: moving KV.

@@ -33,10 +33,10 @@ ServerT = TypeVar("ServerT")
 BLOCK_BYTES = 1024  # of a prompt's JSON text
 _TOKEN_BYTES = 4.0  # of text, about
 _FASTEST_S = 1e-7  # of a token, and of a step
-_KEPT = 0.8  # of what all samples before said, with each new one
+_MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
 _MAX_ENDS = 16_384  # of prompts and their answers, of all servers
-_DOUBT = 0.02  # how much of it speaks for what was believed already
+_LEAST_OF_PROMPTS = 0.25  # of a step's time with prompts, whatever streams take
 
 
 def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
@@ -57,39 +57,22 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
 
 class Totals(NamedTuple):
     """Of an engine since its start: steps, the tokens in them, those of prompts among these, and
-    the steps' seconds."""
+    the steps' seconds; then of the steps with prompts alone: steps, all tokens, seconds."""
 
     steps: float = 0.0
     tokens: float = 0.0
     prompts: float = 0.0
     seconds: float = 0.0
+    mixed_steps: float = 0.0
+    mixed_tokens: float = 0.0
+    mixed_seconds: float = 0.0
 
 
-@dataclass
-class _Speed:
-    """What two kinds of work take that a server does together: `a * x + b * y` seconds, by least
-    squares over samples of (a, b, seconds), of which the newest count most."""
-
-    aa: float = 0.0
-    ab: float = 0.0
-    bb: float = 0.0
-    az: float = 0.0
-    bz: float = 0.0
-
-    def learn(self, a: float, b: float, z: float, x: float, y: float) -> tuple[float, float]:
-        """The new x and y; as they were where samples cannot tell."""
-        self.aa, self.ab = self.aa * _KEPT + a * a, self.ab * _KEPT + a * b
-        self.bb, self.az = self.bb * _KEPT + b * b, self.az * _KEPT + a * z
-        self.bz = self.bz * _KEPT + b * z
-        aa, bb = self.aa * (1 + _DOUBT), self.bb * (1 + _DOUBT)
-        az, bz = self.az + self.aa * _DOUBT * x, self.bz + self.bb * _DOUBT * y
-        if (both := aa * bb - self.ab**2) > 0:
-            x, y = (az * bb - bz * self.ab) / both, (bz * aa - az * self.ab) / both
-        elif bb > 0:
-            y = bz / bb
-        elif aa > 0:
-            x = az / aa
-        return max(x, _FASTEST_S), max(y, _FASTEST_S)
+def _moved(believed: float, amount: float, seconds: float) -> float:
+    """What one of `amount` takes, after so many of them took `seconds`: the more time they took,
+    the more it counts."""
+    found = max(seconds / amount, _FASTEST_S)
+    return believed + (found - believed) * seconds / (seconds + _MEMORY_S)
 
 
 @dataclass
@@ -164,7 +147,6 @@ class Knowledge:
         self._clock = clock
         self.loads = _Loads()
         self._totals: dict[object, Totals] = {}
-        self._speeds: dict[object, _Speed] = {}
         self._lenders: dict[int, object] = {}  # by index
         self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
         self.pulls = False  # servers are told whose KV to pull
@@ -184,7 +166,6 @@ class Knowledge:
             self._prefixes.forget(load.index)
             self._lenders.pop(load.index, None)
         self._totals.pop(server, None)
-        self._speeds.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
@@ -311,12 +292,16 @@ class Knowledge:
         one with streams take."""
         load, before = self.loads[server], self._totals.get(server, Totals())
         load.capacity, load.target_s, self._totals[server] = capacity, itl_target_s, totals
-        steps, tokens, prompts, seconds = (b - a for a, b in zip(before, totals, strict=True))
-        if steps <= 0 or tokens <= 0 or prompts < 0 or seconds <= 0:
+        new = Totals(*(b - a for a, b in zip(before, totals, strict=True)))
+        if min(new) < 0:  # it has restarted
             return
-        streams = max(tokens - prompts, 0.0) / steps
-        weighed = steps * (1.0 + streams / DOUBLING) if streams else 0.0
-        speed = self._speeds.setdefault(server, _Speed())
-        load.step_s, load.token_s = speed.learn(
-            weighed, prompts, seconds, load.step_s, load.token_s
-        )
+        steps, streams = new.steps - new.mixed_steps, new.tokens - new.mixed_tokens
+        seconds = new.seconds - new.mixed_seconds
+        if steps > 0 and streams > 0 and seconds > 0:
+            load.step_s = _moved(load.step_s, steps + streams / DOUBLING, seconds)
+        if new.prompts > 0 and new.mixed_seconds > 0:
+            streams = max(new.mixed_tokens - new.prompts, 0.0)
+            steps = min(new.mixed_steps, streams) + streams / DOUBLING
+            least = _LEAST_OF_PROMPTS * new.mixed_seconds
+            seconds = max(new.mixed_seconds - steps * load.step_s, least)
+            load.token_s = _moved(load.token_s, new.prompts, seconds)

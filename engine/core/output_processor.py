@@ -17,6 +17,9 @@ _NAMES: Final = (
     "baton_engine_step_tokens",
     "baton_engine_step_prompt_tokens",
     "baton_engine_step_seconds",
+    "baton_engine_mixed_steps",
+    "baton_engine_mixed_step_tokens",
+    "baton_engine_mixed_step_seconds",
     "baton_prefix_cache_query_tokens",
     "baton_prefix_cache_hit_tokens",
 )
@@ -99,6 +102,10 @@ class CoreStats:
         self._totals["baton_engine_step_tokens"] += num_tokens
         self._totals["baton_engine_step_prompt_tokens"] += num_prompt_tokens
         self._totals["baton_engine_step_seconds"] += seconds
+        if num_prompt_tokens:
+            self._totals["baton_engine_mixed_steps"] += 1
+            self._totals["baton_engine_mixed_step_tokens"] += num_tokens
+            self._totals["baton_engine_mixed_step_seconds"] += seconds
 
     def admitted(self, sequence: Sequence) -> None:
         """Its blocks are there, and what the prefix cache had of them is known."""

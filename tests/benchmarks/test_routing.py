@@ -80,7 +80,7 @@ def test_stale_or_wrong_knowledge_only_costs_time(seed):
 
     class Misled(routing.Knowing):
         def computes(self, request: Request) -> routing.Engine:
-            engine, wrong = rng.choice(engines), [rng.random() * 10**6 for _ in range(4)]
+            engine, wrong = rng.choice(engines), [rng.random() * 10**6 for _ in range(7)]
             self.knowledge.told(engine, rng.randrange(1, 10**6), Totals(*wrong))
             if rng.random() < 0.3:
                 self.knowledge.forget(engine)

@@ -113,7 +113,8 @@ def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain():
 def test_the_speed_of_a_server_is_what_its_steps_say():
     knowledge = Knowledge("auto", "auto")
     for poll in range(60):
-        knowledge.told("p", 1000, Totals(10 * poll, 10_000 * poll, 10_000 * poll, 0.5 * poll))
+        done = 10 * poll, 10_000 * poll, 10_000 * poll, 0.5 * poll
+        knowledge.told("p", 1000, Totals(*done, done[0], done[1], done[3]))
     assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
         knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
@@ -122,7 +123,10 @@ def test_the_speed_of_a_server_is_what_its_steps_say():
         tokens = prompts.randrange(100)
         streams, even = prompts.choice([2, 14]), 0.012 / (1 + 8 / 96)  # who came and went meanwhile
         seconds = even * (1 + streams / 96) + tokens * 4e-4
-        steps = 50, 50 * (streams + tokens), 50 * tokens, 50 * seconds
+        steps = [50, 50 * (streams + tokens), 50 * tokens, 50 * seconds]
+        steps += [steps[0], steps[1], steps[3]] if tokens else [0, 0, 0]
+        alone = [7, 7 * streams, 0, 7 * even * (1 + streams / 96), 0, 0, 0]
+        steps = [more + few for more, few in zip(steps, alone, strict=True)]
         totals = Totals(*(before + more for before, more in zip(totals, steps, strict=True)))
         knowledge.told("d", 1000, totals)
     assert step_s(knowledge.loads["d"]) == pytest.approx(0.012, rel=0.01)

@@ -20,17 +20,17 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2550,
-    "benchmarks": 2465,
+    "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11045,
+    "engine": 11052,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3968,
     "prefill_server": 192,
-    "protocol": 6805,
-    "proxy": 5133,
-    "tests": 40062,
+    "protocol": 6812,
+    "proxy": 5118,
+    "tests": 40066,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

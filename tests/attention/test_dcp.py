@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.base import AttentionBackend, AttentionBatch
@@ -23,6 +23,7 @@ from model.errors import InvalidParallelism
 from model.sizes import check_parallelism
 from tests.attention.reference import NUM_LAYERS, Shape, forward, make, make_pool
 from tests.model.test_config import LLAMA
+from tests.rigs.examples import examples
 
 NUM_BLOCKS = 24
 
@@ -239,7 +240,7 @@ ADMITTED = [
 ]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.sampled_from(ADMITTED))
 def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes):
     q_heads, kv_heads, tp, dcp = sizes

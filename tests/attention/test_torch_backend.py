@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.base import Kind, LayerAttention
@@ -26,6 +26,7 @@ from tests.attention.reference import (
     run_step,
     stored,
 )
+from tests.rigs.examples import examples
 
 LATENT = Shape(num_kv_heads=1, num_q_heads=5, head_dim=24, rope_dim=8)
 SCALES = (0.02, 0.5, 0.003, 1.0)  # K and V of two layers; the third cuts the largest keys off
@@ -89,7 +90,7 @@ def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
         check_step(backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)])
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     name=st.sampled_from(sorted(SHAPES)),
     order=st.sampled_from(NAMED_ORDERS),

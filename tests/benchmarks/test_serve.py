@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -50,7 +50,6 @@ def test_prompts_are_seeded_and_share_what_they_are_told_to():
     assert len(drawn(WORDS, 7, 0, 1)) == 7
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
 def test_the_union_of_spans_counts_no_moment_twice(spans):
     covered = {t for start, length in spans for t in range(start, start + length)}

@@ -33,6 +33,12 @@ class Reference:
         ids = ids[: ids.index(end) + 1] if end in ids else ids
         return ids, self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Of what follows each token: float32 [tokens, vocab]."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        return logits.log_softmax(-1)
+
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The greedy continuation, exactly `num_tokens` long: ends of sequence are ignored."""
         key = (tuple(prompt), num_tokens)

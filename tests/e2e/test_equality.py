@@ -6,7 +6,7 @@ equals transformers' generate.
 
 import pytest
 
-from tests.rigs.client import complete, complete_all, greedy, make_prompt, post
+from tests.rigs.client import complete, complete_all, make_prompt
 
 _BLOCK = 64
 _LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]
@@ -63,16 +63,6 @@ def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
         assert through.token_ids == alone.token_ids
     batched = complete_all(tiny_cluster.url, prompts, 20, seed=3, **sampling)
     assert batched[3].token_ids == through.token_ids
-
-
-def test_several_prompts_in_one_call(tiny_cluster, tiny_reference):
-    prompts = [make_prompt(seed, 20 + seed) for seed in range(31, 34)]
-    response = post(tiny_cluster.url, **greedy(prompts, 6))
-    choices = response.json()["choices"]
-    assert [c["index"] for c in choices] == [0, 1, 2]
-    assert [c["token_ids"] for c in choices] == [tiny_reference.generate(p, 6) for p in prompts]
-    kv = f"transferred={sum(map(len, prompts))}, recomputed=0, skipped=0"
-    assert response.headers["x-baton-kv"] == kv
 
 
 def test_a_single_token_never_touches_the_decode_servers_cache(tiny_cluster, tiny_reference):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests import stopping
-from tests.rigs.client import Stream, complete, fresh_prompt, greedy, post, prefill, stream
+from tests.rigs.client import Stream, complete, fresh_prompt, greedy, post, prefill
 from tests.rigs.cluster import (
     Server,
     cluster,
@@ -121,28 +121,6 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
             assert answer.token_ids == tiny_reference.generate(after, 5)
             assert answer.kv["transferred"] == 90
             wait_until(decode.all_blocks_home)
-
-
-def test_the_fail_policy_answers_with_a_typed_error(tiny_model, tiny_cluster, prompt):
-    decode = start_decode(tiny_model, "--kv-load-failure-policy", "fail")
-    with running(decode):
-        params = prefill(tiny_cluster.prefill[0].url, prompt)
-        body = greedy(prompt, 4, kv_transfer_params=params)
-        assert post(decode.url, **body).status_code == 200
-        complete(decode.url, fresh_prompt(600), 1)
-        refused = post(decode.url, **{**body, "prompt": [*prompt[:-1], prompt[-1] ^ 1]})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "kv_transfer_params_rejected"
-        other = fresh_prompt()
-        params = prefill(tiny_cluster.prefill[0].url, other)
-        prefixless = complete(tiny_cluster.decode[0].url, other, 3, kv_transfer_params=params)
-        assert prefixless.kv["transferred"] == 150
-        gone = post(decode.url, **greedy(other, 4, kv_transfer_params=params))
-        assert gone.status_code == 502, gone.text
-        assert gone.json()["error"]["code"] == "lease_gone"
-        events = stream(tiny_cluster.url, other, 3)
-        assert events[-1] == "[DONE]"
-        wait_until(decode.all_blocks_home)
 
 
 def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:

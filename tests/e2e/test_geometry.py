@@ -1,5 +1,5 @@
 """One cell of each kind of difference between a prefill and a decode server; test_matrix.py has
-them all."""
+them all, and test_either_leg.py one of unlike tensor parallelism."""
 
 import subprocess
 import sys
@@ -26,7 +26,6 @@ from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import Cluster, Server, running, start_proxy, wait_until
 
 _PLAIN = Geometry()
-_TWO = Geometry(tp=2)
 _SMALL = Geometry(block_size=16, options=("--transfer", "auto"))  # servers of one host: mapped
 _NHD = Geometry(block_size=16, layout="LBCNHD")
 _SHARED = Geometry(2, dcp=2)
@@ -45,10 +44,8 @@ def engines(tiny_model: Path, tiny_cluster: Cluster) -> Iterator[Farm]:
 # In an order in which no engine is started twice.
 _CELLS = {
     "blocks of 64 to 16": (_PLAIN, _SMALL),
-    "NHD to head-major": (_NHD, _SMALL),
     "NHD blocks of 16 to head-major 64": (_NHD, _PLAIN),
     "NHD blocks of 16 to ranks that share tokens, in blocks of 64": (_NHD, _SHARED),
-    "tp 1 to 2": (_PLAIN, _TWO),
 }
 
 

@@ -34,13 +34,6 @@ _SCHEMA = {
         }
     },
 }
-_TOOL: Any = {
-    "type": "function",
-    "function": {"name": "look_up", "description": "Looks it up.", "parameters": _SCHEMA},
-}
-_OTHER: Any = {"type": "function", "function": {"name": "give_up"}}
-
-
 _FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "it", "schema": _SCHEMA, "strict": True},
@@ -127,33 +120,6 @@ def test_what_never_ends_compiling_is_refused_beside_others(client):
         with pytest.raises(openai.BadRequestError, match="grammar-timeout-s") as refused:
             hostile.result()
     assert refused.value.param == "structured_outputs.json"
-
-
-def test_required_tools_are_called_and_streamed_the_same(client):
-    options: Any = {
-        "model": MODEL,
-        "messages": _MESSAGES,
-        "tools": [_TOOL, _OTHER],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 500,
-        "seed": 5,
-    }
-    choice = _chat(client, **options)
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    (call,) = choice.message.tool_calls or []
-    assert call.type == "function"
-    arguments = json.loads(call.function.arguments)
-    schema = {"look_up": _SCHEMA, "give_up": {"const": {}}}[call.function.name]
-    jsonschema.validate(arguments, schema)
-    with client.chat.completions.stream(**options) as stream:
-        streamed = stream.get_final_completion()
-    (again,) = streamed.choices[0].message.tool_calls or []
-    assert (again.function.name, again.function.arguments) == (
-        call.function.name,
-        call.function.arguments,
-    )
-    assert streamed.choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.slow

@@ -4,14 +4,13 @@ import mmap
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tests.e2e.matrix import ask
 from tests.rigs.client import fresh_prompt, prefill
-from tests.rigs.cluster import Server, start_decode, start_prefill, started, wait_until
+from tests.rigs.cluster import Server, running, start_decode, wait_until
 
 
 def pool_of(server: Server) -> mmap.mmap:
@@ -22,12 +21,12 @@ def pool_of(server: Server) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_model):
+def test_a_wrong_bit_is_found_and_the_prompt_is_computed_again(tiny_cluster):
     """The decode server copies out of the prefill server's memory, where a bit is wrong at that
     moment only: the prefill server stands still meanwhile."""
     argv = "--transfer", "mapped", "--kv-verify", "all"
-    starts = partial(start_prefill, tiny_model), partial(start_decode, tiny_model, *argv)
-    with started(*starts) as (p, d), ThreadPoolExecutor(1) as thread:
+    p, d = tiny_cluster.prefill[0], start_decode(tiny_cluster.model, *argv)
+    with running(d), ThreadPoolExecutor(1) as thread:
         first, prompt = fresh_prompt(), fresh_prompt()
         right = ask(d.url, first, 4, prefill(p.url, first, logprobs=1))
         assert right.kv["transferred"] == d.metrics()["baton_kv_verified_tokens_total"] == 150

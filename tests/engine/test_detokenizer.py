@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import (
@@ -12,6 +12,7 @@ from engine.text.detokenizer import (
     WindowDetokenizer,
     create_detokenizer,
 )
+from tests.rigs.examples import examples
 
 
 class PieceTokenizer:
@@ -67,7 +68,7 @@ TEXTS = ["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\
 WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
 def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
@@ -139,7 +140,7 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     st.lists(st.text("ab\n", max_size=4), max_size=8),

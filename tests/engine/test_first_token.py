@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.logits_processing import LogitShaper, ShapeBook
@@ -18,6 +18,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.text.grammar import GrammarCompiler
 from protocol.kv_params import sampling_digest
 from protocol.messages import Grammar, SamplingParams
+from tests.rigs.examples import examples
 from tests.rigs.shadow import add, masks_of
 
 _VOCAB = 512
@@ -76,7 +77,7 @@ def _digest(params: dict[str, Any], stop: list[int]) -> str:
 @given(
     one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
 )
-@settings(max_examples=150)
+@examples(150)
 def test_property_equal_digests_mean_equal_first_tokens(compiler, one, changed, stops, data):
     names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
     other = {**one, **{name: changed[name] for name in names}}

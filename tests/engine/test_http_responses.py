@@ -56,6 +56,8 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, tex
     assert "".join(shown) == said.replace("</think>", "")
     assert len({item.id for item in final.output}) == len(kinds)
     assert [event.type for event in told].count("response.output_item.done") == len(kinds)
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert told[0].type == "response.created" and told[-1].type == "response.completed"
     details = whole.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
 

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.batch import ScoredRows
 from engine.sampling.sampler import sample, score
 from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import SamplingParams
+from tests.rigs.examples import examples
 
 VOCAB = 50
 
@@ -99,7 +100,7 @@ sampling = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(sampling, min_size=1, max_size=6), st.integers(0, 1000), st.data())
 def test_a_row_does_not_depend_on_its_neighbours(params, logits_seed, data):
     """Property: alone, in a batch, and in a batch of another order, the same token."""
@@ -113,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours(params, logits_seed, data):
     assert shuffled == [together[i] for i in order]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans())
 def test_a_drawn_token_is_in_the_allowed_set(params, logits_seed, is_coarse):
     """Property: over many positions, also where many logits are equal as bfloat16 leaves them."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.logits_processing import NO_ROW, LogitShaper, ShapeBook, Shaping
@@ -18,6 +18,7 @@ from engine.core.sequence import Phase, Sequence
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import SamplingParams
+from tests.rigs.examples import examples
 from tests.rigs.shadow import add
 
 VOCAB = 70  # no multiple of 32
@@ -92,7 +93,7 @@ _params = st.fixed_dictionaries(
 _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     specs=st.lists(st.tuples(_prompts, _params), min_size=1, max_size=12),
     rounds=st.lists(

@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.layout import AXES, KVLayout, LayoutError
 from protocol.handshake import ITEMSIZE, LayoutRecord
+from tests.rigs.examples import examples
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 NUMPY_STANDIN = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -33,7 +34,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_strides_and_shape_are_those_of_a_contiguous_array(layout):
     array = np.zeros(layout.shape, NUMPY_STANDIN[layout.itemsize])
     by_axis = dict(zip(layout.order, array.strides, strict=True))

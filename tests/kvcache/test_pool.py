@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.layout import AXES, NAMED_ORDERS, KVLayout
 from kvcache.pool import TORCH_DTYPES, KVPool
 from protocol.handshake import ITEMSIZE
+from tests.rigs.examples import examples
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
@@ -36,7 +37,7 @@ def fill(pool: KVPool) -> None:
     st.sampled_from(sorted(ITEMSIZE)),
     st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 2), st.integers(1, 5), st.integers(1, 4)),
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_pools_of_any_two_orders_hold_the_same_content(order, other, dtype, sizes):
     pools = [KVPool(KVLayout(each, *sizes, dtype)) for each in (order, other)]
     for pool in pools:

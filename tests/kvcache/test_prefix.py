@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -18,6 +17,7 @@ from hypothesis.stateful import (
 from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
 from kvcache.groups import KVGroups, held
 from kvcache.prefix import PrefixCursor, PrefixIndex
+from tests.rigs.examples import examples
 
 BLOCK = 4
 
@@ -228,7 +228,7 @@ class CollidingMachine(PrefixMachine):
     index_type = CollidingIndex
 
 
-MACHINE_SETTINGS = settings(deadline=None, max_examples=60, stateful_step_count=40)
+MACHINE_SETTINGS = examples(60, stateful_step_count=40)
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = MACHINE_SETTINGS
 TestCollidingMachine = CollidingMachine.TestCase

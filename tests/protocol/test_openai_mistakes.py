@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
@@ -16,6 +16,7 @@ from protocol.openai.requests import Strict, neutral, parse_json_object, validat
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.tokenize import TokenizeRequest
 from protocol.short_repr import short_repr
+from tests.rigs.examples import examples
 
 Parse = Callable[..., Any]
 USER = {"role": "user", "content": "Hi"}
@@ -41,8 +42,10 @@ def tokenize(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"nonsense", b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000]
-)
+    "raw",
+    [b"", b"{", b"nonsense", b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"[" * 100_000,
+     b'{"a": "\xff\xfe"}', b'{"a": "\\ud800"}', b'{"a": 1e999}', b'{"a": ' + b"9" * 100_000 + b"}"],
+)  # fmt: skip
 def test_malformed_json_is_an_invalid_request(raw):
     with pytest.raises(InvalidRequest, match="JSON"):
         parse_json_object(raw)
@@ -74,7 +77,7 @@ FIELDS = (
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=4))
 def test_any_json_is_a_request_or_an_invalid_request(fields):
     for parse in (completion, chat, responses, tokenize):

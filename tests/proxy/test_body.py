@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from protocol.kv_params import REMOTE_DECODE, client_request
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
+from tests.rigs.examples import examples
 
 JSON = st.recursive(
     st.none()
@@ -52,7 +53,7 @@ def test_what_is_not_a_json_object_is_refused(data):
         parse_body(data)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_the_decode_server_gets_what_the_client_sent(body):
     body.pop("kv_transfer_params", None)

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import EngineDied
@@ -18,7 +18,6 @@ STREAM = (
 ENDS = [found.end() for found in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6))
 def test_events_pass_whole_and_unchanged_however_they_are_cut(cuts):
     edges = [0, *sorted(cuts), len(STREAM)]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.layout import NAMED_ORDERS, KVLayout
@@ -38,7 +38,6 @@ def test_probes_stay_in_the_null_block_and_in_their_room(order, room):
             assert length > 0 and readable[start : start + length].all()
 
 
-@settings(deadline=None)
 @given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12), st.sampled_from(["cpu", "cuda"]))
 def test_the_fit_finds_the_constants_that_made_the_samples(per_descriptor, bytes_per_s, kind):
     truth = CostModel(per_descriptor, bytes_per_s, 1e9)

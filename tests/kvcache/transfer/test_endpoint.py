@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
@@ -35,7 +35,6 @@ def endpoints(tp: int, total_heads: int, **changes) -> list[Endpoint]:
     ]
 
 
-@settings(deadline=None)
 @given(TPS, HEADS)
 def test_ranks_hold_every_head_in_order(tp, total):
     held = [heads_of(rank, tp, total) for rank in range(tp)]
@@ -46,7 +45,6 @@ def test_ranks_hold_every_head_in_order(tp, total):
         assert sum(len(heads) for heads in held) == total
 
 
-@settings(deadline=None)
 @given(TPS, TPS, HEADS)
 def test_every_wanted_head_is_in_one_group_whose_owners_are_all_that_hold_it(d_tp, p_tp, total):
     held = [heads_of(rank, p_tp, total) for rank in range(p_tp)]

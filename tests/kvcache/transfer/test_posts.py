@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.transfer.link.agent import ReadWindow, Throttle
@@ -32,7 +32,6 @@ def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
     max_bytes=st.integers(1, 100),
     max_runs=st.integers(1, 5),
 )
-@settings(deadline=None)
 def test_property_posts_move_each_byte_once_within_their_limits(reads, max_bytes, max_runs):
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
     posts = list(Throttle(ReadWindow(max_bytes, max_runs)).cut(whole))

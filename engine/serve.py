@@ -8,19 +8,17 @@ No torch here: the engine's processes have it.
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
@@ -30,7 +28,7 @@ from engine.process.client import EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
-from protocol.http.connections import bound_clients, bounded_protocol, raise_file_limit
+from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
@@ -81,14 +79,6 @@ def _told(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: ending is this module's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class _Server:
     """One server, on the running event loop."""
 
@@ -97,7 +87,8 @@ class _Server:
         self.secret = cluster_secret(settings.cluster_secret)
         self.hooks = hooks(self.secret)
         self.door = FrontDoor(settings)
-        self.server = _HttpServer(self._http())
+        how = settings, self.door.access.certificate, KV_PARAMS_BYTES
+        self.server = HttpServer(self.door, *how, log_level="warning", lifespan="off")
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -138,20 +129,6 @@ class _Server:
                 self.failure.set_result(reason)
 
         self.loop.call_soon_threadsafe(tell)
-
-    def _http(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            self.door,
-            http=bounded_protocol(self.settings, KV_PARAMS_BYTES),
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=max(1, int(self.settings.shutdown_grace_s)),
-            **self.door.access.certificate.for_uvicorn(),
-        )
 
     def _tell_progress(self, text: str) -> None:
         self.door.progress = text

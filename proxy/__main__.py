@@ -1,26 +1,17 @@
 """`python -m proxy`, also `baton proxy`: serves until a signal or its launcher's end."""
 
 import asyncio
-import contextlib
 import gc
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import uvicorn
-from starlette.middleware.cors import CORSMiddleware
+from collections.abc import Sequence
 
 from protocol.http.access import check
-from protocol.http.connections import (
-    bound_clients,
-    bounded_protocol,
-    cors_options,
-    raise_file_limit,
-)
+from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
+from protocol.registration import http_url
 from protocol.settings.settings import ProxySettings, describe, parse
 from proxy.app import ProxyApp
 from proxy.discovery.sources import BadFile, read_servers
@@ -32,49 +23,29 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they clo
 GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
 
 
-class ProxyServer(uvicorn.Server):
-    """uvicorn, ending with an error for those who still wait, and without its signal handling."""
+class ProxyServer(HttpServer):
+    """Ends with an error for those who still wait."""
 
-    def __init__(self, config: uvicorn.Config, app: ProxyApp, grace_s: float) -> None:
-        super().__init__(config)
+    def __init__(self, app: ProxyApp) -> None:
         self._app = app
-        self._grace_s = grace_s
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        super().__init__(
+            app,
+            app.settings,
+            app.access.certificate,
+            loop="uvloop",
+            lifespan="on",
+            log_config=None,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.shut_down(self._grace_s * GRACE_SHARE)
+        self._app.shut_down(self._app.settings.shutdown_grace_s * GRACE_SHARE)
         await super().shutdown(sockets)
 
     def stop(self, _signal: int, count: int) -> None:
         self.should_exit = True
         self.force_exit = count > 1
-
-
-def make_server(app: ProxyApp) -> ProxyServer:
-    """The HTTP server of `app`; run it with `serve(sockets=[...])`."""
-    settings = app.settings
-    served: Any = app
-    if settings.cors_origin:
-        served = CORSMiddleware(served, **cors_options(settings.cors_origin))
-    config = uvicorn.Config(
-        served,
-        http=bounded_protocol(settings),
-        loop="uvloop",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
-        **app.access.certificate.for_uvicorn(),
-    )
-    return ProxyServer(config, app, settings.shutdown_grace_s)
 
 
 def _lacking(settings: ProxySettings) -> str:
@@ -111,12 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, CannotListen) else 2
     listener.listen(BACKLOG)
     bound_clients(listener, settings.client_timeout_s)
-    server = make_server(app)
+    server = ProxyServer(app)
     gc.collect()
     gc.freeze()  # a look through all of this would hold up every stream for some 10 ms
     port = listener.getsockname()[1]
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"{app.access.certificate.scheme}://{host}:{port}"
+    url = http_url(settings.host, port, app.access.certificate.scheme)
     logger.info("listening on %s", url)
     lifecycle.report_ready({"port": port, "url": url})
     with lifecycle.stop_signals(server.stop):

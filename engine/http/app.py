@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -40,7 +39,6 @@ from engine.http.middleware import (
 from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
-from protocol.http.connections import cors_options
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -83,17 +81,13 @@ def create_app(api: Api) -> FastAPI:
     routes: list[BaseRoute] = []
     routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
-    middleware = [Middleware(RequestIdMiddleware, access=api.access)]
-    if api.settings.cors_origin:
-        cors = Middleware(CORSMiddleware, **cors_options(api.settings.cors_origin))
-        middleware.insert(0, cors)
     app = FastAPI(
         title="Baton",
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         routes=routes,
-        middleware=middleware,
+        middleware=[Middleware(RequestIdMiddleware, access=api.access)],
         exception_handlers=ERROR_HANDLERS,
     )
     app.state.certificate = api.access.certificate

@@ -16,21 +16,25 @@
 """
 
 import asyncio
+import contextlib
 import re
 import resource
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import httptools
 import msgspec
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from protocol import errors
 from protocol.http.access import RATE_HEADERS
+from protocol.http.tls import Certificate
 from protocol.ipc.wire import keep_alive
 from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
@@ -42,7 +46,7 @@ MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every an
 MAX_TARGET_BYTES = 8192  # of a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
-_EXPOSED = ("x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after")  # to pages
+_EXPOSED = ["x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after", *RATE_HEADERS]  # to pages
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
@@ -129,21 +133,48 @@ async def read_body(
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def cors_options(origins: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments of starlette's CORSMiddleware; the origin "*" stands for any."""
-    return {
-        "allow_origins": list(origins),
-        "allow_methods": ["GET", "POST"],
-        "allow_headers": ["*"],
-        "expose_headers": [
-            "x-request-id",
-            KV_HEADER,
-            PREFILL_KV_HEADER,
-            "retry-after",
-            *RATE_HEADERS,
-        ],
-        "max_age": 600,  # seconds that a browser may remember the answer for
-    }
+class HttpServer(uvicorn.Server):
+    """uvicorn on bounded connections, without signal handlers: ending is its owner's business.
+
+    Args:
+        app: of ASGI; pages of the options' origins may call it, too.
+        beside_bytes: see bounded_protocol.
+        more: arguments of uvicorn.Config.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        options: ListenOptions,
+        certificate: Certificate,
+        beside_bytes: int = 0,
+        **more: Any,
+    ) -> None:
+        if options.cors_origin:
+            app = CORSMiddleware(
+                app,
+                allow_origins=options.cors_origin,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=_EXPOSED,
+                max_age=600,  # seconds that a browser may remember the answer for
+            )
+        config = uvicorn.Config(
+            app,
+            http=bounded_protocol(options, beside_bytes),
+            ws="none",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
+            **certificate.for_uvicorn(),
+            **more,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Countdown:

@@ -16,7 +16,7 @@ from decode_server.server import Legs
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
 from protocol.settings.settings import ProxySettings
-from proxy.__main__ import make_server
+from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
 from tests.engine.malformed import HEALTH, MAYBE, ROWS, Row
 from tests.proxy.fakes import KV_PARAMS, until
@@ -157,7 +157,7 @@ async def proxying(prefill: str, decode: str) -> AsyncIterator[int]:
         )
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    server = make_server(app)
+    server = ProxyServer(app)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: all(server.health.ready for server in app.fleet.servers))
     try:

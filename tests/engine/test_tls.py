@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from protocol.http.tls import Certificate, trusted
 from protocol.settings.options import AccessOptions
 from protocol.settings.settings import ProxySettings
-from proxy.__main__ import make_server
+from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
 from tests.proxy.fakes import until
 from tests.rigs.http_server import serving
@@ -56,7 +56,7 @@ async def proxying(url: str, **options: Any) -> AsyncIterator[tuple[ProxyApp, st
     """A proxy before one decode server, and its URL."""
     app = ProxyApp(ProxySettings(decode=(url,), health_interval_s=0.02, **options))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = make_server(app)
+    server = ProxyServer(app)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield app, f"{app.access.certificate.scheme}://127.0.0.1:{listener.getsockname()[1]}"

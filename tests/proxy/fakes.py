@@ -20,7 +20,7 @@ from protocol.http.connections import bound_clients
 from protocol.metrics import TABLE
 from protocol.numbers import STATS_PATH
 from protocol.settings.settings import ProxySettings
-from proxy.__main__ import ProxyServer, make_server
+from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
 from tests.rigs.brief_naps import take_brief_naps
 
@@ -313,7 +313,7 @@ class Rig:
         self.app = ProxyApp(ProxySettings(**self._settings))
         self.series = self._counting()
         bound_clients(self.listener, self.app.settings.client_timeout_s)
-        self.server: ProxyServer = make_server(self.app)
+        self.server = ProxyServer(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         self.client = httpx.AsyncClient(
             base_url=self.url,

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from pydantic import SecretStr
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
 from engine.text.tokenizer import Tokenizer
-from protocol.http.connections import bounded_protocol
+from protocol.http.connections import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
@@ -104,14 +103,13 @@ async def serving(
         config or GenerationConfig(),
         SECRET,
     )
-    options = ListenOptions(max_body_bytes=max_body, client_timeout_s=client_timeout_s)
-    http = bounded_protocol(options, KV_PARAMS_BYTES)
-    tls = api.access.certificate
-    config = uvicorn.Config(
-        create_app(api), port=0, log_level="warning", lifespan="off", http=http, **tls.for_uvicorn()
+    options = ListenOptions(
+        max_body_bytes=max_body, client_timeout_s=client_timeout_s, cors_origin=origins
     )
-    server = uvicorn.Server(config)
-    listener = config.bind_socket()
+    tls = api.access.certificate
+    how = {"port": 0, "log_level": "warning", "lifespan": "off"}
+    server = HttpServer(create_app(api), options, tls, KV_PARAMS_BYTES, **how)
+    listener = server.config.bind_socket()
     listener.listen()
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11052,
+    "engine": 11023,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 3968,
     "prefill_server": 192,
-    "protocol": 6812,
-    "proxy": 5118,
-    "tests": 39740,
+    "protocol": 6843,
+    "proxy": 5088,
+    "tests": 39738,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

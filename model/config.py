@@ -209,7 +209,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
-    raw = {**declared.defaults, **raw}
+    raw = {**declared.defaults, **_of_text(raw, declared)}
     _refuse_unsupported(raw, declared)
     num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None
@@ -265,6 +265,19 @@ def _architecture(raw: dict[str, Any]) -> str:
         why = f" ({nearest(str(names[0]))})" if len(names) == 1 else ""
         raise unsupported(f"architecture {told}{why}", ", ".join(ARCHITECTURES))
     return str(names[0])
+
+
+def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
+    """What is said of the text of a model that may take images, too; values beside text_config,
+    as overrides are, stand before those in it."""
+    if not declared.text_type:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise wrong(f"text_config is {short_repr(text)}, expected an object")
+    if (found := text.get("model_type", declared.text_type)) != declared.text_type:
+        raise unsupported(f"text_config of model_type {short_repr(found)}", declared.text_type)
+    return {**text, **raw}
 
 
 def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from model.parallel import Parallel
 from model.rope import Rope
 from model.sizes import check_parallelism
 from model.weights import DummySource, SafetensorsSource, WeightLoader
+
+_OF_IMAGES: Final = ("vision_tower", "multi_modal_projector")  # weights that text goes without
 
 
 class _Layer(NamedTuple):
@@ -141,5 +143,7 @@ def load_model(
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
     loader.ignore(*(f"model.layers.{layer}." for layer in drafts))
+    if config.declared.text_type:
+        loader.ignore(*(f"{prefix}{part}." for prefix in ("", "model.") for part in _OF_IMAGES))
     loader.finish()
     return model

@@ -297,8 +297,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
-        found |= _header_of(path)
+        found |= {_text_name(name): tensor for name, tensor in _header_of(path).items()}
     return found
+
+
+def _text_name(name: str) -> str:
+    """Weights of the text of a model that takes images, too, by their names in one of text."""
+    is_text = name.startswith(("language_model.", "model.language_model."))
+    return name.replace("language_model.", "", 1) if is_text else name
 
 
 def _weight_files(folder: Path) -> list[Path]:

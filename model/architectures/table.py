@@ -82,6 +82,8 @@ class Architecture:
         windows: which layers have the window of sliding_window: "all"; "typed": those that
             layer_types or sliding_window_pattern say; "late": else those from max_window_layers
             on; "": none, whatever config.json says.
+        text_type: model_type of text_config in a model that takes images, too. Its text alone is
+            served, without the weights for images.
         sinks: each layer has a logit for each query head that takes part in the softmax.
     """
 
@@ -98,6 +100,7 @@ class Architecture:
     scales_embedding: bool = False
     windows: str = ""
     sinks: bool = False
+    text_type: str = ""
     mla: bool = False
     mixture: Mixture | None = None
 
@@ -130,10 +133,23 @@ _GEMMA_2: Final = {
     **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_GEMMA_3: Final = Architecture(
+    "gemma3",
+    {
+        **_GEMMA_2, "sliding_window_pattern": 6, "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0, "attn_logit_softcapping": None, "vocab_size": 262208,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+    },
+    _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True, windows="typed",
+)
+_MISTRAL: Final = Architecture(
+    "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
+)
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": Architecture("llama"),
-    "MistralForCausalLM": Architecture(
-        "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
+    "MistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL, proof="mistral-images", text_type="mistral",
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2", {**_QWEN, "attention_bias": True}, output_bias=False, windows="late",
@@ -182,13 +198,9 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         },
         _SANDWICH, norm_offset=1.0, scales_embedding=True, windows="typed",
     ),
-    "Gemma3ForCausalLM": Architecture(
-        "gemma3",
-        {
-            **_GEMMA_2, "sliding_window_pattern": 6, "rope_theta": 1e6,
-            "rope_local_base_freq": 10000.0, "attn_logit_softcapping": None,
-        },
-        _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True, windows="typed",
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA_3, proof="gemma3-images", text_type="gemma3_text",
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -256,7 +268,6 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 REFUSED: Final = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
-    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),
     "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "layers of linear attention"),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms, parallel blocks and windows"),

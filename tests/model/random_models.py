@@ -14,6 +14,10 @@ SIZES: dict[str, Any] = {  # other token ids lie outside of the vocabulary
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
     "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
+IMAGES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 MLA_SIZES: dict[str, Any] = {
     **SIZES, "num_key_value_heads": 8, "num_hidden_layers": 3, "kv_lora_rank": 32,
     "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
@@ -26,11 +30,15 @@ MLA_SIZES: dict[str, Any] = {
 def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):
     """Saves a random model of `architecture` in `folder`; returns the transformers model."""
     sizes = MLA_SIZES if architecture.startswith("Deepseek") else SIZES
-    name = architecture.replace("ForCausalLM", "")
-    kind = "TextConfig" if name == "Gemma3" else "Config"
-    config_class = getattr(transformers, name + kind)
+    name, has_images, _ = architecture.partition("ForConditional")
+    name = name.replace("ForCausalLM", "")
+    kind = "TextConfig" if architecture == "Gemma3ForCausalLM" else "Config"
+    options = {**sizes, **options}
+    if has_images:
+        options = {"text_config": options, "vision_config": IMAGES, "tie_word_embeddings": False}
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(config_class(**{**sizes, **options})).eval()
+    config = getattr(transformers, name + kind)(**options)
+    model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # Gemma's are added to 1, and so are around 2

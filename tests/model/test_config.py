@@ -24,6 +24,7 @@ V3 = {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
 SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}
 
 
@@ -69,6 +70,10 @@ def test_kv_geometry_of_grouped_and_latent_attention():
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention in this arch"),
         ({"layer_types": "all"}, "layer_types"),
+        (
+            {**MISTRAL3, "text_config": {"model_type": "ministral3"}},
+            "ministral3.*supported: mistral",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "awq.*bfloat16"),
         ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
@@ -132,6 +137,7 @@ def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change,
         ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
         ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
         ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is null, expected an"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
         (
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},

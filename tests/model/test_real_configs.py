@@ -107,6 +107,11 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "Gemma2ForCausalLM", 42, 3584, 14336, 16, 8, 256000, 8192, sliding_window=4096)),
     "gemma-3-1b": (1.0, published(
         "Gemma3ForCausalLM", 26, 1152, 6912, 4, 1, 262144, 32768, sliding_window=512)),
+    "gemma-3-4b": (3.88, {
+        "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024}}),
     "gpt-oss-20b": (20.9, published(
         "GptOssForCausalLM", 24, 2880, 2880, 64, 8, 201088, 131072, num_local_experts=32,
         experts_per_token=4, num_experts_per_tok=4, swiglu_limit=7.0, sliding_window=128)),

@@ -75,6 +75,20 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
     assert greedy(load(checkpoint), [3, 4, 5, 6], 8) == expected
 
 
+def test_text_is_found_beside_images_under_either_of_its_names(tmp_path):
+    make("Gemma3ForConditionalGeneration", tmp_path, sliding_window=8, head_dim=16)
+    wanted = greedy(load(tmp_path), [3, 9, 27], 4)
+
+    def rename(tensors):
+        for name in list(tensors):
+            new = name.replace("language_model.model.", "model.language_model.")
+            tensors[new.removeprefix("language_model.")] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    assert "model.layers.0.mlp.up_proj.weight" in read_headers(tmp_path)
+    assert greedy(load(tmp_path), [3, 9, 27], 4) == wanted
+
+
 def test_a_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):

@@ -85,7 +85,8 @@ def test_every_target_of_make_that_a_text_names_is_one(path):
 def test_the_models_of_the_text_are_those_of_the_code():
     text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
     served = text.partition("Served are")[2].partition(". Refused")[0]
-    named = {name for name in re.findall(r"`(\w+)`", served) if name.endswith("LM")}
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    named = {name for name in re.findall(r"`(\w+)`", served) if name.endswith(kinds)}
     types = re.findall(r"`(\w+)`", served.partition("rope types")[2].partition(". ")[0])
     assert named == set(ARCHITECTURES) and types == [*ROPE_TYPES]
 

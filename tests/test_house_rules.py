@@ -26,11 +26,11 @@ MAX_LINES = {
     "engine": 11023,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 3968,
+    "model": 4002,
     "prefill_server": 192,
     "protocol": 6843,
     "proxy": 5088,
-    "tests": 39738,
+    "tests": 39776,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -58,11 +58,14 @@ def going_on(
     origin, tokens = resumed.origin, defaultdict[int, list[int]](list)
     if origin.digest != _digest(api, endpoint, adds):
         raise ResumeRefused("the stream began with another prompt, model, version or dtype")
+    largest = api.require_ready().vocab_size - 1
     ended = set()
     for told in (told for frame in resumed.frames for told in frame):
         tokens[told.index] += told.token_ids
         if told.finish_reason is not None:
             ended.add(told.index)
+        if told.token_ids and not 0 <= min(told.token_ids) <= max(told.token_ids) <= largest:
+            raise ResumeRefused(f"the stream has tokens beyond {largest}, this model's last one")
     n, known = adds[0].num_choices, list[AddRequest]()
     for at, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
         if limit > add.max_tokens:

@@ -158,6 +158,8 @@ async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
             answer = await _ask(second, _COMPLETIONS, {**body, **other}, texts)
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "resume_refused"
+        beyond = await _ask(second, _COMPLETIONS, body, [texts[0], b"[[0,[99999999]]]"])
+        assert beyond.status_code == 503 and "beyond" in beyond.text
         assert await _frames(second, _COMPLETIONS, body, texts)
         assert len(second.engine.added) == 1
     dtype = replace(READY, geometry={"dtype": "bfloat16"})

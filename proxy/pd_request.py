@@ -30,6 +30,7 @@ from protocol.http.access import visit_of
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
 from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER, Offer
+from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
@@ -145,7 +146,9 @@ class PDRequest:
             if loss is not None:
                 self._trace.rotation, self._trace.decode_only = "pair", "-"
                 if loss.params is None:
-                    await self._until_ready(() if loss.has_begun else self._losses.avoided)
+                    avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
+                    is_any = loss.has_begun or all(server in avoided for server in servers)
+                    await self._until_ready(() if is_any else avoided)
                 self._pool = self._own_pool()
             try:
                 await (
@@ -158,7 +161,9 @@ class PDRequest:
                 if loss is None:
                     raise
                 self._losses.count("failed")
-                break
+                if loss.has_begun or not self.reply.kept:
+                    break
+                self.reply.kept, loss.params = Kept(), None  # it begins anew
         if loss.event is None or not loss.has_begun:
             raise loss.told
         await self.reply.break_off(loss.event)
@@ -373,21 +378,22 @@ class PDRequest:
 
     async def _have_answered(self, asked: Awaitable[Leg]) -> None:
         """Relays what a decode server answers, or what the last one said that did not take it."""
-        begun = self.reply.status is not None
+        begun, goes_on = self.reply.status is not None, bool(self.reply.kept)
         try:
             leg = await asked
         except LegFailed as failed:
-            if failed.answer is None or begun:
+            if failed.answer is None or begun or goes_on:
                 raise _told_of(failed) from None
             await self.reply.relay(failed.answer)
             return
         self._trace.decode = leg.server.url
-        if begun and not self.reply.can_go_on_with(leg.response):
+        is_usable = self.reply.can_go_on_with(leg.response) if begun else leg.response.status < 400
+        if (begun or goes_on) and not is_usable:
             if leg.response.body is None:
                 await leg.response.aclose()
                 self.upstreams.release(leg.server, leg.work)
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
-            raise DecodeServerLost(f"no decode server goes on with this stream: {code}")
+            raise DecodeServerLost(f"no decode server goes on with this answer: {code}")
         self._losses.count("resumed")
         if leg.response.body is None:
             await self._relay(leg)

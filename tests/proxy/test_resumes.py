@@ -185,17 +185,24 @@ async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others
         assert rig.in_flight() == 0
 
 
-async def test_so_does_an_answer_that_is_no_stream():
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_so_does_an_answer_that_is_no_stream(is_refused):
+    """Or it begins anew, where nobody goes on."""
     text = resume.MOVED + json.dumps(_REFERENCE).encode()
     told = [json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2))]
     frames = [(each, b"") for each in told] + [(text, _ERROR)]
-    both = _in_turn(_sends(b"".join(resume.frame(*each) for each in frames)), decodes)
+    refusals = [fails(503, "resume_refused")] * 2 * is_refused
+    first = _sends(b"".join(resume.frame(*each) for each in frames))
+    both = _in_turn(first, *refusals, decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
-        (call,) = [call for fake in rig.decode for call in fake.calls if MEMBER in call.body]
-        assert call.body["kv_transfer_params"] == {**_REFERENCE, "sender_releases": True}
-        assert call.body[MEMBER]["texts"] == [_ORIGIN, *_texts(0, 2)]
+        calls = [call for fake in rig.decode for call in fake.calls if MEMBER in call.body]
+        assert len(calls) == 1 + is_refused
+        for call in calls:
+            assert call.body["kv_transfer_params"] == {**_REFERENCE, "sender_releases": True}
+            assert call.body[MEMBER]["texts"] == [_ORIGIN, *_texts(0, 2)]
+        assert len(rig.prefill[0].calls) == 1 + is_refused
         assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
         assert rig.in_flight() == 0
 

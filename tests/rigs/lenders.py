@@ -49,6 +49,7 @@ class Engine:
         components: int = 2,
         dtype: str = "float32",
         convert: bool = False,
+        model: str = "shadow",
         depth: int = 0,
         secret: bytes = SECRET,
         mode: Borrow = "always",
@@ -60,7 +61,7 @@ class Engine:
         heads = components
         layout = KVLayout(order, num_blocks, heads, 2, components, block_size, 4, dtype)
         about = {"num_components": components, "total_kv_heads": heads, "kv_dtype": dtype}
-        compat = replace(COMPAT, **about)
+        compat = replace(COMPAT, model_fingerprint=model, **about)
         pools = [KVPool(layout) for _ in stripes]
         agents = [MemoryAgent() for _ in stripes]
         self.movers, self.clock = Movers(agents, [], random.Random(0)), Clock()

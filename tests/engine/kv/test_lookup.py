@@ -58,8 +58,9 @@ def test_what_is_here_is_not_pulled(make):
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
-def test_another_dtype_is_computed_where_it_may_not_be_converted(make):
-    a, b = (group := make({"dtype": "bfloat16"}, {})).engines
+@pytest.mark.parametrize("theirs", [{"dtype": "bfloat16"}, {"model": "another"}])
+def test_what_cannot_be_read_is_computed(make, theirs):
+    a, b = (group := make(theirs, {})).engines
     group.ask(a, PROMPT)
     assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0

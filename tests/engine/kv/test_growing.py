@@ -1,0 +1,103 @@
+"""Several engines that read one prompt while it is computed, and whatever may become of them."""
+
+import random
+
+import pytest
+
+from kvcache.transfer.pulls.messages import PullSettings
+from protocol.kv_params import Offer
+from protocol.messages import AbortRequest
+from tests.rigs.lenders import Engine, Group
+from tests.rigs.shadow import VOCAB, add, expected_output
+
+PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
+QUICK = PullSettings(
+    lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01, fence_timeout_s=0.3
+)
+
+
+def _remote(p: Engine, name: str = "x"):
+    told = p.hint(0)
+    return Offer(
+        transfer_id=name,
+        engine_id=told.engine_id,
+        incarnation=told.incarnation,
+        host=told.host,
+        port=told.port,
+    ).to_remote(0, PROMPT)
+
+
+def _begin(group: Group, p: Engine, readers: list[Engine]) -> list[str]:
+    """P is asked for the prompt, and told to whom it goes."""
+    remote = _remote(p)
+    prompt = add("p", PROMPT, 1, retain_kv=True, transfer_id=remote.transfer_id)
+    p.core.round([prompt])
+    return [group.begin(reader, PROMPT, 5, remote=remote) for reader in readers]
+
+
+def _assert_right(group: Group, readers: list[Engine], names: list[str]) -> None:
+    pairs = list(zip(readers, names, strict=True))
+    group.until(lambda: all(reader.out.terminals(name) for reader, name in pairs))
+    for reader, name in pairs:
+        assert reader.out.terminals(name)[0].error is None
+        assert reader.out.tokens(name) == expected_output(PROMPT, 5)
+
+
+SLOW = {"max_num_batched_tokens": 8}
+
+
+def test_two_readers_of_one_growing_lease_are_both_right(make):
+    """Whoever is the first to have read all ends the lease: the other computes what it lacks."""
+    p, *readers = (group := make(SLOW, {"block_size": 8}, {"block_size": 2})).engines
+    _assert_right(group, readers, _begin(group, p, readers))
+    assert sum(reader.stat("baton_kv_transfer_bytes") for reader in readers) > 0
+    assert p.stat("baton_leases", event="granted") == 1
+
+
+@pytest.mark.parametrize("num_rounds", range(1, 7))
+def test_a_lender_that_dies_between_two_chunks_costs_no_answer(make, num_rounds):
+    p, *readers = (group := make(SLOW, *[{"settings": QUICK}] * 2)).engines
+    names = _begin(group, p, readers)
+    for _ in range(num_rounds):
+        for engine in group.engines:
+            engine.core.round([])
+    group.engines.remove(p)
+    p.end()
+    _assert_right(group, readers, names)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_becomes_of_readers_and_lender(make, seed):
+    rng = random.Random(seed)
+    sizes = [{"block_size": rng.choice([2, 4, 8]), "settings": QUICK} for _ in range(3)]
+    p, *readers = (group := make({"num_blocks": 30, **SLOW}, *sizes)).engines
+    names, aborted = _begin(group, p, readers), set[str]()
+    for at in range(30):
+        reader = rng.randrange(len(readers))
+        match rng.randrange(9):
+            case 0:
+                readers[reader].movers.stall()
+            case 1:
+                readers[reader].movers.fail()
+            case 2 if len(aborted) < 2:
+                readers[reader].core.round([AbortRequest(names[reader])])
+                aborted.add(names[reader])
+            case 3:
+                p.core.round([AbortRequest("p")])
+            case 4:  # what is cached is wanted for others
+                p.core.round([add(f"other{at}", [at, *PROMPT[:20]], 2)])
+            case 5:  # a prefix of what is computed or evicted at that moment
+                name = group.begin(readers[reader], PROMPT, 5, hint=p.hint(40))
+                readers.append(readers[reader])
+                names.append(name)
+            case _:
+                readers[reader].movers.resume()
+        for engine in group.engines:
+            engine.core.round([])
+    for reader in readers:
+        reader.movers.resume()
+        reader.movers.fail(0)
+    group.until(lambda: bool(p.out.terminals("p")))
+    p.core.round([AbortRequest("p")])  # as the proxy's: nobody comes for it any more
+    left = [(reader, n) for reader, n in zip(readers, names, strict=True) if n not in aborted]
+    _assert_right(group, *map(list, zip(*left, strict=True)))

@@ -88,6 +88,11 @@ class Hosts:
             argv = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits]
             subprocess.run(argv, check=True, capture_output=True)
 
+    def sent_bytes(self, name: str) -> int:
+        """What a host has sent to the others."""
+        devices = Path(f"/proc/{self._holders[name].pid}/net/dev").read_text().split()
+        return int(devices[devices.index("eth0:") + 9])
+
     def part(self, name: str, other: str) -> None:
         """Nothing that a host sends to another one arrives, until `rejoin`."""
         self._ip(name, "route", "add", "blackhole", f"{self.address(other)}/32")

@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11023,
+    "engine": 11026,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 4002,
     "prefill_server": 192,
     "protocol": 6843,
-    "proxy": 5088,
-    "tests": 39776,
+    "proxy": 5094,
+    "tests": 39899,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -358,11 +358,14 @@ class ListenOptions(AccessOptions):
         return num_bytes
 
 
-class QueueOptions(Options):
+class WaitOptions(Options):
     """What may wait; what comes then is refused with 429."""
 
     max_queue_s: Seconds = 30.0
     """most time that the prompts which wait already may take, as measured (s)"""
+
+
+class QueueOptions(WaitOptions):
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
     """most tokens of prompts that wait, each counting as 64 at least (tokens)"""
 
@@ -411,7 +414,7 @@ class RegisterOptions(ServerOptions):
         return urls
 
 
-class RoutingOptions(QueueOptions):
+class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
     """file of keys, a JSON object on each line (docs/operations.md); read again when it changes"""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"

@@ -37,6 +37,7 @@ from protocol.settings.options import (
     Options,
     Port,
     PrefillOptions,
+    QueueOptions,
     RegisterOptions,
     RoutingOptions,
     Seconds,
@@ -164,7 +165,7 @@ class DecodeGroup(DecodeOptions, _Group):
     """The decode servers of a local cluster."""
 
 
-class UpSettings(ModelOptions, ListenOptions, RoutingOptions, BatonSettings):
+class UpSettings(ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings):
     """A local cluster: prefill servers, decode servers and the proxy on this machine."""
 
     port: Port = 8000

@@ -83,6 +83,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
             for costs in ("3,8", "3,8,0", "3,8,x", "nan,8,7", "inf,8,7", "[", "[1,2")
         ),
         (PROXY, "--cors-origin a.example", "--cors-origin: .*write http://host:port"),
+        (PROXY, "--max-queued-tokens 9", "--max-queued-tokens 9 .*an option of baton prefill"),
     ],
 )
 def test_a_refusal_names_option_value_and_fix(

@@ -28,9 +28,9 @@ MAX_LINES = {
     "kvcache/transfer": 5847,
     "model": 4002,
     "prefill_server": 192,
-    "protocol": 6843,
+    "protocol": 6847,
     "proxy": 5094,
-    "tests": 39899,
+    "tests": 39900,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -80,7 +80,8 @@ class AttentionBatch:
 
     def within(self, window: int | None, block_size: int) -> "AttentionBatch":
         """The same step without the leading blocks of each sequence that none of its queries sees:
-        in a window positions count from the last token only."""
+        in a window positions count from the last token only. The tokens before the window in a
+        block that is left are masked, but read: they must be numbers."""
         if window is None or not self.num_seqs:
             return self
         first_seen = np.maximum(self.context_lens - self.query_lens + 1 - window, 0)

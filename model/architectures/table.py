@@ -270,7 +270,7 @@ REFUSED: Final = {
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),
     "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "layers of linear attention"),
-    "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms, parallel blocks and windows"),
+    "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms and parallel blocks"),
 }
 
 

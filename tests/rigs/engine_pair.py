@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
 from engine.kv.borrower import Borrower
 from engine.kv.lender import Lender
-from engine.worker.memory import RankMemory
+from engine.worker.memory import make_memory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -440,16 +439,7 @@ class RealPair(Pair):
         (pool,) = pools
         config = make_config(model_dir=str(self._model), block_size=pool.layout.block_size)
         runner = ModelRunner(config, self._config, Parallel())
-        spec = runner.model.attention_spec
-        backend = create_backend(
-            "auto",
-            pool,
-            num_q_heads=spec.num_q_heads,
-            head_dim=self._config.kv_dim,
-            scale=spec.scale,
-            layers=spec.layers,
-        )
-        runner.memory = RankMemory(pool, backend)
+        runner.memory = make_memory(config, self._config, runner.model, pool)
         return SimpleNamespace(depth=0, blocks_under_way=set, launch=runner.launch)
 
     def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:

@@ -19,7 +19,7 @@ CROWDED: dict[str, int] = {}  # folders that have more for now; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2550,
+    "attention": 2551,
     "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
@@ -30,7 +30,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6847,
     "proxy": 5094,
-    "tests": 39900,
+    "tests": 39890,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -138,13 +138,14 @@ def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
     ],
 )
 def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
-    tiny_model, tiny_reference, transfer, stopped_s
+    tiny_model, tiny_cluster, tiny_reference, transfer, stopped_s
 ):
     """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""
     timeouts = ("--fence-timeout-s", "3", "--pull-timeout-s", "5")
     p = partial(start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
     d = partial(start_decode, tiny_model, "--transfer", transfer, *timeouts)
-    with started(p, d) as (prefiller, decode):
+    with started(*((p,) if transfer == "auto" else (p, d))) as servers:
+        prefiller, decode = (*servers, tiny_cluster.decode[0])[:2]
         warm = fresh_prompt()
         complete(decode.url, warm, 2, kv_transfer_params=prefill(prefiller.url, warm))
         prompt = fresh_prompt()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.make_models import ensure_model
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +41,7 @@ raise SystemExit(run_server(settings, lambda secret: ServerHooks(), "broken_role
 """
 
 
+@pytest.mark.slow  # test_pull_worker.py and test_lifecycle.py have each half of it
 def test_a_server_ends_when_its_transfer_thread_cannot_begin(tmp_path):
     (tmp_path / "broken_role.py").write_text(_BROKEN_ROLE)
     options = ["--model", str(ensure_model("gqa")), "--port", "0", "--cluster-secret", "s" * 32]

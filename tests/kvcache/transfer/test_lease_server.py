@@ -381,29 +381,25 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
     client.close()
 
 
-def test_a_client_without_descriptors_connects_when_there_are_some(server):
-    client = Client()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
-    try:
-        client.post(server.address, GetMetadata(nonce="n"))
-        while not client.unconnected():
-            client.go_on()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert isinstance(client.reply(), Metadata)
-    client.close()
-
-
-def test_a_client_without_a_thread_connects_when_there_is_one(server, monkeypatch):
+@pytest.mark.parametrize("lack", ["descriptors", "threads"])
+def test_a_client_without_what_a_connection_takes_connects_when_there_is_some(
+    server, monkeypatch, lack
+):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    client = Client()
+    client, limits = Client(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        client.post(server.address, GetMetadata(nonce="n"))
-    assert server.address in client.unconnected()
+        if lack == "threads":
+            patch.setattr(threading.Thread, "start", refused)
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
+        try:
+            client.post(server.address, GetMetadata(nonce="n"))
+            while not client.unconnected():
+                client.go_on()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert isinstance(client.reply(), Metadata)
     client.close()
 

@@ -41,10 +41,11 @@ def parse_ropes(
     # transformers 5 stores rope_parameters; before, rope_theta and rope_scaling lay side by side.
     stored = raw.get("rope_parameters") or {}
     kinds = layer_kinds(raw)
+    scaling = {} if "rope_type" in stored else raw.get("rope_scaling") or {}
     if FULL in stored:  # by kind of layer
         of_kinds = {kind: {"rope_theta": None, **found} for kind, found in stored.items()}
     else:
-        of_kinds = {FULL: {**(raw.get("rope_scaling") or {}), **stored}}
+        of_kinds = {FULL: {**scaling, **stored}}
         if "rope_local_base_freq" in raw:  # null: that of the others, which alone may be scaled
             base = raw["rope_local_base_freq"] or stored.get("rope_theta")
             of_kinds[SLIDING] = {"rope_theta": base}

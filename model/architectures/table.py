@@ -237,6 +237,10 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "norm_topk_prob": True, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2,
             "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 4096,
+            },
         },
         windows="typed", sinks=True,
         mixture=Mixture(

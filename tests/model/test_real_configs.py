@@ -141,6 +141,7 @@ def test_what_publishers_write_is_understood() -> None:
     assert of("granite-3.3-8b").score_scale == 0.0078125
     windows = [of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")]
     assert [each[:7].count(None) for each in windows] == [3, 1, 3]
+    assert of("gpt-oss-20b").rope.rope_type == "yarn" and not of("gpt-oss-20b").rope.truncate
     olmo = of("OLMo-3-7B")
     assert [rope.rope_type for rope in olmo.ropes] == ["yarn", "default"] and olmo.window_of(0)
     assert {rope.theta for rope in olmo.ropes} == {500000.0} and olmo.layer_ropes[:4] == (

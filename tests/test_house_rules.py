@@ -26,11 +26,11 @@ MAX_LINES = {
     "engine": 11026,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 4002,
+    "model": 4007,
     "prefill_server": 192,
     "protocol": 6847,
     "proxy": 5094,
-    "tests": 39877,
+    "tests": 39878,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

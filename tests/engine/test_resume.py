@@ -220,7 +220,7 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer):
         assert not server.engine.aborted, "who goes on comes for it"
 
 
-@pytest.mark.parametrize("name", ["logprobs", "a required call", "choices"])
+@pytest.mark.parametrize("name", ["logprobs", "characters of several tokens", "choices"])
 @pytest.mark.parametrize("num", [1, 4])
 async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name, num):
     path, body, said = _STREAMS[name]

@@ -129,7 +129,7 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
 
 
 @SIDES
-async def test_a_web_page_may_ask_with_a_key(side, tokenizer):
+async def test_a_web_page_of_a_named_origin_alone_may_ask_with_a_key(side, tokenizer):
     page = {"origin": "http://page:1"}
     options: dict[str, Any] = {"api_key": (SecretStr(ALICE),), "cors_origin": ("http://page:1",)}
     async with front(side, tokenizer, **options) as client:
@@ -142,6 +142,14 @@ async def test_a_web_page_may_ask_with_a_key(side, tokenizer):
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "http://page:1"
         assert "retry-after" in refused.headers["access-control-expose-headers"]
+        served = await ask(client, COMPLETE, **page, x_api_key=ALICE)
+        assert served.status_code == 200
+        assert served.headers["access-control-allow-origin"] == "http://page:1"
+        other = await ask(client, COMPLETE, origin="http://page:2", x_api_key=ALICE)
+        assert "access-control-allow-origin" not in other.headers
+    async with front(side, tokenizer) as client:  # no page may, unless it is named
+        other = await ask(client, COMPLETE, **page)
+        assert "access-control-allow-origin" not in other.headers
 
 
 @SIDES

@@ -266,7 +266,7 @@ async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer):
         assert response.json()["tokens"] == server.engine.added[0].token_ids
 
 
-# -- the document, and other origins -----------------------------------------------------------
+# -- the document --------------------------------------------------------------------------------
 
 
 async def test_the_document_lists_what_is_accepted(tokenizer):
@@ -284,21 +284,6 @@ async def test_the_document_lists_what_is_accepted(tokenizer):
             kinds = found["paths"][path].get("get", {}).get("responses", {}).get("200")
             if kinds:
                 assert asked.headers["content-type"].split(";")[0] in kinds["content"]
-
-
-async def test_pages_of_named_origins_alone_may_call(tokenizer):
-    origin = "https://app.example"
-    preflight = {"origin": origin, "access-control-request-method": "POST"}
-
-    async with serving(tokenizer, origins=(origin,)) as server:
-        asked = await server.http.options("/v1/completions", headers=preflight)
-        assert asked.headers["access-control-allow-origin"] == origin
-        for sender, allowed in ((origin, origin), ("https://other.example", None)):
-            response = await server.post(headers={"origin": sender})
-            assert response.headers.get("access-control-allow-origin") == allowed
-    async with serving(tokenizer) as server:
-        response = await server.http.options("/v1/completions", headers=preflight)
-        assert "access-control-allow-origin" not in response.headers
 
 
 async def test_the_only_model_need_not_be_named(tokenizer):

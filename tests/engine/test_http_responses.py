@@ -97,21 +97,3 @@ async def test_a_call_can_be_demanded(tokenizer, asked, grammar):
         found = add.sampling.grammar
         assert (found and found.kind) == grammar
         assert replace(add, request_id="") != add
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "`tools[0].type` is \"web_search\"; it must be func"),
-        ({"tools": [{"type": "function"}]}, "`tools[0].name` is missing"),
-        ({"tool_choice": "required"}, "but no `tools` are given"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
-         "`input[0].call_id` is missing; it must be a string."),
-        ({"input": [{"type": "image"}]}, "`input[0].type` is \"image\"; it must be message, func"),
-        ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
-    ],
-)  # fmt: skip
-async def test_what_cannot_be_done_is_named(tokenizer, asked, told):
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-        answer = await server.http.post("/v1/responses", json={"input": "Hi", **asked})
-        assert answer.status_code == 400 and told in answer.json()["error"]["message"]

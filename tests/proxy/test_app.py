@@ -246,21 +246,6 @@ async def test_tokenizing_documents_and_models_are_a_decode_server_s(path, asked
         assert response.status_code == 503
 
 
-async def test_pages_of_named_origins_alone_may_call():
-    origin = "https://app.example"
-
-    async with Rig(cors_origin=(origin,)) as rig:
-        asked = {"origin": origin, "access-control-request-method": "POST"}
-        preflight = await rig.client.options("/v1/completions", headers=asked)
-        assert preflight.headers["access-control-allow-origin"] == origin
-        for stream in (False, True):
-            response = await rig.complete(headers={"origin": origin}, stream=stream)
-            assert response.status_code == 200
-            assert response.headers["access-control-allow-origin"] == origin
-        other = await rig.complete(headers={"origin": "https://other.example"})
-        assert "access-control-allow-origin" not in other.headers
-
-
 # -- metrics
 
 

@@ -41,7 +41,7 @@ class Settings:
     cors_origin: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    grammar_timeout_s: float = 2.0
+    grammar_timeout_s: float = 30.0  # three processes share two cores
     max_queue_s: float = 30.0
     max_queued_tokens: int = 2**20
     request_timeout_s: float | None = None

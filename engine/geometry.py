@@ -10,7 +10,14 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
 from model.config import ModelConfig
-from model.sizes import check_files, check_parallelism, largest, num_elements, stored_elements
+from model.sizes import (
+    check_files,
+    check_parallelism,
+    largest,
+    num_elements,
+    stored_elements,
+    weight_bytes,
+)
 from protocol.handshake import ITEMSIZE
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -28,16 +35,18 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
     Args:
         free_bytes: of this machine or container; None: what is free now.
     """
-    elements, fix = num_elements(model), "use a smaller model, or a machine with more memory"
+    fix = "use a smaller model, or a machine with more memory"
+    itemsize = ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
+    needed = weight_bytes(model, itemsize, keeps=config.device == "cuda")
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
         most, told = free_host_bytes() if free_bytes is None else free_bytes, "are free here"
         if config.load_format != "dummy":
             elements, fix = _elements_beside_files(config, model)
+            needed = elements * itemsize
     else:
         most, told = config.tp * _MOST_BYTES_OF_A_GPU, f"is more than {config.tp} GPU(s) have"
-    needed = elements * ITEMSIZE.get(config.dtype, 1)  # others are refused with the layout
     if needed > most:
         raise InvalidGeometry(
             f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "
@@ -51,6 +60,8 @@ def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[in
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(stored[name] for name, dtype in _STORED.items() if dtype == config.dtype)
     copied, fix = stored.total() - mapped, "use --no-pack-weights"
+    if model.quantization:  # to be dequantised, and words hold several of them
+        copied = max(copied, num_elements(model) - mapped)
     if copied > mapped:
         kept = max(_STORED, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"

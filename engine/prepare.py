@@ -51,7 +51,9 @@ def prepare(
     Raises:
         StartFailure, ValueError, OSError: options, model and machine do not go together.
     """
-    model_config = load_config(model_dir, overrides=settings.hf_overrides)
+    model_config = load_config(
+        model_dir, overrides=settings.hf_overrides, quantization=settings.quantization
+    )
     defaults = _request_defaults(settings, model_dir)
     config = engine_config(settings, secret, model_dir, model_config, address)
     check_weights(config, model_config)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.architectures.experts import MoEConfig, parse_experts
-from model.architectures.quantization import parse_block
+from model.architectures.quantization import AT_LOAD, Quantization, parse_quantization
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
 from model.architectures.table import ARCHITECTURES, Architecture, nearest
 from model.architectures.values import number, size, unsupported, wrong
@@ -76,7 +76,7 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     draft_layers: int = 0  # in the files behind the others, for drafts: not loaded
-    fp8_block: tuple[int, int] | None = None  # elements of an FP8 weight that share a scale
+    quantization: Quantization | None = None
     dtype: str = "float32"  # what the weights were saved in
 
     @property
@@ -156,7 +156,10 @@ class ModelConfig:
 
 
 def load_config(
-    path_or_id: str | Path, revision: str | None = None, overrides: str | None = None
+    path_or_id: str | Path,
+    revision: str | None = None,
+    overrides: str | None = None,
+    quantization: str | None = None,
 ) -> ModelConfig:
     """Reads a model's config.json.
 
@@ -164,6 +167,7 @@ def load_config(
         path_or_id: a local directory or a hub id.
         revision: branch, tag or commit on the hub; None is its default branch.
         overrides: a JSON object of values instead of the file's.
+        quantization: "fp8": to be quantised at load.
 
     Raises:
         UnsupportedModel: architecture, rope type or attention variant not implemented.
@@ -182,11 +186,17 @@ def load_config(
     if not isinstance(raw, dict):
         raise ModelLoadError(f"{path} holds a {type(raw).__name__}, expected an object")
     try:
-        return _overridden(raw, json.loads(overrides)) if overrides else parse_config(raw)
+        config = _overridden(raw, json.loads(overrides)) if overrides else parse_config(raw)
     except ModelError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelLoadError(f"{path} has a value of a wrong kind: {error}") from error
+    if quantization is None:
+        return config
+    if (stored := config.quantization) is not None:
+        told = f"the weights are stored quantised already ({stored.stored}), and are served so"
+        raise ModelLoadError(f"--quantization {quantization}: {told}: leave it out")
+    return dataclasses.replace(config, quantization=Quantization(AT_LOAD))
 
 
 def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
@@ -246,7 +256,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         mla=mla,
         moe=moe,
         draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
-        fp8_block=parse_block(raw.get("quantization_config")),
+        quantization=parse_quantization(raw.get("quantization_config")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:

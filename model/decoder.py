@@ -136,9 +136,13 @@ def load_model(
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
     is_dummy = load_format == "dummy"
-    files = Path(model_dir), config.fp8_block, device
-    source = DummySource(seed, device) if is_dummy else SafetensorsSource(*files)
-    loader = WeightLoader(source, dtype=dtype, device=device, pack=pack, on_load=on_load)
+    how = config.quantization
+    source = (
+        DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir), how, device)
+    )
+    loader = WeightLoader(
+        source, dtype=dtype, device=device, pack=pack, quantization=how, on_load=on_load
+    )
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)

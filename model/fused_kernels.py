@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from model.quantization.quantized import FP8, Quantized, Weight
+
 _NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
 _ELEMENTS_OF_A_WARP: Final = 512
 _MAX_WARPS: Final = 16
@@ -103,8 +105,8 @@ _wait = triton.jit(_wait)
 
 
 def _one_row(  # type: ignore[no-untyped-def]
-    x, weight, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
+    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -137,8 +139,13 @@ def _one_row(  # type: ignore[no-untyped-def]
     if NORM:
         scale = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
     result = tl.sum(sums, 1) * scale
+    if SCALED:
+        result *= tl.load(scales + row)
     if GATED:
-        result = result / (1 + tl.exp(-result)) * (tl.sum(up, 1) * scale)
+        up_result = tl.sum(up, 1) * scale
+        if SCALED:
+            up_result *= tl.load(scales + NUM_OUT + row)
+        result = result / (1 + tl.exp(-result)) * up_result
     if ADD:
         result += tl.load(residual + row).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty))
@@ -147,8 +154,12 @@ def _one_row(  # type: ignore[no-untyped-def]
 _one_row_kernel: Any = triton.jit(_one_row)
 
 
-def one_row_works(weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU."""
+def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
+    """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU, perhaps of FP8
+    with a scale for each row."""
+    if isinstance(weight, Quantized):
+        is_plain = weight.kind == "fp8" and weight.scales.shape[-1] == 1
+        return is_plain and one_row_works(weight.codes, gated=gated)
     num_out, width = weight.shape
     return weight.is_contiguous() and _columns(width) > 0 and num_out % (_ROWS << gated) == 0
 
@@ -161,7 +172,7 @@ def _columns(width: int) -> int:
 
 def one_row(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -177,13 +188,16 @@ def one_row(
         residual: [1, out], added to, and returned.
     """
     num_out, width = weight.shape[0] >> gated, weight.shape[1]
+    matrix, scales = weight, None
+    if isinstance(weight, Quantized):
+        matrix, scales = weight.codes.view(FP8), weight.scales
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     rows = _GATED_ROWS if gated else _ROWS
     _one_row_kernel[(num_out // rows,)](
-        x, weight, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
-        NORM=norm is not None, GATED=gated, ADD=residual is not None,
+        x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
+        SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         ROWS=rows, COLUMNS=_columns(width), num_warps=_ROW_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out

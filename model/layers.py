@@ -12,6 +12,8 @@ from torch import Tensor
 from model import fused_ops
 from model.config import ModelConfig
 from model.parallel import Parallel
+from model.quantization import products
+from model.quantization.quantized import Quantized, Weight, changed, concatenated
 from model.weights import WeightLoader
 
 # Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
@@ -20,18 +22,20 @@ _MADV_DONTNEED: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
 
 
-def can_pack(weight: Tensor) -> bool:
+def can_pack(weight: Weight) -> bool:
     """Whether `pack` takes this weight: a float32 matrix on the CPU, and torch has oneDNN."""
     return (
-        weight.device.type == "cpu"
+        isinstance(weight, Tensor)
+        and weight.device.type == "cpu"
         and weight.dtype is torch.float32
         and weight.dim() == 2
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
 
 
-def _forget_pages(weight: Tensor) -> None:
+def _forget_pages(weight: Weight) -> None:
     """Gives back the memory of a weight that nobody will read again; its content is undefined."""
+    assert isinstance(weight, Tensor)
     page = mmap.PAGESIZE
     start = -(-weight.data_ptr() // page) * page
     stop = (weight.data_ptr() + weight.nbytes) // page * page
@@ -48,9 +52,9 @@ class Linear:
             faster; the mapped original is then no longer needed, and `load_*` give back its pages.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, pack: bool = False) -> None:
         self.is_packed = pack and can_pack(weight)
-        self.weight = (
+        self.weight: Weight = (
             _mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if self.is_packed else weight
         )
         self.bias = bias
@@ -59,6 +63,9 @@ class Linear:
         if self.is_packed:
             out: Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out
+        if isinstance(self.weight, Quantized):
+            out = products.multiply(self.weight, x)
+            return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -67,7 +74,7 @@ class RowParallelLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         parallel: Parallel,
         *,
@@ -76,12 +83,14 @@ class RowParallelLinear:
     ) -> None:
         self._product = Linear(weight, pack=pack)
         self.weight = self._product.weight
-        self._weight_t = None if self._product.is_packed else weight.t()
+        self._weight_t = None
+        if isinstance(weight, Tensor) and not self._product.is_packed:
+            self._weight_t = weight.t()
         self._bias = bias
         self._parallel = parallel
         self._join = join or Join()
         is_fused = parallel.size == 1 and fused_ops.works(weight.device, weight.dtype)
-        self._takes_one_row = is_fused and fused_ops.kernels().one_row_works(weight)
+        self._takes_one_row = is_fused and products.takes_one_row(weight)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._parallel.size == 1 and self._join.is_plain:
@@ -186,8 +195,8 @@ class Columns:
         self._takes = (False, False, False)
         if self._is_fused and self._joined is not None and self._joined.bias is None:
             matrix, kernels = self._joined.weight, fused_ops.kernels()
-            of_one = (kernels.one_row_works(matrix), kernels.one_row_works(matrix, gated=True))
-            self._takes = (*of_one, kernels.gated_rows_work(matrix))
+            of_one = (products.takes_one_row(matrix), products.takes_one_row(matrix, gated=True))
+            self._takes = (*of_one, isinstance(matrix, Tensor) and kernels.gated_rows_work(matrix))
 
     def gated(self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu") -> Tensor:
         """x [T, in], normed first -> `activation` of the first of two projections times the
@@ -224,9 +233,11 @@ class Columns:
         return out
 
 
-def _join(parts: list[Linear], *, pack: bool) -> Linear:
+def _join(parts: list[Linear], *, pack: bool) -> Linear | None:
+    """None: they are quantised in different ways, and stay apart."""
     biases = [part.bias for part in parts if part.bias is not None]
-    weight = torch.cat([part.weight for part in parts])
+    if (weight := concatenated([part.weight for part in parts])) is None:
+        return None
     joined = Linear(weight, torch.cat(biases) if biases else None, pack=pack)
     if pack:
         for part in parts:
@@ -254,10 +265,14 @@ class Part(NamedTuple):
     rows: range
     order: list[int] | None = None
 
-    def load(self, loader: WeightLoader, kind: str) -> Tensor:
-        """Its rows of the "weight" or of the "bias"."""
-        shape = self.shape if kind == "weight" else self.shape[:1]
-        return reordered(loader.load(f"{self.name}.{kind}", shape, rows=self.rows), self.order)
+    def weight(self, loader: WeightLoader) -> Weight:
+        """Its rows."""
+        found = loader.matrix(f"{self.name}.weight", self.shape, rows=self.rows)
+        return changed(found, lambda each: reordered(each, self.order))
+
+    def bias(self, loader: WeightLoader) -> Tensor:
+        found = loader.load(f"{self.name}.bias", self.shape[:1], rows=self.rows)
+        return reordered(found, self.order)
 
 
 def reordered(weight: Tensor, order: list[int] | None) -> Tensor:
@@ -284,10 +299,7 @@ def joined(
 
 def load_columns(loader: WeightLoader, parts: list[Part], *, bias: bool) -> Columns:
     """Projections split along their output."""
-    linears = [
-        Linear(part.load(loader, "weight"), part.load(loader, "bias") if bias else None)
-        for part in parts
-    ]
+    linears = [Linear(part.weight(loader), part.bias(loader) if bias else None) for part in parts]
     return Columns(linears, pack=loader.pack)
 
 
@@ -302,7 +314,7 @@ def load_rows(
 ) -> RowParallelLinear:
     """A projection split along its input, of which this rank has `cols`."""
     whole = len(cols) == shape[1]
-    weight = loader.load(f"{name}.weight", shape, cols=None if whole else cols)
+    weight = loader.matrix(f"{name}.weight", shape, cols=None if whole else cols)
     offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
     linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack, join=join)
     if linear.weight is not weight:

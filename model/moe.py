@@ -1,5 +1,8 @@
 """Mixture of experts: the router, experts split over the ranks, shared experts."""
 
+import operator
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,8 +10,11 @@ from torch import Tensor
 from model import fused_ops
 from model.architectures.experts import MoEConfig
 from model.config import ModelConfig
+from model.errors import ModelLoadError
 from model.layers import GatedMLP, Join, Linear, RMSNorm, gated
 from model.parallel import Parallel
+from model.quantization import products
+from model.quantization.quantized import Quantized, Weight, changed, concatenated, plain, stacked
 from model.weights import WeightLoader
 
 # Tokens that the experts take at a time: each has copies of its own for every expert it goes to.
@@ -85,8 +91,8 @@ class Experts:
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Weight,
+        down: Weight,
         activation: str = "silu",
         first: int = 0,
         total: int | None = None,
@@ -95,14 +101,15 @@ class Experts:
         clamps: tuple[float, float] | None = None,
     ) -> None:
         self._biases, self._clamps = biases, clamps
-        self._gate_up = gate_up
-        self._down = down
+        are_grouped = _can_group(gate_up) and _can_group(down)
+        self._gate_up, self._down = (w if are_grouped else plain(w) for w in (gate_up, down))
         self._activation, self._first = activation, first
-        self._total = None if total == len(down) else total
-        self._ids = torch.arange(len(down), device=down.device)
+        count = down.shape[0]
+        self._total = None if total == count else total
+        self._ids = torch.arange(count, device=down.device)
         is_plain = activation == "silu" and clamps is None
         self._is_fused = is_plain and fused_ops.works(down.device, down.dtype)
-        self._sum = self._grouped if _can_group(gate_up) and _can_group(down) else self._each
+        self._sum = self._grouped if are_grouped else self._each
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
@@ -118,14 +125,14 @@ class Experts:
         found, order = self._ids_here(experts).flatten().sort(stable=True)
         ends = torch.searchsorted(found, self._ids, right=True, out_int32=True)
         rows = x[order // experts.shape[1]]
-        inner = F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends)
+        inner = products.multiply_groups(self._gate_up, rows, ends)
         shares = weights.flatten()[order, None]
         own = None if self._biases is None else found.clamp(max=len(self._ids) - 1)
         if self._biases is not None:
             inner += self._biases[0][own]
         inner = self._gated(inner)
         inner *= shares
-        down = F.grouped_mm(inner, self._down.transpose(1, 2), offs=ends)
+        down = products.multiply_groups(self._down, inner, ends)
         if self._biases is not None:
             down += self._biases[1][own] * shares
         if self._total is not None:
@@ -138,7 +145,7 @@ class Experts:
         spread = weights.new_zeros(len(x), self._total or len(self._ids))
         spread.scatter_(1, self._ids_here(experts), weights)
         out = torch.zeros_like(x)
-        experts_here = zip(self._gate_up, self._down, spread.t(), strict=False)
+        experts_here = zip(plain(self._gate_up), plain(self._down), spread.t(), strict=False)
         for index, (gate_up, down, weight) in enumerate(experts_here):
             inner = x @ gate_up.t()
             if self._biases is not None:
@@ -163,9 +170,11 @@ class Experts:
         return gated(gate, up, self._activation)
 
 
-def _can_group(weight: Tensor) -> bool:
+def _can_group(weight: Weight) -> bool:
     """Whether a grouped product takes [experts, out, in]. On other GPUs and in other dtypes torch
     has one that reads the groups' sizes back from the device, which no graph can hold."""
+    if isinstance(weight, Quantized):
+        return True
     if weight.shape[2] * weight.element_size() % _ALIGNMENT_BYTES:
         return False
     if weight.device.type != "cuda":
@@ -212,54 +221,41 @@ def own_experts(config: MoEConfig, parallel: Parallel) -> range:
 
 def load_experts(
     loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Weight, Weight]:
     """What Experts takes: of each of this rank's experts, its part of the width."""
-    moe, names, hidden_size = config.moe, config.declared.mixture, config.hidden_size
+    moe, names = config.moe, config.declared.mixture
     assert moe is not None and names is not None
     width, count = moe.expert_intermediate_size, moe.num_experts
     ranks = parallel.size // parallel.ep  # that share an expert
     start = parallel.rank % ranks * (width // ranks)
     share = range(start, start + width // ranks)
-    gate_up = loader.empty(len(own), 2, len(share), hidden_size)
-    down = loader.empty(len(own), hidden_size, len(share))
-    for expert in range(count):
-        gate, up, last = (f"{prefix}.experts.{expert}.{name}.weight" for name in names.each)
-        if expert not in own:
-            loader.ignore(gate, up, last)
-            continue
-        place = expert - own.start
+    each = [[f"{prefix}.experts.{n}.{name}.weight" for name in names.each] for n in range(count)]
+    loader.ignore(*(name for n in range(count) if n not in own for name in each[n]))
+    wide, narrow = (width, config.hidden_size), (config.hidden_size, width)
+    turns = torch.arange(2 * width)  # rows of a tensor of all gates and ups
+    halves = turns.view(width, 2).t() if names.transposed else turns.view(2, width)
+    of_rank = halves[:, share.start : share.stop].flatten()
+
+    def of_stack(which: int, shape: tuple[int, int], expert: int, cols: range | None) -> Weight:
+        name, one = f"{prefix}.{names.stacked_weights[which]}", range(expert, expert + 1)
+        matrix = partial(loader.matrix, rows=one, cols=cols, transposed=names.transposed)
+        return changed(matrix(name, (count, *shape)), operator.itemgetter(0))
+
+    def gate_up(expert: int) -> Weight:
         if names.stacked:
-            halves, whole = load_stacked(loader, prefix, config, expert)
-            gate_up[place] = halves[:, share.start : share.stop]
-            down[place] = whole[:, share.start : share.stop]
-            continue
-        for half, name in enumerate((gate, up)):
-            gate_up[place, half] = loader.load(name, (width, hidden_size), rows=share)
-        down[place] = loader.load(last, (hidden_size, width), cols=share)
-    return gate_up.flatten(1, 2), down
+            both = of_stack(0, (2 * width, config.hidden_size), expert, None)
+            return changed(both, operator.itemgetter(of_rank))
+        parts = [loader.matrix(name, wide, rows=share) for name in each[expert][:2]]
+        if (joined := concatenated(parts)) is None:
+            raise ModelLoadError(f"gates and ups of {prefix}.experts are quantised unlike")
+        return joined
 
+    def down(expert: int) -> Weight:
+        if names.stacked:
+            return of_stack(1, narrow, expert, share)
+        return loader.matrix(each[expert][2], narrow, cols=share)
 
-def load_stacked(
-    loader: WeightLoader, prefix: str, config: ModelConfig, expert: int
-) -> tuple[Tensor, Tensor]:
-    """An expert's gate and up [2, width, hidden] and its down [hidden, width], out of those of
-    all experts."""
-    moe, names, hidden_size = config.moe, config.declared.mixture, config.hidden_size
-    assert moe is not None and names is not None
-    both, last = (f"{prefix}.{name}" for name in names.stacked_weights)
-    width, one = moe.expert_intermediate_size, range(expert, expert + 1)
-    shapes = ((2 * width, hidden_size), (hidden_size, width))
-    if not names.transposed:
-        halves, down = (
-            loader.load(name, (moe.num_experts, *shape), rows=one)[0]
-            for name, shape in zip((both, last), shapes, strict=True)
-        )
-        return halves.view(2, width, -1), down
-    turns, down = (
-        loader.load(name, (moe.num_experts, *shape[::-1]), rows=one)[0].t()
-        for name, shape in zip((both, last), shapes, strict=True)
-    )
-    return torch.stack((turns[::2], turns[1::2])), down
+    return stacked(len(own), map(gate_up, own)), stacked(len(own), map(down, own))
 
 
 def load_biases(

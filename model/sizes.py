@@ -22,6 +22,11 @@ from model.errors import InvalidParallelism, ModelLoadError
 
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
+# Weights of what is never quantised: tables, routers, and MLA's absorbed projection.
+_PLAIN: Final = tuple(
+    f"{name}.weight"
+    for name in ("embed_tokens", "lm_head", "kv_b_proj", ".gate", "router", "router.layer", "_gate")
+)
 _ROW_BYTES: Final = 16  # of each token's row of an embedding or a head
 
 
@@ -195,6 +200,19 @@ def _gated(prefix: str, width: Size, hidden: Size, *, fused: bool = False) -> di
 def num_elements(config: ModelConfig) -> int:
     """Elements of all matrices of the model."""
     return sum(weights.elements for weights in implied_weights(config))
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
+    """Of all matrices of the model; `itemsize` bytes an element of those that are not kept
+    quantised. What is told to be left out of quantisation is not looked for."""
+    how = config.quantization if keeps else None
+    part = ".experts." if how and how.stored == "mxfp4" else ""
+
+    def bits_of(name: str) -> float:
+        return how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
+
+    found = implied_weights(config)
+    return int(sum(weights.elements * bits_of(weights.name) for weights in found)) // 8
 
 
 def largest(config: ModelConfig) -> Weights:

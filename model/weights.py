@@ -6,6 +6,7 @@ no memory of their own and two engines on one host share them.
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -14,21 +15,18 @@ import torch
 from torch import Tensor
 
 from model import kv_scales
+from model.architectures.quantization import AT_LOAD, Quantization
 from model.errors import ModelLoadError
+from model.quantization import products, stored
+from model.quantization.quantized import Quantized, Weight, quantise
 from model.sizes import read_headers
+from protocol.process.logging import get_logger
+
+_log = get_logger(__name__)
 
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
 # kv_scales.py, where they are wanted.
 _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
-_FP8: Final = "F8_E4M3"  # beside scales of its own
-_SCALES: Final = (".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale")
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    _FP8: torch.float8_e4m3fn,
-}
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
@@ -38,61 +36,30 @@ class SafetensorsSource:
     def __init__(
         self,
         folder: Path,
-        fp8_block: tuple[int, int] | None = None,
-        device: torch.device | str = "cpu",  # where weights in FP8 are dequantised
+        quantization: Quantization | None = None,
+        device: torch.device | str = "cpu",  # where quantised weights are unpacked
     ) -> None:
-        self._tensors, self._fp8_block, self._device = read_headers(folder), fp8_block, device
+        self._tensors = read_headers(folder)
+        self._stored = stored.StoredWeights(self._tensors, quantization, device)
 
     def names(self) -> set[str]:
-        """Without what belongs to a weight in FP8."""
-        of_fp8 = {name for name, stored in self._tensors.items() if stored.dtype == _FP8}
-        return set(self._tensors) - {
-            name.removesuffix(".weight") + suffix for name in of_fp8 for suffix in _SCALES
-        }
+        """Without what belongs to a quantised weight."""
+        return self._stored.names()
+
+    def quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
+        """Rows of a matrix whose full shape must be `shape`, if it is quantised."""
+        return self._stored.read(name, shape, rows)
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
-        if (stored := self._tensors.get(name)) is None:
+        if (there := self._tensors.get(name)) is None:
             raise ModelLoadError(f"weight {name} is missing from the model's files")
-        if stored.shape != shape:
+        if there.shape != shape:
             raise ModelLoadError(
-                f"weight {name} has shape {stored.shape}, the config implies {shape}"
+                f"weight {name} has shape {there.shape}, the config implies {shape}"
             )
-        if stored.dtype not in _DTYPES:
-            raise ModelLoadError(
-                f"weight {name} has dtype {stored.dtype}; supported: float32, bfloat16, "
-                "float16, float8_e4m3fn"
-            )
-        dtype = _DTYPES[stored.dtype]
-        if stored.stop - stored.start != stored.size * dtype.itemsize:
-            raise ModelLoadError(
-                f"{stored.path} is not a safetensors file: weight {name} has "
-                f"{stored.stop - stored.start} bytes"
-            )
-        tensor = torch.from_numpy(stored.content()).view(dtype).view(shape)[rows.start : rows.stop]
-        tensor = tensor if cols is None else tensor[:, cols.start : cols.stop]
-        if stored.dtype != _FP8:
-            return tensor
-        scales = self._scales(name, shape, rows, cols or range(shape[-1]))
-        return tensor.contiguous().to(self._device).float().mul_(scales)
-
-    def _scales(self, name: str, shape: tuple[int, ...], rows: range, cols: range) -> Tensor:
-        """Of each element of a part of an FP8 weight; they are by tensor, row or block."""
-        names = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale")]
-        stored = next((self._tensors[each] for each in names if each in self._tensors), None)
-        if stored is None or stored.dtype not in _DTYPES:
-            raise ModelLoadError(f"weight {name} is in FP8, but there is no {' or '.join(names)}")
-        scales = torch.from_numpy(stored.content()).view(_DTYPES[stored.dtype]).float()
-        scales = scales.view(stored.shape[0] if stored.shape else 1, -1)
-        whole = (shape[0] // scales.shape[0], shape[-1])  # where each row has one, or all
-        block = self._fp8_block or whole
-        wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
-        if len(shape) != 2 or tuple(scales.shape) != wanted:
-            told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"
-            raise ModelLoadError(f"weight {name} of shape {shape} has {told} elements")
-        row, col = (torch.arange(part.start, part.stop) for part in (rows, cols))
-        row, col, scales = (each.to(self._device) for each in (row, col, scales))
-        return scales[row[:, None] // block[0], col // block[1]]
+        tensor = stored.mapped(name, there)[rows.start : rows.stop]
+        return tensor if cols is None else tensor[:, cols.start : cols.stop]
 
 
 class DummySource:
@@ -108,6 +75,9 @@ class DummySource:
 
     def names(self) -> set[str]:
         return set()  # any can be made
+
+    def quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
+        return None
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         if "norm" in name:
@@ -150,12 +120,16 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device | str,
         pack: bool = False,
+        quantization: Quantization | None = None,
         on_load: Callable[[str], None] | None = None,
     ) -> None:
         self._on_load = on_load
         self.pack, self.dtype, self.device = pack, dtype, torch.device(device)
+        self.quantises = quantization is not None and quantization.stored == AT_LOAD
         self._source = source
         self._used: set[str] = set()
+        # By reason: bytes of quantised weights, and those that they take instead.
+        self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     def load(
         self,
@@ -172,16 +146,57 @@ class WeightLoader:
         Raises:
             ModelLoadError: missing, or of another shape or an unsupported dtype.
         """
-        if self._on_load and name not in self._used:
-            self._on_load(name)
-        self._used.add(name)
+        self._note(name)
         rows = range(shape[0]) if rows is None else rows
+        if (found := self._source.quantised(name, shape, rows)) is not None:
+            found = (found if cols is None else found.columns(cols)).to(self.device, self.dtype)
+            return self._dequantised(found, "a kind of product without a kernel").to(
+                dtype or self.dtype
+            )
         part = self._source.part(name, shape, rows, cols)
         return part.to(self.device, dtype or self.dtype).contiguous()
 
-    def empty(self, *shape: int) -> Tensor:
-        """In our dtype, on our device, for parts to be put together in."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+        transposed: bool = False,
+    ) -> Weight:
+        """As `load`, of a matrix of a linear layer: it stays quantised, or becomes so, where there
+        is a kernel to multiply by it. `transposed`: [..., in, out] where it is not quantised."""
+        self._note(name)
+        rows = range(shape[0]) if rows is None else rows
+        found = self._source.quantised(name, shape, rows)
+        if found is None:
+            if not (self.quantises or len(shape) > 2):
+                return self.load(name, shape, rows=rows, cols=cols)
+            lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+            # By whole rows, whatever part of them this rank has: so all geometries are alike.
+            whole = self.load(name, lies, rows=rows)
+            whole = whole.mT if transposed else whole
+            if not self.quantises:
+                return whole if cols is None else whole[..., cols.start : cols.stop]
+            found = quantise(whole)
+        found = (found if cols is None else found.columns(cols)).to(self.device, self.dtype)
+        why = products.problem(found)
+        return found if why is None else self._dequantised(found, why)
+
+    def _note(self, name: str) -> None:
+        if self._on_load and name not in self._used:
+            self._on_load(name)
+        self._used.add(name)
+
+    def _dequantised(self, part: Quantized, why: str) -> Tensor:
+        taken = self._dequantised_bytes[why]
+        found = part.dequantise()
+        self._dequantised_bytes[why] = (
+            taken[0] + sum(each.nbytes for each in part.parts),
+            taken[1] + found.nbytes,
+        )
+        return found
 
     def ignore(self, *names: str) -> None:
         """Declares weights that the model knows and does not need; those whose names begin with
@@ -191,7 +206,14 @@ class WeightLoader:
             self._used |= {name for name in self._source.names() if name.startswith(folders)}
 
     def finish(self) -> None:
-        """Raises ModelLoadError if the files hold weights that nobody asked for."""
+        """Tells what quantised weights cost that are kept otherwise. Raises ModelLoadError if the
+        files hold weights that nobody asked for."""
+        for why, (before, after) in self._dequantised_bytes.items():
+            told = (
+                "quantised weights are dequantised at load (%s): in %s they take %.3f GiB, not %.3f"
+            )
+            dtype = str(self.dtype).removeprefix("torch.")
+            _log.warning(told, why, dtype, after / 2**30, before / 2**30)
         unused = sorted(
             name
             for name in self._source.names() - self._used

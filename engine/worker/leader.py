@@ -50,7 +50,9 @@ def _build(
     def tell(text: str) -> None:
         transport.tell(EngineProgress(text))
 
-    model_config = load_config(config.model_dir, overrides=config.hf_overrides)
+    model_config = load_config(
+        config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
+    )
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
     rank = Rank(config, model_config, 0, factory, links, tell)
     limits = SchedulerLimits(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,11 +18,9 @@ from engine.worker.memory import MemoryTooSmall, fitting
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
-from model.sizes import StoredTensor, num_elements, read_headers, stored_elements
+from model.sizes import StoredTensor, read_headers, weight_bytes
 from protocol.ipc.wire import CannotListen
-from protocol.process.logging import get_logger
 
-_log = get_logger(__name__)
 _STREAM_PRIORITY = -1
 _TELL_EVERY_S = 3.0
 
@@ -69,10 +68,9 @@ def load(
     pool.shutdown(wait=False)
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
         free_and_total = torch.cuda.mem_get_info(device)
-        check_weights_fit(num_elements(model_config), *free_and_total, config, str(device))
+        needed = weight_bytes(model_config, getattr(torch, config.dtype).itemsize, keeps=True)
+        check_weights_fit(needed, *free_and_total, config, str(device))
     is_dummy = config.load_format == "dummy"
-    if not is_dummy and parallel.rank == 0:
-        _tell_of_fp8(stored_elements(Path(config.model_dir))["F8_E4M3"], config.dtype)
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
         model = load_model(
@@ -104,8 +102,13 @@ class LoadProgress:
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sizes = {name: tensor.stop - tensor.start for name, tensor in stored.items()}
-        self._total, self._tell, self._clock = sum(self._sizes.values()), tell, clock
+        # A quantised weight is in several tensors, none of which has its name.
+        self._sizes: Counter[str] = Counter()
+        for name, tensor in stored.items():
+            self._sizes[_module(name)] += tensor.stop - tensor.start
+        self._of_module = Counter(map(_module, stored))
+        self._total, self._tell, self._clock = self._sizes.total(), tell, clock
+        self._num_stored = len(stored)
         self._done = self._count = 0
         self._begun = clock()
         self._told = self._begun - _TELL_EVERY_S
@@ -115,33 +118,30 @@ class LoadProgress:
         if now - self._told >= _TELL_EVERY_S:
             self._told = now
             self._tell(f"loading weights{self._how_far(now - self._begun)}")
-        self._done += self._sizes.get(name, 0)  # what was loaded when the next one is asked for
-        self._count += 1
+        # What was loaded when the next one is asked for.
+        self._done += self._sizes.pop(_module(name), 0)
+        self._count += self._of_module.pop(_module(name), 0) if self._total else 1
 
     def _how_far(self, took_s: float) -> str:
         if not self._total:
             return f": {self._count} tensors"
         done, total = (n / 2**30 for n in (self._done, self._total))
-        told = f": {done:.2f} of {total:.2f} GiB, {self._count} of {len(self._sizes)} tensors"
+        told = f": {done:.2f} of {total:.2f} GiB, {self._count} of {self._num_stored} tensors"
         if not self._done:
             return told
         return f"{told}, about {took_s * (total / done - 1):.0f} s left"
 
 
-def _tell_of_fp8(num_weights: int, dtype: str) -> None:
-    if num_weights:
-        stored, taken = (num_weights * size / 2**30 for size in (1, getattr(torch, dtype).itemsize))
-        told = "weights stored in FP8 are dequantised at load: in %s they take %.2f GiB, not %.2f"
-        _log.warning(told, dtype, taken, stored)
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def check_weights_fit(
-    num_weights: int, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
+    weights: int, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
 ) -> None:
-    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit; `num_weights` are
-    elements of all ranks."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    needed_bytes = num_weights // config.tp * dtype.itemsize  # at least: some are whole on each
+    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit; `weights` are
+    bytes of all ranks."""
+    needed_bytes = weights // config.tp  # at least: some are whole on each
     if needed_bytes <= free_bytes:
         return
     needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))

@@ -66,7 +66,9 @@ def main(factory: ConnectorFactory) -> None:
 def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> None:
     links = RankLinks(config.control_address, number, config.tp)
     with starting():
-        model_config = load_config(config.model_dir, overrides=config.hf_overrides)
+        model_config = load_config(
+            config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
+        )
         rank = Rank(config, model_config, number, factory, links)
     rank.ready()
     try:

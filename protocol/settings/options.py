@@ -95,6 +95,9 @@ class ModelOptions(ModelName):
     next token's choices (s)"""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: read the weights; dummy: make them from the config and --seed"""
+    quantization: Literal["fp8"] | None = None
+    """fp8: quantise the weights of linear layers at load, each row by its own scale (not
+    embeddings, norms, routers and the head); P and D alike. None: as they are stored"""
     device: Device = "auto"
     """where the engine runs; auto: cuda if available"""
     dtype: DType = "auto"

@@ -74,7 +74,7 @@ def test_kv_geometry_of_grouped_and_latent_attention():
             {**MISTRAL3, "text_config": {"model_type": "ministral3"}},
             "ministral3.*supported: mistral",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq.*bfloat16"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
         ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
         ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),

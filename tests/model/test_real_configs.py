@@ -131,7 +131,8 @@ def test_what_publishers_write_is_understood() -> None:
     kimi, v3 = of("Kimi-K2").moe, of("DeepSeek-V3").moe
     assert kimi and v3 and (kimi.num_groups, v3.num_groups, v3.topk_groups) == (1, 8, 4)
     assert kimi.is_normalized and kimi.routed_scaling_factor == 2.827
-    assert of("DeepSeek-V3").fp8_block == (128, 128) and of("phi-4").fp8_block is None
+    stored = of("DeepSeek-V3").quantization
+    assert stored and stored.block == (128, 128) and of("phi-4").quantization is None
     assert of("DeepSeek-V3").draft_layers == 1 and v3.dense_layers == (0, 1, 2)
     assert (of("GLM-4.5").qk_norm, of("GLM-4.5-Air").qk_norm) == ("head", "")
     assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
@@ -159,7 +160,7 @@ def test_what_publishers_write_is_understood() -> None:
     ("raw", "told"),
     [
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0"),
-        ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config "gptq"'),
+        ({"quantization_config": {"quant_method": "hqq"}}, 'quantization_config "hqq"'),
     ],
 )
 def test_what_is_not_served_of_them_is_told(raw: dict[str, Any], told: str) -> None:

@@ -1,0 +1,1 @@
+"""Weights that stay quantised: what they are, how files hold them, and products by them."""

@@ -1,0 +1,159 @@
+"""Quantised weights as safetensors files hold them, turned into our own order."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.architectures.quantization import Quantization
+from model.errors import ModelLoadError
+from model.quantization.quantized import Quantized
+from model.sizes import StoredTensor
+
+_FP8: Final = "F8_E4M3"  # beside scales of its own
+_FLOATS: Final = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    _FP8: torch.float8_e4m3fn,
+}  # fmt: skip
+_DTYPES: Final = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+_SCALES: Final = (".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale")
+_PER_WORD: Final = 8  # codes of 4 bits in an int32
+_MX_GROUP: Final = 32  # columns of MXFP4 that share an exponent
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the next code is
+# By how weights are stored: the end of their name, and the ends of what belongs to them.
+_NAMES: Final = {
+    "packed": (".weight_packed", (".weight_scale", ".weight_zero_point", ".weight_shape")),
+    "gptq": (".qweight", (".qzeros", ".scales")),
+    "awq": (".qweight", (".qzeros", ".scales")),
+    "mxfp4": ("_blocks", ("_scales",)),
+}
+_ORDERS: Final = (".weight_g_idx", ".g_idx")  # which group a column is of
+
+
+class StoredWeights(NamedTuple):
+    """The weights of some files that are quantised; they are unpacked on `device`."""
+
+    tensors: Mapping[str, StoredTensor]
+    how: Quantization | None
+    device: torch.device | str
+
+    def names(self) -> set[str]:
+        """Those of all weights, as they were before something was quantised, without what belongs
+        to one that is."""
+        of_fp8 = [name for name, stored in self.tensors.items() if stored.dtype == _FP8]
+        found = set(self.tensors) - {
+            name.removesuffix(".weight") + suffix for name in of_fp8 for suffix in _SCALES
+        }
+        end, others = self._names
+        for name in [name for name in found if end and name.endswith(end)]:
+            base = name.removesuffix(end)
+            found -= {name, *(base + other for other in (*others, *_ORDERS))}
+            found.add(base if end == "_blocks" else f"{base}.weight")
+            # Some writers give every layer a bias, of zeros where the model has none.
+            if (bias := self.tensors.get(f"{base}.bias")) and not mapped(name, bias).any():
+                found.discard(f"{base}.bias")
+        return found
+
+    @property
+    def _names(self) -> tuple[str, tuple[str, ...]]:
+        return _NAMES.get(self.how.stored if self.how else "", ("", ()))
+
+    def read(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
+        """Rows of a weight of full shape `shape`, or whole experts of [experts, out, in]; None: it
+        is not quantised. Raises ModelLoadError for what is missing of it, or of another shape."""
+        if (stored := self.tensors.get(name)) is not None:
+            return self._fp8(name, shape, rows) if stored.dtype == _FP8 else None
+        (end, _), part = self._names, slice(rows.start, rows.stop)
+        base = name if end == "_blocks" else name.removesuffix(".weight")
+        if not end or base + end not in self.tensors:
+            return None
+        if end != "_blocks":
+            return self._int4(base, shape, rows)
+        blocks = (*shape[:-1], shape[-1] // _MX_GROUP)  # of each expert and row
+        codes = self._get(base + end, *blocks, _MX_GROUP // 2).flatten(-2)[part]
+        scales = self._get(f"{base}_scales", *blocks)[part]
+        return Quantized(codes, scales, None, "fp4", _MX_GROUP, torch.float32)
+
+    def _get(self, name: str, *shape: int) -> Tensor:
+        if (stored := self.tensors.get(name)) is None:
+            raise ModelLoadError(f"weight {name} is missing from the model's files")
+        if stored.shape != shape:
+            told = f"{stored.shape}, the config implies {shape}"
+            raise ModelLoadError(f"weight {name} has shape {told}")
+        return mapped(name, stored)
+
+    def _fp8(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized:
+        suffixes = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale")]
+        found = next((each for each in suffixes if each in self.tensors), None)
+        if found is None or self.tensors[found].dtype not in _FLOATS:
+            raise ModelLoadError(
+                f"weight {name} is in FP8, but there is no {' or '.join(suffixes)}"
+            )
+        scales = mapped(found, self.tensors[found]).float()
+        scales = scales.view(scales.shape[0] if scales.dim() else 1, -1)
+        whole = (shape[0] // max(1, scales.shape[0]), shape[-1])  # where each row has one, or all
+        block = (self.how.block if self.how else None) or whole
+        wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
+        if len(shape) != 2 or tuple(scales.shape) != wanted:
+            told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"
+            raise ModelLoadError(f"weight {name} of shape {shape} has {told} elements")
+        own = self._get(name, *shape).view(torch.uint8)[rows.start : rows.stop]
+        of_rows = scales[torch.arange(rows.start, rows.stop) // block[0]]
+        return Quantized(own, of_rows, None, "fp8", min(block[1], shape[1]), torch.float32)
+
+    def _int4(self, base: str, shape: tuple[int, ...], rows: range) -> Quantized:
+        (height, width), part = shape, slice(rows.start, rows.stop)
+        if self.how is None or width % _PER_WORD:
+            raise ModelLoadError(f"weight {base} of {width} columns cannot be in words of 4 bits")
+        group, zeros = min(self.how.group or width, width), None
+        num_groups, words = -(-width // group), -(-height // _PER_WORD)
+
+        def get(end: str, *expected: int) -> Tensor:
+            return self._get(base + end, *expected).to(self.device)
+
+        # Two codes a byte, the first in the low half: so words are in our order.
+        if self.how.stored == "packed":
+            codes = get(".weight_packed", height, width // _PER_WORD)[part].view(torch.uint8)
+            scales = get(".weight_scale", height, num_groups)[part]
+            if base + ".weight_zero_point" in self.tensors:
+                zeros = _unpacked(get(".weight_zero_point", words, num_groups).t())[:, part].t()
+        else:
+            order = _AWQ_ORDER if self.how.stored == "awq" else range(_PER_WORD)
+            if self.how.stored == "awq":
+                each = _unpacked(get(".qweight", width, words), order)[:, part].t()
+                codes = each[:, ::2] | each[:, 1::2] << 4
+            else:
+                codes = get(".qweight", width // _PER_WORD, height)[:, part].t()
+                codes = codes.contiguous().view(torch.uint8)
+            scales = get(".scales", num_groups, height)[:, part].t()
+            zeros = _unpacked(get(".qzeros", num_groups, words), order)[:, part].t()
+            zeros = (zeros + self.how.zero_offset) & 15
+        end = next((each for each in _ORDERS if base + each in self.tensors), None)
+        if end is not None:
+            index, plain = get(end, width).long(), torch.arange(width, device=self.device) // group
+            if int(index.max()) >= num_groups:
+                raise ModelLoadError(f"weight {base}{end} names group {int(index.max())}")
+            if index.min() >= 0 and not torch.equal(index, plain):  # columns are groups themselves
+                group, scales = 1, scales[:, index]
+                zeros = None if zeros is None else zeros[:, index]
+        return Quantized(codes, scales, zeros, "int4", group, torch.float32)
+
+
+def mapped(name: str, stored: StoredTensor) -> Tensor:
+    """A tensor where its file is mapped. Raises ModelLoadError for a dtype that none of ours is."""
+    if (dtype := _DTYPES.get(stored.dtype)) is None:
+        raise ModelLoadError(
+            f"weight {name} has dtype {stored.dtype}; supported: {', '.join(_DTYPES)}"
+        )
+    if stored.stop - stored.start != stored.size * dtype.itemsize:
+        told = f"weight {name} has {stored.stop - stored.start} bytes"
+        raise ModelLoadError(f"{stored.path} is not a safetensors file: {told}")
+    return torch.from_numpy(stored.content()).view(dtype).view(stored.shape)
+
+
+def _unpacked(words: Tensor, order: Iterable[int] = range(_PER_WORD)) -> Tensor:
+    """int32 [n, m] -> uint8 [n, 8 m], codes of 4 bits; `order`: where in a word each is."""
+    pairs = words.contiguous().view(torch.uint8)
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).view(*words.shape, _PER_WORD)
+    return codes[..., list(order)].flatten(1)

@@ -1,0 +1,168 @@
+"""Quantised checkpoints, written here by the words of each format, beside what they stand for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+# What a writer makes of a weight [out, in]: tensors by the end of their names, and the weight that
+# they stand for, in float64.
+Written = tuple[dict[str, Tensor], Tensor]
+
+
+def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """[n, 8 m] codes of 4 bits -> int32 [n, m]; `order`: of those in a word, lowest first."""
+    parts = codes.view(len(codes), -1, 8)[:, :, list(order)].long()
+    found = sum(parts[:, :, place] << 4 * place for place in range(8))
+    return (found - (found >> 31 << 32)).to(torch.int32)
+
+
+def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
+    def write(weight: Tensor) -> Written:
+        size = tuple(map(min, block, weight.shape))
+        scales = torch.rand([-(-n // of) for n, of in zip(weight.shape, size, strict=True)])
+        row, col = (torch.arange(n) // of for n, of in zip(weight.shape, size, strict=True))
+        codes = weight.to(torch.float8_e4m3fn)
+        of_all = min(scales.shape) == max(scales.shape) == 1
+        tensors = {
+            ".weight": codes,
+            f".weight{suffix}": scales.view(()) if of_all else scales,
+            ".input_scale": torch.ones(()),
+        }
+        return tensors, codes.double() * scales.double()[row[:, None], col]
+
+    return write
+
+
+def _four(weight: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros by row and group, and what they stand for."""
+    height, width = weight.shape
+    codes = torch.randint(0, 16, (height, width))
+    scales = torch.rand(height, width // GROUP).half()
+    zeros = torch.randint(1, 16, scales.shape)
+    index = torch.arange(width) // GROUP if index is None else index
+    exact = (codes - zeros[:, index]).double() * scales.double()[:, index]
+    return codes, scales, zeros, exact
+
+
+def packed(*, has_zeros: bool) -> Callable[[Tensor], Written]:
+    def write(weight: Tensor) -> Written:
+        codes, scales, zeros, exact = _four(weight)
+        tensors = {
+            ".weight_packed": words(codes),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+        if has_zeros:
+            tensors[".weight_zero_point"] = words(zeros.t().contiguous()).t().contiguous()
+        else:
+            exact = (codes - 8).double() * scales.double().repeat_interleave(GROUP, 1)
+        return tensors, exact
+
+    return write
+
+
+def awq(weight: Tensor) -> Written:
+    codes, scales, zeros, exact = _four(weight)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        ".qweight": words(codes.t().contiguous(), order),
+        ".qzeros": words(zeros.t().contiguous(), order),
+        ".scales": scales.t().contiguous(),
+    }
+    return tensors, exact
+
+
+def gptq(*, less: int, shuffles: bool = False) -> Callable[[Tensor], Written]:
+    """`less`: than zeros are those in the file."""
+
+    def write(weight: Tensor) -> Written:
+        index = torch.arange(weight.shape[1]) // GROUP
+        index = index[torch.randperm(len(index))] if shuffles else index
+        codes, scales, zeros, exact = _four(weight, index)
+        tensors = {
+            ".qweight": words(codes).t().contiguous(),
+            ".qzeros": words((zeros - less).t().contiguous()),
+            ".scales": scales.t().contiguous(),
+            ".g_idx": index.int(),
+            ".bias": torch.zeros(len(weight)).half(),
+        }
+        return tensors, exact
+
+    return write
+
+
+def mxfp4(weight: Tensor) -> Written:
+    """Of experts [experts, in, out], as the plain ones lie there."""
+    codes = torch.randint(0, 16, weight.mT.shape)
+    scales = torch.randint(118, 125, (*codes.shape[:-1], codes.shape[-1] // 32))
+    factors = 2.0 ** (scales.double() - 127).repeat_interleave(32, -1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).byte()
+    tensors = {"_blocks": blocks.unflatten(-1, (-1, 16)), "_scales": scales.byte()}
+    return tensors, (torch.tensor(FP4).double()[codes] * factors).mT
+
+
+_FP8_GROUPS = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}
+_INT4_GROUPS = {
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": GROUP}}},
+}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+# By name: quantization_config, and the writer.
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [24, 40]},
+        fp8((24, 40), "_scale_inv"),
+    ),
+    "fp8 rows": ({"quant_method": "compressed-tensors", **_FP8_GROUPS}, fp8((1, 999), "_scale")),
+    "fp8 tensors": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8((999, 999), "_scale")),
+    "packed": ({"quant_method": "compressed-tensors", **_INT4_GROUPS}, packed(has_zeros=False)),
+    "packed with zeros": (
+        {"quant_method": "compressed-tensors", **_INT4_GROUPS},
+        packed(has_zeros=True),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "gptq": (_GPTQ, gptq(less=1)),
+    "gptq of the second kind": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(less=0)),
+    "gptq in another order": ({**_GPTQ, "desc_act": True}, gptq(less=1, shuffles=True)),
+}
+
+
+def rewrite(
+    folder: Path,
+    config: dict[str, Any],
+    write: Callable[[Tensor], Written],
+    of: str = "_proj.weight",
+) -> dict[str, Tensor]:
+    """Quantises the weights of a checkpoint whose names end so, but for those of layer 1's
+    attention; returns all that it stands for, by the names of plain weights."""
+    stored: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = exact[name] = weight
+        if name.endswith(of) and "layers.1.self_attn" not in name:
+            tensors, exact[name] = write(weight)
+            del stored[name]
+            for end, part in tensors.items():
+                stored.setdefault(name.removesuffix(".weight") + end, part)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    save_file(
+        {name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors"
+    )
+    return exact
+
+
+def save_plain(folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Turns a checkpoint into the plain one that it stands for."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    plain = {name: weight.to(dtype).contiguous() for name, weight in exact.items()}
+    save_file(plain, folder / "model.safetensors")

@@ -40,11 +40,7 @@ class Quantization:
 
 
 def parse_quantization(found: Any) -> Quantization | None:
-    """None where weights are plain.
-
-    Raises:
-        UnsupportedModel: weights are stored in another way.
-    """
+    """None where weights are plain. Raises UnsupportedModel for those stored in another way."""
     if not found:
         return None
     if not isinstance(found, dict):

@@ -58,8 +58,7 @@ def multiply(weight: Quantized, x: Tensor) -> Tensor:
 
 
 def multiply_groups(weight: Weight, x: Tensor, ends: Tensor) -> Tensor:
-    """By [experts, out, in]: rows of x [T, in] before ends[0] by the first, and so on; rows behind
-    all ends are undefined. ends int32 [experts] -> [T, out]."""
+    """As grouped_mm, by [experts, out, in]; ends int32 [experts]. Rows behind all are undefined."""
     if isinstance(weight, Tensor) or x.device.type == "cpu":
         return F.grouped_mm(x, plain(weight).transpose(1, 2), offs=ends)
     return _kernels().multiply(weight, x, ends)  # type: ignore[no-any-return]
@@ -107,11 +106,9 @@ def _disproof(way: str, like: Like) -> str | None:
         told = "" if error < most else f"deviates by {error:.2g}, and not by less than {most}"
     except Exception as error:  # of any kind, from compilers and drivers
         told = f"raises {type(error).__name__}: {str(error).strip()[:200]}"
-    if not told:
-        return None
-    if "kernel" not in way:
+    if told and "kernel" not in way:
         _log.warning("the %s for %s %s: another is used", way, like[0], told)
-    return f"the {way} for {like[0]} {told}"
+    return f"the {way} for {like[0]} {told}" if told else None
 
 
 def _error(way: str, like: Like) -> float:

@@ -22,8 +22,7 @@ _ROWS: Final = 4096  # quantised at a time: bounds the float32 scratch
 class Quantized:
     """A matrix [out, in], or [experts, out, in], whose element is (code - zero) x scale.
 
-    Each row has scales of its own, one for `group` neighbouring columns. So rows can be taken,
-    reordered and joined like those of any tensor, and a column is found without a look at others.
+    Each row has scales of its own, so that rows can be taken, reordered and joined like any.
 
     Attributes:
         codes: uint8 [..., out, in] of FP8 (e4m3), else [..., out, in / 2], the even column in the

@@ -1,5 +1,5 @@
-"""The Triton kernel of products by quantised weights. Codes become numbers in registers, exact in 16
-bits; scales are applied to sums in float32: nothing is rounded but the input and the result."""
+"""The Triton kernel of products by quantised weights. Codes become numbers in registers, exact in
+16 bits; scales are applied to sums in float32: nothing but the input and the result is rounded."""
 
 import math
 from typing import Any, Final

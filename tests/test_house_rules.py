@@ -23,14 +23,14 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11026,
+    "engine": 11043,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
-    "model": 4007,
+    "model": 4700,
     "prefill_server": 192,
-    "protocol": 6847,
+    "protocol": 6850,
     "proxy": 5094,
-    "tests": 39842,
+    "tests": 40145,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvcache.layout import KVLayout
+from kvcache.layout import MAX_BLOCK_SIZE_TOKENS, KVLayout
 from kvcache.transfer.link.agent import ReadState
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
@@ -217,7 +217,8 @@ def sides(draw, tokens: int) -> Side:
 @st.composite
 def shared_sides(draw, p: Side, tokens: int) -> Side:
     """Sides whose ranks share tokens: those of D cut a sequence where blocks of P end."""
-    dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, 3))
+    most = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
+    dcp, size = draw(st.integers(2, 4)), p.block_size * draw(st.integers(1, most))
     blocks, num_blocks = draw(block_tables(size * dcp, tokens))
     tp = dcp * draw(st.integers(1, 8 // dcp))
     order = draw(st.sampled_from([p.order, *ORDERS]))

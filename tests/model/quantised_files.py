@@ -44,7 +44,7 @@ def _four(weight: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, 
     """Codes, scales and zeros by row and group, and what they stand for."""
     height, width = weight.shape
     codes = torch.randint(0, 16, (height, width))
-    scales = torch.rand(height, width // GROUP).half()
+    scales = torch.rand(height, width // GROUP).mul(0.03).half()  # weights around 0.1
     zeros = torch.randint(1, 16, scales.shape)
     index = torch.arange(width) // GROUP if index is None else index
     exact = (codes - zeros[:, index]).double() * scales.double()[:, index]

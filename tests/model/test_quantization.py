@@ -25,9 +25,9 @@ from tests.model.random_models import load, make
 WIDE = {"intermediate_size": 192}  # of several groups for each of two ranks
 
 
-def logits_of(model) -> Tensor:
+def logits_of(model, device="cpu") -> Tensor:
     with torch.inference_mode():
-        ids = torch.arange(3, 19)
+        ids = torch.arange(3, 19, device=device)
         return model.logits(model.forward(ids, ids - 3, DenseAttention(model.attention_spec)))
 
 

@@ -75,6 +75,16 @@ def test_what_differs_is_named(engines, tiny_model, p, d, said):
 
 
 @pytest.mark.slow
+def test_weights_quantised_at_load_are_another_model_s(engines, tiny_model):
+    ours = Geometry(2, 16, options=("--quantization", "fp8"))
+    prefiller, decoder = engines.pair(tiny_model, ours, Geometry())
+    prompt = make_prompt(5, 100)
+    refused = post(decoder.url, prompt, 6, prefill(prefiller.url, prompt, logprobs=1))
+    assert refused.json()["error"]["code"] == "peer_incompatible", refused.text
+    assert "model_fingerprint" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "d"),
     [(_OURS, ()), ((), _OURS), (_THEIRS, _OURS)],

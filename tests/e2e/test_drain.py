@@ -127,8 +127,9 @@ def test_answers_of_a_server_that_drains_go_on_elsewhere(tiny_model, end):
 def test_where_all_others_are_full_answers_wait_for_room_or_come_back(tiny_model):
     small = ("--shutdown-grace-s", "600", "--kv-cache-tokens", "768")
     decode = partial(start_decode, tiny_model, *small)
+    argv = ("--routing", "round_robin", "--disaggregate", "always")
     with started(partial(start_prefill, tiny_model), decode, decode) as servers:
-        with running(proxy := start_proxy(servers[:1], servers[1:], "--routing", "round_robin")):
+        with running(proxy := start_proxy(servers[:1], servers[1:], *argv)):
             bodies = [_body(6 * at + 2, 500) for at in range(4)]
             seen = _drain_under_load(servers, proxy, bodies, _drains)
             print(json.dumps({"full": seen}))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.geometry import check_attention, wanted_of
 from engine.process.host_memory import free_host_bytes
 from engine.worker.memory import MemoryTooSmall, fitting
+from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
@@ -68,8 +70,12 @@ def load(
     pool.shutdown(wait=False)
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
         free_and_total = torch.cuda.mem_get_info(device)
-        needed = weight_bytes(model_config, getattr(torch, config.dtype).itemsize, keeps=True)
-        check_weights_fit(needed, *free_and_total, config, str(device))
+        itemsize, quantized = getattr(torch, config.dtype).itemsize, None
+        needed = weight_bytes(model_config, itemsize, keeps=True)
+        if model_config.quantization is None:
+            smaller = replace(model_config, quantization=Quantization(AT_LOAD))
+            quantized = weight_bytes(smaller, itemsize, keeps=True)
+        check_weights_fit(needed, *free_and_total, config, str(device), quantized)
     is_dummy = config.load_format == "dummy"
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
@@ -137,19 +143,26 @@ def _module(name: str) -> str:
 
 
 def check_weights_fit(
-    weights: int, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
+    weights: int,
+    free_bytes: int,
+    total_bytes: int,
+    config: EngineConfig,
+    device: str,
+    quantized: int | None = None,
 ) -> None:
     """Raises MemoryTooSmall before minutes are spent on loading what cannot fit; `weights` are
-    bytes of all ranks."""
+    bytes of all ranks, `quantized` what is left of them with --quantization fp8."""
     needed_bytes = weights // config.tp  # at least: some are whole on each
     if needed_bytes <= free_bytes:
         return
     needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
     ranks = -(-needed_bytes * config.tp // max(free_bytes, 1))
+    fits = quantized is not None and quantized // config.tp <= free_bytes
+    smaller = ", or --quantization fp8" if fits else ""
     raise MemoryTooSmall(
         f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
         f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
-        f"GiB are missing; use --tp {ranks} or more, or free the GPU"
+        f"GiB are missing; use --tp {ranks} or more{smaller}, or free the GPU"
     )
 
 

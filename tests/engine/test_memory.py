@@ -128,7 +128,9 @@ def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
     told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB.*use --tp 2 or"
     with pytest.raises(MemoryTooSmall, match=told):
-        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config, "cuda:1")
+        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config, "cuda:1", 16 << 30)
+    with pytest.raises(MemoryTooSmall, match="use --tp 2 or more, or --quantization fp8, or free"):
+        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config, "cuda:1", 11 << 30)
     check_weights_fit(15 << 30, 15 << 30, 16 << 30, config, "cuda:1")
 
 

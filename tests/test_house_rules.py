@@ -23,7 +23,7 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11043,
+    "engine": 11056,
     "kvcache": 7881,
     "kvcache/transfer": 5847,
     "model": 4700,

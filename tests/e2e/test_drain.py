@@ -91,11 +91,11 @@ def _drain_under_load(
         asked = [ask(body) for body in bodies]
         for one, body in zip(asked, bodies, strict=True):
             assert "stream" not in body or one.has_begun.wait(TIMEOUT_S)
-        num = leaving.metrics()["baton_requests_running"]
+        num = leaving.metrics()["baton_requests_in_progress"]
         begun_s = time.monotonic()
         end(leaving)
         assert leaving.child.exited.wait(TIMEOUT_S)
-        seen: dict[str, Any] = {"exit_s": round(time.monotonic() - begun_s, 2), "sequences": num}
+        seen: dict[str, Any] = {"exit_s": round(time.monotonic() - begun_s, 2), "requests": num}
         seen["open"] = sum(not one._asked.done() for one in asked)
         assert [one.result() for one in asked] == expected
     moved = proxy.metrics()[_MOVED]

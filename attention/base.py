@@ -188,6 +188,11 @@ class AttentionBackend(ABC):
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.layers))
 
     @property
+    def num_groups(self) -> int:
+        """Of KV: how many blocks a table has for each block_size tokens."""
+        return 1
+
+    @property
     def workspace_bytes(self) -> int:
         """Device memory beside the pool that steps write their intermediate results to."""
         return 0

@@ -91,7 +91,8 @@ class KVFactory(ConnectorFactory):
 def _rates(context: RankContext) -> Rates:
     config, layout, device = context.config, context.pool.layout, context.pool.device.type
     costs = CostModel.configured(config.transfer_costs, device) or DEFAULT_COSTS[device]
-    num_bytes = layout.block_bytes * config.tp // config.tokens_per_block
+    whole = context.pool.groups.windows.count(None) or 1  # of windows the end alone is pulled
+    num_bytes = layout.block_bytes * whole * config.tp // config.tokens_per_block
     return Rates(config.borrow_prefixes, num_bytes, costs.bytes_per_s)
 
 

@@ -6,6 +6,7 @@ from typing import Final
 from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
 from engine.process.host_memory import free_host_bytes
+from kvcache.groups import KVGroups, deal
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
@@ -78,16 +79,34 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
         LayoutError: `kv_layout` or `block_size` describe no KV cache.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
+    _, dealt = kv_groups(model)
     return KVLayout(
         order=config.kv_layout,
         num_blocks=2,
         num_heads=len(heads_of(0, config.tp // config.dcp, model.kv_heads_total)),
-        num_layers=model.num_layers,
+        num_layers=max(map(len, dealt)),
         num_components=model.kv_components,
         block_size=config.block_size,
         head_dim=model.kv_dim,
         dtype=config.kv_dtype,
     )
+
+
+def kv_groups(model: ModelConfig) -> tuple[KVGroups, list[tuple[int, ...]]]:
+    """The groups of layers that have KV blocks of their own, and the layers of each."""
+    windows = [model.window_of(layer) for layer in range(model.num_layers)]
+    return deal(windows, model.max_position)
+
+
+def check_scales(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises InvalidGeometry for scales of FP8 KV where layers have blocks in several groups."""
+    groups, _ = kv_groups(model)
+    if groups.count > 1 and set(config.scales) - {1.0}:
+        raise InvalidGeometry(
+            f"the scales of FP8 KV are {min(config.scales):g} to {max(config.scales):g}, and this "
+            f"model has KV in {groups.count} groups of layers, by their windows, which are served "
+            "with scales of 1 only: use --kv-scales 1, or --kv-cache-dtype auto"
+        )
 
 
 def check_staging(config: EngineConfig, layout: KVLayout) -> None:

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.geometry import check_attention, check_geometry, check_staging, check_weights
+from engine.geometry import (
+    check_attention,
+    check_geometry,
+    check_scales,
+    check_staging,
+    check_weights,
+)
 from engine.text.tokenizer import Tokenizer
 from model.config import ModelConfig, load_config
 from model.errors import ModelLoadError
@@ -66,6 +72,7 @@ def prepare(
     check_staging(config, layout)  # better known before weights are loaded, as the next
     bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
     config = config.model_copy(update={"scales": _kv_scales(settings, model_dir, model_config)})
+    check_scales(config, model_config)
     return Prepared(config, model_config, defaults)
 
 

@@ -14,14 +14,15 @@ tokens a table is a list of blocks without gaps, and nothing here is ever asked.
 No torch here: processes that only plan or only talk use this too.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from kvcache.blocks import NULL_BLOCK
+from protocol.handshake import MAX_GROUPS
 
 _MAX_WASTE = 0.05  # of the memory of a sequence that is as long as the model takes
-_MAX_GROUPS = 16  # each has tables, slots and a plan of its own in every step
 
 
 def held(blocks: Iterable[int]) -> list[int]:
@@ -37,6 +38,14 @@ class KVGroups:
     """
 
     windows: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def from_wire(cls, windows: Sequence[int]) -> "KVGroups":
+        return cls(tuple(window or None for window in windows) or (None,))
+
+    def to_wire(self) -> tuple[int, ...]:
+        """As of CompatRecord."""
+        return tuple(window or 0 for window in self.windows) if self != ONE_GROUP else ()
 
     @cached_property
     def count(self) -> int:
@@ -101,9 +110,22 @@ class KVGroups:
         computed in steps of `step_tokens`."""
         whole = -(-num_tokens // block_size)
         most = (
-            whole if w is None else -(-(w + step_tokens) // block_size) + 1 for w in self.windows
+            whole if w is None else -(-(w + 1 + step_tokens) // block_size) + 1
+            for w in self.windows
         )
         return sum(min(whole, blocks) for blocks in most)
+
+    def longest_in(self, num_blocks: int, max_len: int, step_tokens: int, block_size: int) -> int:
+        """Tokens of the longest sequence that so many blocks hold at any time; where blocks are
+        dropped, no more than `max_len`."""
+        if not self.drops:
+            return num_blocks // self.count * block_size
+
+        def needed(blocks: int) -> int:
+            return self.num_blocks_for(blocks * block_size, step_tokens, block_size)
+
+        sizes = range(-(-max_len // block_size) + 1)
+        return (bisect_right(sizes, num_blocks, key=needed) - 1) * block_size
 
 
 ONE_GROUP = KVGroups()
@@ -130,7 +152,7 @@ def deal(windows: Sequence[int | None], max_len: int) -> tuple[KVGroups, list[tu
 
     longest = max(map(len, kinds.values()))
     sizes = range(longest, 0, -1)
-    few = [s for s in sizes if sum(-(-len(of) // s) for of in kinds.values()) <= _MAX_GROUPS]
+    few = [s for s in sizes if sum(-(-len(of) // s) for of in kinds.values()) <= MAX_GROUPS]
     cheap = (s for s in few if cost(s) <= cost(1) * (1 + _MAX_WASTE))
     size = next(cheap, min(few, key=cost))
     dealt = [

@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
 from protocol.handshake import AXES
@@ -29,6 +30,7 @@ class KVPool:
         layout: order, sizes and dtype; every view below has its dtype.
         device: "cpu", "cuda", "cuda:1", or a torch.device.
         scales: of FP8 elements (kvcache/fp8.py), by layer and component; empty: all 1.
+        groups: of layers, whose blocks these are; the layout's layers are those of one group.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: the allocation does not fit.
@@ -39,9 +41,10 @@ class KVPool:
         layout: KVLayout,
         device: str | torch.device = "cpu",
         scales: Sequence[float] = (),
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
         assert len(scales) in (0, layout.num_layers * layout.num_components), len(scales)
-        self.layout = layout
+        self.layout, self.groups = layout, groups
         self.scales = tuple(scales)
         self.device = _resolved(torch.device(device))
         self.shared = SharedMemory(layout.nbytes) if self.device.type == "cpu" else None

@@ -30,6 +30,7 @@ FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
 DIGESTS: Final = 1  # rises when kvcache/verify computes others
+MAX_GROUPS: Final = 16  # of layers, with blocks of their own
 MAX_BYTES = 1 << 48  # no device has more; keeps sums far from 64-bit overflow
 
 
@@ -73,6 +74,9 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     # What FP8 elements are multiplied by when read: K and V of layer 0, of layer 1, and so on.
     # Empty for any other dtype.
     kv_scales: tuple[float, ...] = ()
+    # Of each group of layers with blocks of its own (kvcache/groups.py), how many tokens a token
+    # sees; 0: all. Empty: one group that sees all.
+    kv_windows: tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...] = ()
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +138,7 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
         return hashlib.sha256(text).hexdigest()[:12]
 
     form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
+    form = form if compat.kv_windows else form[: form.index("kv_windows")]  # as it ever was
     stored = "*" if converts else digest(*_CONVERTIBLE)
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
@@ -184,6 +189,7 @@ def _one_of(field: str, value: str, allowed: Iterable[str]) -> _Rule:
 def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     """In an order in which each may rely on those before it."""
     version, compat = metadata.protocol_version, metadata.compat
+    groups = len(compat.kv_windows)
     yield "protocol_version", version, version == PROTOCOL_VERSION, f"be {PROTOCOL_VERSION}"
     yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
     count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
@@ -196,6 +202,9 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     is_share = 0 < metadata.dcp_size and metadata.tp_size % metadata.dcp_size == 0
     yield "dcp_size", metadata.dcp_size, is_share, f"divide tp_size {metadata.tp_size}"
     yield "ranks", numbers[:64], are_all, f"be all of tp_size {metadata.tp_size} in order"
+    yield _within("compat.kv_windows' length", groups, 0, MAX_GROUPS)
+    are_one = groups < 2 or set(scales) <= {1.0}
+    yield "compat.kv_scales", scales, are_one, "be 1 where there are several KV groups"
     for rank in metadata.ranks:
         where, layout = f"ranks[{rank.rank}]", rank.layout
         yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
@@ -246,6 +255,7 @@ class AskDigest(LeaseRequest, frozen=True, tag="ask_digest", kw_only=True):
     token_start: _Count
     token_stop: _Count
     samples: bool  # some layers of it
+    reach: Annotated[int, Meta(ge=0)] = 0  # see kvcache/groups.py; of one group it says nothing
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):

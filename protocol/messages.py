@@ -197,7 +197,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """Sent once, when the engine can serve."""
 
-    num_blocks: int  # usable blocks of the KV pool (the null block not counted)
+    num_blocks: int  # usable blocks of the KV pool, of each of its groups of layers
     block_size: int  # tokens
     max_model_len: int  # tokens
     vocab_size: int

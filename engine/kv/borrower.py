@@ -138,7 +138,7 @@ class Borrower(KVConnector):
             return False
         wanted, index = sequence.num_prompt_tokens - 1, scheduler.prefix
         here = index.match(sequence.token_ids, max_tokens=wanted) if index else []
-        cached, least = len(here) * scheduler.limits.block_size, rates.least_tokens(key_of(hint))
+        cached, least = scheduler.tables.num_tokens(here), rates.least_tokens(key_of(hint))
         is_asked = min(hint.num_tokens, wanted) - cached >= least
         told = "request %s: %d tokens here, perhaps %d on %s; a pull is quicker from %g on: %s"
         found = sequence.request_id, cached, hint.num_tokens, hint.engine_id, least
@@ -187,17 +187,15 @@ class Borrower(KVConnector):
 
     def on_receive(self, sequence: Sequence) -> None:
         assert sequence.remote is not None
-        # Of an offer it is not known yet whether its first tokens are to be drawn here.
-        is_offer = sequence.remote.transfer_id is not None
-        stop = sequence.num_prompt_tokens if is_offer else sequence.num_to_receive
+        stop, scheduler = sequence.num_to_pull, self.core.scheduler
         if sequence.num_computed >= stop:
             # Every block was cached here: nothing to read, so nothing to fence.
             self._release_remote(sequence)
-            self.core.scheduler.received(sequence)
+            scheduler.received(sequence)
             return
-        blocks = sequence.block_ids[: -(-stop // self.core.scheduler.limits.block_size)]
-        span = sequence.num_computed, stop
-        self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks)
+        blocks = scheduler.tables.full(sequence, -(-stop // scheduler.limits.block_size))
+        span, reach = (sequence.num_computed, stop), scheduler.tables.pull_reach(sequence)
+        self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks, reach=reach)
 
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
+from kvcache.groups import held
 from kvcache.transfer.session.lease_server import LeaseServer
 from protocol import kv_params
 from protocol.handshake import Found, Lookup
@@ -57,8 +58,11 @@ class Lender(KVConnector):
         preempted: it finds these blocks in the prefix index then, so that it needs no others."""
         name, size = self._name_of(sequence), self._config.block_size
         num_tokens = num_before if self._config.tp > 1 else sequence.num_computed
-        if self.core.scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
+        scheduler = self.core.scheduler
+        if scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
             return  # as another one would, or on_finish does
+        if scheduler.limits.groups.drops:
+            return  # preempted, it would not find what its windows have passed
         first = self._leases.wanted(name)
         if first is None or first >= num_tokens // size:
             return
@@ -68,10 +72,10 @@ class Lender(KVConnector):
 
     def _grow(self, name: str, blocks: list[int], *, seals: bool = False) -> bool:
         allocator = self.core.scheduler.allocator
-        allocator.lease(blocks)
+        allocator.lease(held(blocks))
         if has_grown := self._leases.grow(name, blocks, seals=seals):
             return has_grown
-        allocator.end_lease(blocks)
+        allocator.end_lease(held(blocks))
         return False
 
     def on_end(self, sequence: Sequence) -> None:
@@ -84,14 +88,16 @@ class Lender(KVConnector):
             return None  # one choice answers for all
         is_whole = sequence.is_moving and len(sequence.choices) == 1  # else what all have in common
         num_tokens = sequence.num_computed if is_whole else sequence.num_prompt_tokens
-        num_blocks = -(-num_tokens // self._config.tokens_per_block)
+        if sequence.is_moving and not is_whole and self.core.scheduler.limits.groups.drops:
+            return None  # the windows of the prompt's end have passed
+        table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
         lease_id, leased = self._leases.leased(name) or ("", [])
-        block_ids = [*leased, *sequence.block_ids[len(leased) : num_blocks]]
+        block_ids = [*leased, *table[len(leased) :]]
         if lease_id:  # who gave it up wants no more
             self._grow(name, block_ids[len(leased) :], seals=True)
         else:
-            self.core.scheduler.allocator.lease(block_ids)
+            self.core.scheduler.allocator.lease(held(block_ids))
             lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
             self._by_request[sequence.request_id] = lease_id
         try:
@@ -141,6 +147,7 @@ class Lender(KVConnector):
     def _told(self, block_ids: list[int], num_tokens: int) -> list[int]:
         """Blocks as readers see them: of ranks that share tokens each has its own."""
         num_blocks, dcp = -(-num_tokens // self._config.block_size), self._config.dcp
+        num_blocks *= self.core.scheduler.limits.groups.count
         return [block for block in block_ids for _ in range(dcp)][:num_blocks]
 
     def on_abort_unknown(self, request_id: str) -> None:
@@ -155,7 +162,7 @@ class Lender(KVConnector):
 
     def poll(self) -> None:
         for ended in self._leases.drain_ended():
-            self.core.scheduler.allocator.end_lease(ended.block_ids)
+            self.core.scheduler.allocator.end_lease(held(ended.block_ids))
             if self._by_request.get(ended.request_id) == ended.lease_id:
                 del self._by_request[ended.request_id]
         for _ in range(_MAX_LOOKUPS):
@@ -168,21 +175,23 @@ class Lender(KVConnector):
     def _look_up(self, asked: Lookup) -> RemotePrefill | None:
         """Leases the longest prefix that is here, whoever else uses its blocks."""
         config, scheduler = self._config, self.core.scheduler
-        size = config.tokens_per_block
+        tables = scheduler.tables
         found = scheduler.prefix.match(asked.token_ids) if scheduler.prefix else []
-        if len(found) * size < asked.min_tokens:
+        if tables.num_tokens(found) < asked.min_tokens:
             self._lookups["none"] += 1
             return None
         allocator = scheduler.allocator
         room = allocator.capacity * _MAX_LENT_SHARE - allocator.counts()[BlockState.LEASED]
         taken = accumulate(allocator.state(block) is BlockState.CACHED for block in found)
         block_ids = [block for block, num in zip(found, taken, strict=True) if num <= room]
-        num_tokens = len(block_ids) * size
+        if scheduler.limits.groups.drops and len(block_ids) < len(found):
+            block_ids = []  # of a shorter one the windows may be gone
+        num_tokens = tables.num_tokens(block_ids)
         if not block_ids or num_tokens < asked.min_tokens:
             self._lookups["full"] += 1
             return None
         self._lookups["found"] += 1
-        allocator.lease(block_ids)
+        allocator.lease(held(block_ids))
         lease_id = self._leases.grant(asked.nonce, block_ids, config.lease_s)
         self._by_request[asked.nonce] = lease_id
         return RemotePrefill(

@@ -83,7 +83,7 @@ class DecodeGraphs:
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._backend.plan_captured(_null_batch(), size)
+            self._backend.plan_captured(_null_batch(self._backend.num_groups), size)
             self._step(size)  # makes handles and loads kernels, which capturing cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -129,7 +129,9 @@ class DecodeGraphs:
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
         host.numpy()[:, :num_seqs] = step.token_ids, step.positions
         self._inputs.copy_(host, non_blocking=True)
-        self._backend.plan_captured(step.attention_batch(self._block_size), size)
+        self._backend.plan_captured(
+            step.attention_batch(self._block_size, self._backend.num_groups), size
+        )
         graph, output = self._graphs[size]
         graph.replay()
         assert output.greedy_ids is not None
@@ -143,7 +145,7 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= num_seqs)
 
 
-def _null_batch() -> AttentionBatch:
+def _null_batch(num_groups: int) -> AttentionBatch:
     """One sequence of one token, in the null block."""
     one = np.ones(1, np.int32)
-    return AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
+    return AttentionBatch(one, one, np.zeros((1, num_groups), np.int32), np.zeros(1, np.int64))

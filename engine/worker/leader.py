@@ -61,6 +61,7 @@ def _build(
         max_model_len=rank.longest_sequence(),
         block_size=config.tokens_per_block,
         itl_target_s=config.itl_target_s if config.role != "prefill" else None,
+        groups=rank.runner.groups,
     )
     metadata = EngineMetadata(
         protocol_version=PROTOCOL_VERSION,
@@ -81,7 +82,7 @@ def _build(
         CoreGrammars(compiler, config.grammar_timeout_s),
     )
     ready = EngineReady(
-        num_blocks=rank.num_blocks - 1,
+        num_blocks=(rank.num_blocks - 1) // limits.groups.count,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,

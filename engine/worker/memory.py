@@ -2,17 +2,21 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from attention.base import AttentionBackend
+from attention.base import AttentionBackend, LayerAttention
 from attention.dcp import ContextParallelBackend
+from attention.grouped import GroupedBackend
 from attention.registry import create_backend
 from engine.config import EngineConfig
-from engine.geometry import step_limits
+from engine.geometry import kv_groups, step_limits
+from kvcache.groups import ONE_GROUP, KVGroups
+from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from model.config import ModelConfig
@@ -54,18 +58,32 @@ def make_memory(
 ) -> RankMemory:
     spec, context = model.attention_spec, model.parallel.context
 
-    def make(over: KVPool, num_q_heads: int) -> AttentionBackend:
+    def make(
+        over: KVPool, num_q_heads: int, layers: Sequence[LayerAttention] = spec.layers
+    ) -> AttentionBackend:
         return create_backend(
             config.attention_backend,
             over,
             num_q_heads=num_q_heads,
             head_dim=model_config.kv_dim,
             scale=spec.scale,
-            layers=spec.layers,
+            layers=layers,
             dtype=getattr(torch, config.dtype),
             limits=step_limits(config, of_group=num_q_heads > spec.num_q_heads),
         )
 
+    if pool.groups.count > 1:
+        _, dealt = kv_groups(model_config)
+        grouped = GroupedBackend(
+            pool,
+            dealt,
+            spec.layers,
+            partial(make, pool, spec.num_q_heads),
+            num_q_heads=spec.num_q_heads,
+            head_dim=model_config.kv_dim,
+            scale=spec.scale,
+        )
+        return RankMemory(pool, grouped)
     if context is None:
         return RankMemory(pool, make(pool, spec.num_q_heads))
     backend = ContextParallelBackend(
@@ -106,7 +124,12 @@ def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
 
 
 def size_pool(
-    config: EngineConfig, *, block_bytes: int, model_max_len: int, free_bytes: int
+    config: EngineConfig,
+    *,
+    block_bytes: int,
+    model_max_len: int,
+    free_bytes: int,
+    groups: KVGroups = ONE_GROUP,
 ) -> PoolSize:
     """Decides the number of blocks from the options, or from what is free.
 
@@ -114,6 +137,7 @@ def size_pool(
         block_bytes: of one block on this rank.
         model_max_len: tokens of the longest sequence that the model's positions allow.
         free_bytes: of the device, for this rank to count on.
+        groups: of the model's layers.
 
     Raises:
         MemoryTooSmall: not even one sequence of the wanted length fits.
@@ -124,8 +148,8 @@ def size_pool(
             f"--max-model-len is {wanted_len} tokens, but the model's positions end at "
             f"{model_max_len}; use --max-model-len {model_max_len} or less"
         )
-    blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes)
-    num_tokens = blocks * config.tokens_per_block
+    blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes, groups)
+    num_tokens = longest_in(config, groups, blocks, wanted_len)
     if config.max_model_len and num_tokens < wanted_len:
         raise MemoryTooSmall(
             f"the KV pool holds {num_tokens} tokens ({source}), fewer than one sequence of "
@@ -142,20 +166,41 @@ def size_pool(
         num_blocks=blocks + 1,
         max_model_len=max_len,
         explanation=(
-            f"KV pool: {num_tokens} tokens in {blocks} blocks of {config.tokens_per_block}, "
+            f"KV pool: {_held(config, groups, blocks)} in {blocks} blocks of "
+            f"{config.tokens_per_block}, "
             f"{blocks * block_bytes / 2**20:.0f} MiB per rank ({source}); longest sequence "
             f"{max_len} tokens"
         ),
     )
 
 
+def longest_in(config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int) -> int:
+    """Tokens of the longest sequence that so many blocks hold, with two steps beside each window,
+    and what a prefill server keeps for other block sizes."""
+    step = 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
+    return groups.longest_in(num_blocks, max_len, step, config.tokens_per_block)
+
+
+def _held(config: EngineConfig, groups: KVGroups, blocks: int) -> str:
+    tokens = blocks // groups.count * config.tokens_per_block
+    if not groups.drops:
+        return f"{tokens} tokens"
+    windows = ", ".join(f"{window or 'all'}" for window in groups.windows)
+    return f"{tokens} tokens, and more in sequences longer than a window ({windows}),"
+
+
 def longest_sequence(
-    config: EngineConfig, size: PoolSize, num_blocks: int, model_max_len: int
+    config: EngineConfig,
+    size: PoolSize,
+    num_blocks: int,
+    model_max_len: int,
+    groups: KVGroups = ONE_GROUP,
 ) -> int:
     """Tokens of the longest sequence in `num_blocks`, the fewest that a rank of this size has; logs
     them, and warns where nobody asked for fewer than the model takes."""
     logger.info("%s", size.explanation)
-    max_len = min(size.max_model_len, (num_blocks - 1) * config.tokens_per_block)
+    held = longest_in(config, groups, num_blocks - 1, size.max_model_len)
+    max_len = min(size.max_model_len, held)
     if max_len < (config.max_model_len or model_max_len):
         logger.warning(
             "requests of more than %d tokens, prompt and output, are refused, and the model takes "
@@ -170,7 +215,7 @@ def longest_sequence(
 
 
 def _capacity(
-    config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int
+    config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int, groups: KVGroups
 ) -> tuple[int, str]:
     """Usable blocks, and which option or rule decided. A GPU's null block counts: memory that is
     not there shows at once."""
@@ -178,7 +223,8 @@ def _capacity(
     share = f"{_UTILIZATION} {config.gpu_memory_utilization}"
     blocks, option = None, ""
     if config.kv_cache_tokens is not None:
-        blocks, option = -(-config.kv_cache_tokens // config.tokens_per_block), "--kv-cache-tokens"
+        whole = -(-config.kv_cache_tokens // config.tokens_per_block)
+        blocks, option = whole * groups.count, "--kv-cache-tokens"
     elif config.kv_cache_bytes is not None:
         blocks, option = config.kv_cache_bytes // block_bytes, "--kv-cache-bytes"
     if blocks is not None:
@@ -197,7 +243,9 @@ def _capacity(
         return blocks, option
     if not on_gpu:
         budget = min(int(free_bytes * _CPU_FREE_SHARE), _CPU_DEFAULT_MAX_BYTES)
-        useful = -(-wanted_len // config.tokens_per_block) * config.max_num_seqs
+        step = 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
+        longest = groups.num_blocks_for(wanted_len, step, config.tokens_per_block)
+        useful = longest * config.max_num_seqs
         return min(budget // block_bytes, useful), "a share of the free memory"
     missing = 2 * block_bytes - free_bytes  # one block beside the null block
     if missing > 0:

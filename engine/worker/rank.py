@@ -13,6 +13,7 @@ from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
+from kvcache.groups import KVGroups
 from kvcache.prefault import PrefaultThread
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
@@ -62,7 +63,7 @@ class Rank:
             device_id=pool.device_id if cuda else None,
             set_device=torch.cuda.set_device,
         )
-        compat = _compat(config, model_config)
+        compat = _compat(config, model_config, runner.groups)
         self.context = RankContext(config, rank, pool, agent, compat, runner.stepping)
         self.service = factory.make_service(self.context)
         own = [describe(pool, rank, agent.metadata())]
@@ -71,7 +72,8 @@ class Rank:
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that the pool holds; logs them."""
-        return longest_sequence(self._config, self._size, self.num_blocks, self._max_position)
+        held = self._size, self.num_blocks, self._max_position
+        return longest_sequence(self._config, *held, self.runner.groups)
 
     def blame(self, error: Exception) -> None:
         """Raises RankLost, from what has failed here, where that came of another rank's end."""
@@ -101,6 +103,7 @@ def pool_size(
         block_bytes=runner.layout(num_blocks=2).block_bytes,
         model_max_len=model_config.max_position,
         free_bytes=free_bytes,
+        groups=runner.groups,
     )
 
 
@@ -112,7 +115,7 @@ def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     return Parallel.connect(rank, config.tp, meeting=meeting, device=device, **groups)
 
 
-def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
+def _compat(config: EngineConfig, model_config: ModelConfig, groups: KVGroups) -> CompatRecord:
     return CompatRecord(
         model_fingerprint=fingerprint(
             model_config, config.model_dir, load_format=config.load_format, seed=config.seed
@@ -124,4 +127,5 @@ def _compat(config: EngineConfig, model_config: ModelConfig) -> CompatRecord:
         head_dim=model_config.kv_dim,
         rope=model_config.rope_canonical,
         kv_scales=config.scales,
+        kv_windows=groups.to_wire(),
     )

@@ -53,6 +53,7 @@ class Stage:
     max_len: int  # tokens of a sequence
     max_tokens: int  # of a step
     max_seqs: int  # of a step
+    num_groups: int = 1  # of KV
 
     def step(
         self, lens: Sequence[int], stored: Sequence[int] | int = 0, *, token: int = 0
@@ -67,7 +68,7 @@ class Stage:
             room -= lens[index]
         lens = [n for n in lens if n > 0][: self.max_seqs]
         context = np.array(lens, np.int32) + np.array(stored[: len(lens)], np.int32)
-        width = -(-int(context.max()) // self.block_size)
+        width = -(-int(context.max()) // self.block_size) * self.num_groups
         # Nobody owns a block yet. Sequences that wrap around read what others wrote.
         tables = np.arange(len(lens) * width, dtype=np.int32) % max(1, self.num_blocks - 1) + 1
         return StepInput(
@@ -102,10 +103,11 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
 def _run_largest_step(runner: ModelRunner) -> None:
     """One prompt as long as a step may be, and as many draws."""
     num_tokens = min(runner.config.max_num_batched_tokens, runner.model_config.max_position)
-    num_blocks = -(-num_tokens // runner.config.tokens_per_block)
+    num_blocks = -(-num_tokens // runner.config.tokens_per_block) * runner.groups.count
     torch.cuda.reset_peak_memory_stats(runner.device)
     memory = runner.make_memory(num_blocks + 1)
-    stage = Stage(num_blocks + 1, runner.config.tokens_per_block, num_tokens, num_tokens, 1)
+    sizes = num_blocks + 1, runner.config.tokens_per_block, num_tokens, num_tokens, 1
+    stage = Stage(*sizes, runner.groups.count)
     hidden = runner.forward(memory, stage.step([num_tokens]))
     rows = min(runner.config.max_num_seqs, num_tokens)
     params = [SamplingParams(temperature=1.0, top_k=50, top_p=0.9)] * rows
@@ -124,6 +126,7 @@ def rehearse(runner: ModelRunner) -> None:
         max_len=longest(runner.config, runner.model_config),
         max_tokens=runner.config.max_num_batched_tokens,
         max_seqs=runner.config.max_num_seqs,
+        num_groups=runner.groups.count,
     )
     words = -(-runner.model_config.vocab_size // 32)
     for step in steps(stage):

@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.core.logits_processing import LogitShaper, Shaping, to_device
+from engine.geometry import kv_groups
 from engine.sampling.sampler import (
     LastSampledTokens,
     PendingScores,
@@ -116,6 +117,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.model_config = model_config
+        self.groups, self.dealt = kv_groups(model_config)
         self.device = open_device(config, parallel.rank)
         self.model = load(config, model_config, parallel, self.device, tell)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
@@ -129,7 +131,7 @@ class ModelRunner:
             order=self.config.kv_layout,
             num_blocks=num_blocks,
             num_heads=self.model.attention_spec.num_kv_heads,
-            num_layers=self.model_config.num_layers,
+            num_layers=max(map(len, self.dealt)),
             num_components=self.model_config.kv_components,
             block_size=self.config.block_size,
             head_dim=self.model_config.kv_dim,
@@ -146,7 +148,8 @@ class ModelRunner:
         return self.memory
 
     def make_memory(self, num_blocks: int) -> RankMemory:
-        pool = KVPool(self.layout(num_blocks), self.device, self.config.scales)
+        scales = self.config.scales if self.groups.count == 1 else ()  # else they are 1
+        pool = KVPool(self.layout(num_blocks), self.device, scales, self.groups)
         return make_memory(self.config, self.model_config, self.model, pool)
 
     @torch.inference_mode()
@@ -284,7 +287,7 @@ class ModelRunner:
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
         """Hidden states of all tokens of the step, or of those `rows` only."""
-        memory.backend.plan(step.attention_batch(self.config.tokens_per_block))
+        memory.backend.plan(step.attention_batch(self.config.tokens_per_block, self.groups.count))
         token_ids = self._to_device(step.token_ids.copy())
         if self.last_drawn.check(int(step.token_ids.min())):
             token_ids = self.last_drawn.fill_in(token_ids)

@@ -108,27 +108,37 @@ class Digester:
         return True
 
     def _part(self, scope: Scope, blocks: IntArray) -> Generator[None, None, DigestPart]:
-        layout, stripe = self._layout, self._endpoint.stripe
-        tokens = np.arange(scope.start, scope.stop)
-        tokens = tokens[tokens // layout.block_size % stripe.size == stripe.rank]
+        layout, stripe, groups = self._layout, self._endpoint.stripe, self._endpoint.groups
+        spans = groups.spans(scope.start, scope.stop, scope.reach)
         layers = scope.layers(layout.num_layers)
         count = int(self.piece_bytes * layout.num_layers / layers.shape[1] / layout.token_bytes)
         sums = self._tensor(np.zeros((len(scope.chunks), len(self._heads)), np.int64))
         numbers = np.arange(self._words.shape[1], dtype=np.uint64)
         word_keys = self._tensor(scope.keys(0, numbers) | np.uint64(1))
-        for at in range(0, len(tokens), max(1, count)):
-            rows, first = self._rows(scope, blocks, tokens[at : at + max(1, count)], layers)
-            values = self.values(self._words, word_keys, rows)
-            by_head = values.view(len(values), len(self._heads), -1).sum(-1)
-            sums.index_add_(0, rows.chunks + first, by_head)
-            yield
+        for group, span in enumerate(spans):
+            tokens = np.arange(span.start, span.stop)
+            tokens = tokens[tokens // layout.block_size % stripe.size == stripe.rank]
+            table = blocks[group :: groups.count]
+            for at in range(0, len(tokens), max(1, count)):
+                some = tokens[at : at + max(1, count)]
+                rows, first = self._rows(scope, table, some, layers, group * layout.num_layers)
+                values = self.values(self._words, word_keys, rows)
+                by_head = values.view(len(values), len(self._heads), -1).sum(-1)
+                sums.index_add_(0, rows.chunks + first, by_head)
+                yield
         copy = self._endpoint.rank // self._endpoint.dcp
         return DigestPart(copy, self._heads.start, sums.cpu().numpy().T.tobytes())
 
     def _rows(
-        self, scope: Scope, blocks: IntArray, tokens: IntArray, layers: IntArray
+        self,
+        scope: Scope,
+        blocks: IntArray,
+        tokens: IntArray,
+        layers: IntArray,
+        first_layer: int,
     ) -> tuple[Rows, int]:
-        """Those of some tokens, and which chunk of the digest is the first of them."""
+        """Those of some tokens in a group's layers, the first of which is `first_layer`, and which
+        chunk of the digest is the first of them."""
         layout, stripe = self._layout, self._endpoint.stripe
         strides = {axis: step // layout.head_dim for axis, step in layout.strides.items()}
         starts = blocks[tokens // stripe.tokens_per_block] * strides["B"]
@@ -138,7 +148,8 @@ class Digester:
         head = np.arange(len(self._heads))[:, None, None]
         layer, component = layers[first:stop, None, :, None], np.arange(layout.num_components)
         groups = head * strides["H"] + layer * strides["L"] + component * strides["C"]
-        names = (layer * layout.num_components + component) * self._total_heads
+        names = (first_layer + layer) * layout.num_components + component
+        names = names * self._total_heads
         names = (names + head + self._heads.start).reshape(stop - first, -1)
         rows = Rows(
             self._tensor(starts),

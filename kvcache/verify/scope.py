@@ -39,6 +39,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     stop: int
     samples: bool = False
     chunk_tokens: int = 256
+    reach: int = 0  # of several groups: as of KVGroups.spans
 
     @property
     def chunks(self) -> range:

@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
+from engine.geometry import kv_groups
 from engine.kv.borrower import Borrower
 from engine.kv.lender import Lender
 from engine.worker.memory import make_memory
@@ -162,7 +163,7 @@ class Pair:
     """
 
     compat = COMPAT
-    limits: ClassVar[dict[str, int]] = {}  # other than make_core's
+    limits: ClassVar[dict[str, Any]] = {}  # other than make_core's
 
     def __init__(
         self,
@@ -414,26 +415,31 @@ class Pair:
 class RealPair(Pair):
     """Both engines run `model` in float32; requests are answered one at a time."""
 
-    limits: ClassVar[dict[str, int]] = {"max_model_len": 400, "max_num_batched_tokens": 150}
+    limits: ClassVar[dict[str, Any]] = {"max_model_len": 400, "max_num_batched_tokens": 150}
 
     def __init__(
         self, model: Path, *, p_block_size: int, d_block_size: int, **options: Any
     ) -> None:
         self._model = model
         config = self._config = load_config(model)
+        self.groups, self.dealt = kv_groups(config)
+        self.limits = {**self.limits, "groups": self.groups}
         self.compat = compat(
             num_layers=config.num_layers,
             total_kv_heads=config.kv_heads_total,
             num_components=config.kv_components,
             head_dim=config.kv_dim,
             rope=config.rope_canonical,
+            kv_windows=self.groups.to_wire(),
         )
         super().__init__(p_block_size=p_block_size, d_block_size=d_block_size, **options)
 
     def make_pool(self, block_size: int, order: str) -> KVPool:
         config = self._config
-        sizes = config.kv_heads_total, config.num_layers, config.kv_components
-        return KVPool(KVLayout(order, 120, *sizes, block_size, config.kv_dim, "float32"))
+        sizes = config.kv_heads_total, max(map(len, self.dealt)), config.kv_components
+        blocks = 120 * self.groups.count
+        layout = KVLayout(order, blocks, *sizes, block_size, config.kv_dim, "float32")
+        return KVPool(layout, groups=self.groups)
 
     def make_executor(self, pools: list[KVPool], stripes: list[Stripe]) -> Any:
         (pool,) = pools

@@ -218,13 +218,19 @@ class Transfer:
 
 
 def check_blocks(
-    name: str, ids: Sequence[int] | IntArray, num_blocks: int, block_size: int, tokens: range
+    name: str,
+    ids: Sequence[int] | IntArray,
+    num_blocks: int,
+    block_size: int,
+    tokens: range,
+    first: int = 0,
 ) -> IntArray:
     """A block table as i64[n], once every block that the tokens lie in is known to exist.
 
     Args:
         name: for errors.
         num_blocks: of the pool.
+        first: of its blocks; 1 where tables have gaps.
 
     Raises:
         PlanError: the table is too short, or names a block outside the pool.
@@ -240,9 +246,9 @@ def check_blocks(
         )
     used = table[tokens.start // block_size : needed]
     for block in (int(used.min()), int(used.max())):
-        if not 0 <= block < num_blocks:
+        if not first <= block < num_blocks:
             raise PlanError(
-                f"{name} names block {block}; the pool has blocks 0 to {num_blocks - 1}"
+                f"{name} names block {block}; the pool has blocks {first} to {num_blocks - 1}"
             )
     return table
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
 from kvcache.stripe import Stripe, StripeError
 
@@ -45,6 +46,7 @@ class Endpoint:
     tp: int
     scales: tuple[float, ...] = ()  # of KVPool: empty, or of each layer and component
     dcp: int = 1  # neighbouring ranks that share the tokens of every sequence; divides tp
+    groups: KVGroups = ONE_GROUP  # the layout's layers are those of one
 
     def heads(self, total_kv_heads: int) -> range:
         """The model's KV heads on this rank."""
@@ -106,6 +108,9 @@ def check_endpoints(
     for name in ("num_layers", "num_components", "head_dim"):
         if (here := getattr(ours, name)) != (there := getattr(theirs, name)):
             raise PlanError(f"{name} is {here} here and {there} on the peer; it must be equal")
+    if local.groups != remote[0].groups:
+        pair = f"{local.groups.windows} here and {remote[0].groups.windows} on the peer"
+        raise PlanError(f"the windows of KV groups are {pair}; they must be equal")
     elements = ("dtype", ours.dtype, theirs.dtype), ("scales", local.scales, remote[0].scales)
     for what, mine, peers in elements:
         if mine != peers and not convert:

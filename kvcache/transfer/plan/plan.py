@@ -288,8 +288,8 @@ def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
 class TransferPlan:
     """What one rank of D does to get its KV."""
 
-    path: Path
-    transfer: Transfer
+    path: str  # of both kinds of steps: "mixed"
+    transfer: Transfer  # the first, of several groups
     steps: tuple[Step, ...]
     estimated_s: float
     reason: str
@@ -306,7 +306,7 @@ class TransferPlan:
     @property
     def useful_bytes(self) -> int:
         """Wanted, in the peer's dtype."""
-        return self.transfer.useful_bytes
+        return sum(step.transfer.useful_bytes for step in self.steps)
 
     @property
     def bytes_read(self) -> int:
@@ -324,6 +324,17 @@ class TransferPlan:
             return f"{self.path}: {self.reason}"
         runs = _in_words(self.descriptors, self.bytes_read, self.estimated_s)
         return f"{self.path}: {runs}; {self.reason}"
+
+
+def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
+    """One after the other, as of several groups."""
+    first, *others = [plan for plan in plans if plan.steps] or plans[:1]
+    if not others:
+        return first
+    found = tuple(step for plan in plans for step in plan.steps)
+    path = first.path if {plan.path for plan in others} == {first.path} else "mixed"
+    seconds = sum(plan.estimated_s for plan in plans)
+    return TransferPlan(path, first.transfer, found, seconds, first.reason)
 
 
 class Planner:
@@ -393,15 +404,15 @@ class Planner:
             lanes = local.stripe.remote_blocks(lanes, theirs)
         wanted = range(start, stop)
         pool = local.layout.num_blocks, local.layout.block_size
-        pools = min(end.layout.num_blocks for end in remote), theirs
+        pools, least = (min(end.layout.num_blocks for end in remote), theirs), local.groups.drops
         return Transfer(
             local,
             remote,
             self._total_kv_heads,
             self._groups,
             wanted,
-            check_blocks("local_block_ids", local_block_ids, *pool, wanted),
-            check_blocks("remote_block_ids", remote_block_ids, *pools, wanted),
+            check_blocks("local_block_ids", local_block_ids, *pool, wanted, least),
+            check_blocks("remote_block_ids", remote_block_ids, *pools, wanted, least),
             lanes,
             local.rank + lease_hash,
             self._factors,

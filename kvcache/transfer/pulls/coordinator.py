@@ -153,15 +153,17 @@ class PullCoordinator:
         token_start: int,
         token_stop: int,
         local_block_ids: Sequence[int],
+        reach: int = 0,
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine, on every rank.
 
         Args:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
+            reach: as of KVGroups.spans.
         """
-        span, ours = (token_start, token_stop), list(local_block_ids)
-        order = Pull(pull_id, key_of(remote), remote.lease_id, *span, ours, remote.block_ids)
+        about, span = (key_of(remote), remote.lease_id), (token_start, token_stop)
+        order = Pull(pull_id, *about, *span, list(local_block_ids), remote.block_ids, reach)
         self._call(lambda: self._do_pull(remote, order))
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:

@@ -231,7 +231,8 @@ class PullState:
         span = order.token_start, order.token_stop
         if self._verified not in ("sample", "all") or span[0] == span[1]:
             return [order]
-        self._scope = Scope(order.lease_id, *span, samples=self._verified == "sample")
+        samples = self._verified == "sample"
+        self._scope = Scope(order.lease_id, *span, samples=samples, reach=order.reach)
         return [replace(order, scope=self._scope), self._ask(self._scope, now)]
 
     def _ask(self, scope: Scope, now: float) -> AskDigest:
@@ -241,6 +242,7 @@ class PullState:
             token_start=scope.start,
             token_stop=scope.stop,
             samples=scope.samples,
+            reach=scope.reach,
             **self._lease,
         )
 

@@ -269,7 +269,8 @@ class LeaseServer:
         if is_begun or len(self._digesting) < _MAX_DIGESTS:
             self._digesting[asked.nonce] = wire
         if not is_begun and asked.nonce in self._digesting:
-            scope = Scope(asked.lease_id, asked.token_start, asked.token_stop, asked.samples)
+            span = asked.token_start, asked.token_stop
+            scope = Scope(asked.lease_id, *span, asked.samples, reach=asked.reach)
             tell = partial(self._tell_digest, asked)
             self._digest(scope, blocks, lambda sums: self._later(partial(tell, sums)))
         return None

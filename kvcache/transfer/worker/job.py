@@ -291,12 +291,13 @@ class MappedJob(TransferJob):
                 "Use --transfer auto or nixl.",
                 param="transfer",
             )
-        transfer = peer.transfer(self.pull)
+        transfers = peer.transfers(self.pull)
         launch_bytes = mapped.launch_bytes or mapped.placer.launch_bytes
-        self._pending.extend(launches(transfer.copies(), launch_bytes))
-        self.nbytes = self.bytes_read = transfer.useful_bytes
-        self._transfer = transfer
-        return transfer
+        for transfer in transfers:
+            self._pending.extend(launches(transfer.copies(), launch_bytes))
+            self.nbytes += transfer.useful_bytes
+        self.bytes_read, self._transfer = self.nbytes, transfers[0]
+        return transfers[0]
 
     def _launch(self, transfer: Transfer) -> bool:
         """Queues the next launch, or as much of it as there is room for."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import GPU_WINDOW, ReadWindow, Throttle, TransferAgent
@@ -14,7 +15,7 @@ from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
-from kvcache.transfer.plan.plan import Planner, TransferPlan
+from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from kvcache.transfer.pulls.messages import PeerKey, Pull
 from protocol.errors import BatonError, PeerIncompatible
 from protocol.handshake import EngineMetadata
@@ -75,7 +76,7 @@ class LocalRank:
         self.number, self.total_kv_heads, self.pool = number, total_kv_heads, pool
         self.mapped, self.convert, self.costs = mapped, convert, costs
         self.busy = busy if on_gpu else None
-        self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp)
+        self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp, pool.groups)
         self.staging = None
         if staging_bytes:
             self.staging = StagingBuffer(staging_bytes, pool, staging_placer(pool, convert=convert))
@@ -120,8 +121,10 @@ class Peer:
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:
         tp, dcp = metadata.tp_size, metadata.dcp_size
         layouts = [KVLayout.from_record(each.layout) for each in metadata.ranks]
-        scales = metadata.compat.kv_scales
-        self._ends = [Endpoint(each, i, tp, scales, dcp) for i, each in enumerate(layouts)]
+        compat, kv_groups = metadata.compat, KVGroups.from_wire(metadata.compat.kv_windows)
+        scales = compat.kv_scales if kv_groups.count == 1 else ()  # else they are all 1
+        rest = scales, dcp, kv_groups
+        self._ends = [Endpoint(each, i, tp, *rest) for i, each in enumerate(layouts)]
         total = rank.total_kv_heads
         groups = head_groups(rank.endpoint.heads(total), tp, total, dcp)
         self._owners = sorted({owner for group in groups for owner in group.owners})
@@ -145,26 +148,32 @@ class Peer:
         except PlanError as error:  # every pull fails with it
             logger.warning("prefill server %s: %s", self.engine_id, error)
 
-    def transfer(self, pull: Pull) -> Transfer:
-        """
+    def transfers(self, pull: Pull) -> list[Transfer]:
+        """What is wanted of each group of layers.
+
         Raises:
             PeerIncompatible: no plan bridges the geometries.
         """
+        groups = self.rank.endpoint.groups
         with _as_incompatible():
-            transfer = self._plans().take(
-                (pull.token_start, pull.token_stop),
-                pull.local_block_ids,
-                pull.remote_block_ids,
-                lease_hash=int(pull.lease_id[:8], 16),
-            )
+            found = [
+                self._plans().take(
+                    (span.start, span.stop),
+                    groups.of_group(pull.local_block_ids, group),
+                    groups.of_group(pull.remote_block_ids, group),
+                    lease_hash=int(pull.lease_id[:8], 16),
+                )
+                for group, span in enumerate(groups.spans(*pull.span))
+            ]
         self.rank.pool.use(max(pull.local_block_ids, default=-1))
-        return transfer
+        return found
 
     def plan(self, pull: Pull, link: PeerLink) -> TransferPlan:
-        """Of READs over the link. Raises as `transfer`."""
+        """Of READs over the link. Raises as `transfers`."""
         usual = DEFAULT_COSTS["cuda" if link.between_gpus else "cpu"]
         with _as_incompatible():
-            return self._plans().plan(self.transfer(pull), self.rank.costs or link.costs or usual)
+            costs = self.rank.costs or link.costs or usual
+            return joined([self._plans().plan(each, costs) for each in self.transfers(pull)])
 
     def _plans(self) -> Planner:
         if self._planner is None:

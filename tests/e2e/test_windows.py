@@ -1,0 +1,47 @@
+"""Servers of a model in which a layer has a window: prompts of several windows, through a pair of
+unlike geometry and with hits at the window's edge, answered as by one server."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from tests.e2e.matrix import ask
+from tests.rigs.client import make_prompt, prefill
+from tests.rigs.cluster import start_decode, start_prefill, started
+
+WINDOW = 32
+# The tiny Llama, read as one whose first layer sees a window only.
+OVERRIDES = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def test_a_pair_equals_one_server_and_moves_only_the_window(tiny_model: Path) -> None:
+    model = "--hf-overrides", json.dumps(OVERRIDES), "--kv-verify", "all"
+    p_argv = *model, "--block-size", "16", "--kv-layout", "LBCNHD", "--tp", "2"
+    d_argv = *model, "--block-size", "8", "--kv-load-failure-policy", "fail"
+    alone_argv = *model, "--no-enable-prefix-caching", "--block-size", "64"
+    starts = (
+        partial(start_prefill, tiny_model, *p_argv),
+        partial(start_decode, tiny_model, *d_argv),
+        partial(start_decode, tiny_model, *alone_argv),
+    )
+    with started(*starts) as (p, d, alone):
+        text = make_prompt(8, 400)
+        bytes_of = "baton_kv_transfer_bytes_total"
+        # Whole, once more, from hits before, at and after a block's and the window's edge.
+        for length in (400, 400, 64, 65, 96, 97, 127, 128, 240):
+            prompt = [*text[:length], *text[:5]]
+            before = d.metrics()[bytes_of]
+            got = ask(d.url, prompt, 60, prefill(p.url, prompt, logprobs=1))
+            assert got.token_ids == ask(alone.url, prompt, 60).token_ids
+            pulled, hit = got.kv["transferred"], got.kv["skipped"]
+            assert pulled + hit == length + 5 and got.kv["recomputed"] == 0
+            # Keys and values of 4 heads of 16 elements of 4 bytes, in each of two layers.
+            moved = (pulled + min(pulled, WINDOW)) * 2 * 4 * 16 * 4
+            assert d.metrics()[bytes_of] - before == moved
+        for server in (p, d, alone):
+            server.assert_home()

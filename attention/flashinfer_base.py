@@ -79,6 +79,7 @@ class FlashInferBase(AttentionBackend):
     Args:
         dtype: of the queries; the pool's where not given.
         limits: of the steps to come, which the workspace is made for.
+        workspace: of another backend for the same heads and steps, which is never run meanwhile.
 
     Raises:
         UnsupportedPool: what the kernels lack; attention/support.py has the list.
@@ -94,6 +95,7 @@ class FlashInferBase(AttentionBackend):
         layers: Sequence[LayerAttention] = (),
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
+        workspace: torch.Tensor | None = None,
     ) -> None:
         check("flashinfer", _wanted(pool, dtype, num_q_heads), limits)
         heads = {"num_q_heads": num_q_heads, "head_dim": head_dim}
@@ -106,7 +108,9 @@ class FlashInferBase(AttentionBackend):
         gpu = torch.cuda.get_device_properties(self.device)
         self.gpu = Gpu(gpu.multi_processor_count, gpu.major)
         self.sizes = self.workspace_sizes(limits, self.gpu)
-        self.workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
+        if workspace is None:
+            workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
+        self.workspace = workspace
         self._buffers: dict[Kind, CapturedBuffers] = {}
         self._captured: dict[tuple[Kind, int], Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]

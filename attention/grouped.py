@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.base import AttentionBackend, AttentionBatch, LayerAttention
 from kvcache.pool import KVPool
 
-MakeBackend = Callable[[Sequence[LayerAttention]], AttentionBackend]
+MakeBackend = Callable[[Sequence[LayerAttention], AttentionBackend | None], AttentionBackend]
 
 
 class GroupedBackend(AttentionBackend):
@@ -18,7 +18,8 @@ class GroupedBackend(AttentionBackend):
     Args:
         dealt: the model's layers in each group, in the order of their places.
         layers: how each of the model's layers attends.
-        make: makes the backend of a group, given how the layers in its places attend.
+        make: makes the backend of a group, given how the layers in its places attend, and that of
+            another group.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class GroupedBackend(AttentionBackend):
             for place, layer in enumerate(found)
         }
         size = pool.layout.num_layers
-        self._backends = [
-            make([layers[layer] for layer in (*found, *[found[0]] * (size - len(found)))])
-            for found in dealt
-        ]
+        self._backends: list[AttentionBackend] = []
+        for found in dealt:
+            filled = [*found, *[found[0]] * (size - len(found))]
+            first = self._backends[0] if self._backends else None
+            self._backends.append(make([layers[layer] for layer in filled], first))
 
     @property
     def num_groups(self) -> int:
@@ -50,7 +52,7 @@ class GroupedBackend(AttentionBackend):
 
     @property
     def workspace_bytes(self) -> int:
-        return sum(backend.workspace_bytes for backend in self._backends)
+        return self._backends[0].workspace_bytes
 
     @property
     def rotates(self) -> bool:

@@ -16,12 +16,18 @@ class BackendMissing(ValueError):
 
 
 def create_backend(
-    name: str, pool: KVPool, *, limits: StepLimits = DEFAULT_LIMITS, **options: Any
+    name: str,
+    pool: KVPool,
+    *,
+    limits: StepLimits = DEFAULT_LIMITS,
+    beside: AttentionBackend | None = None,
+    **options: Any,
 ) -> AttentionBackend:
     """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
 
     Args:
         limits: of the steps to come.
+        beside: another one for them, which runs before or after it: they share a workspace.
         options: num_q_heads, head_dim and scale as of AttentionBackend; dtype, of the queries:
             the pool's where not given.
 
@@ -30,8 +36,9 @@ def create_backend(
         BackendMissing: its package cannot be imported.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
-    sized = {} if make is TorchBackend else {"limits": limits}  # that one takes what it needs
-    return make(pool, **options, **sized)
+    if make is TorchBackend:  # which takes what it needs
+        return make(pool, **options)
+    return make(pool, **options, limits=limits, workspace=getattr(beside, "workspace", None))
 
 
 def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:

@@ -59,7 +59,10 @@ def make_memory(
     spec, context = model.attention_spec, model.parallel.context
 
     def make(
-        over: KVPool, num_q_heads: int, layers: Sequence[LayerAttention] = spec.layers
+        over: KVPool,
+        num_q_heads: int,
+        layers: Sequence[LayerAttention] = spec.layers,
+        beside: AttentionBackend | None = None,
     ) -> AttentionBackend:
         return create_backend(
             config.attention_backend,
@@ -68,6 +71,7 @@ def make_memory(
             head_dim=model_config.kv_dim,
             scale=spec.scale,
             layers=layers,
+            beside=beside,
             dtype=getattr(torch, config.dtype),
             limits=step_limits(config, of_group=num_q_heads > spec.num_q_heads),
         )

@@ -404,7 +404,10 @@ class Planner:
             lanes = local.stripe.remote_blocks(lanes, theirs)
         wanted = range(start, stop)
         pool = local.layout.num_blocks, local.layout.block_size
-        pools, least = (min(end.layout.num_blocks for end in remote), theirs), local.groups.drops
+        pools, least = (
+            (min(end.layout.num_blocks for end in remote), theirs),
+            int(local.groups.drops),
+        )
         return Transfer(
             local,
             remote,

@@ -11,10 +11,10 @@ import torch
 
 from attention.base import AttentionBackend, LayerAttention
 from attention.dcp import ContextParallelBackend
-from attention.grouped import GroupedBackend
 from attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.geometry import kv_groups, step_limits
+from engine.worker.grouped import GroupedBackend
 from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from kvcache.pool import KVPool

@@ -7,10 +7,13 @@ import pytest
 
 from decode_server.service import KVFactory
 from engine.worker.rank import pool_size
+from kvcache.groups import ONE_GROUP
 from tests.rigs.engine_pair import make_config
 
 BLOCK_BYTES = 1 << 20
-RUNNER: Any = SimpleNamespace(layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES))
+RUNNER: Any = SimpleNamespace(
+    layout=lambda num_blocks: SimpleNamespace(block_bytes=BLOCK_BYTES), groups=ONE_GROUP
+)
 MODEL: Any = SimpleNamespace(max_position=256)
 
 

@@ -13,7 +13,6 @@ from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
-from kvcache.groups import KVGroups
 from kvcache.prefault import PrefaultThread
 from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
@@ -63,7 +62,7 @@ class Rank:
             device_id=pool.device_id if cuda else None,
             set_device=torch.cuda.set_device,
         )
-        compat = _compat(config, model_config, runner.groups)
+        compat = _compat(config, model_config, runner.groups.to_wire())
         self.context = RankContext(config, rank, pool, agent, compat, runner.stepping)
         self.service = factory.make_service(self.context)
         own = [describe(pool, rank, agent.metadata())]
@@ -115,7 +114,9 @@ def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     return Parallel.connect(rank, config.tp, meeting=meeting, device=device, **groups)
 
 
-def _compat(config: EngineConfig, model_config: ModelConfig, groups: KVGroups) -> CompatRecord:
+def _compat(
+    config: EngineConfig, model_config: ModelConfig, windows: tuple[int, ...]
+) -> CompatRecord:
     return CompatRecord(
         model_fingerprint=fingerprint(
             model_config, config.model_dir, load_format=config.load_format, seed=config.seed
@@ -127,5 +128,5 @@ def _compat(config: EngineConfig, model_config: ModelConfig, groups: KVGroups) -
         head_dim=model_config.kv_dim,
         rope=model_config.rope_canonical,
         kv_scales=config.scales,
-        kv_windows=groups.to_wire(),
+        kv_windows=windows,
     )

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
 from kvcache.stripe import Stripe, StripeError
+from protocol.handshake import EngineMetadata
 
 IntArray = npt.NDArray[np.int64]
 
@@ -56,6 +57,15 @@ class Endpoint:
     def stripe(self) -> Stripe:
         """The tokens of every sequence on this rank."""
         return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
+
+
+def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
+    """The ranks of a peer. Raises ValueError where a rank's layout is none."""
+    compat, groups = metadata.compat, KVGroups.from_wire(metadata.compat.kv_windows)
+    scales = compat.kv_scales if groups.count == 1 else ()  # else they are all 1
+    rest = metadata.tp_size, scales, metadata.dcp_size, groups
+    layouts = [KVLayout.from_record(each.layout) for each in metadata.ranks]
+    return [Endpoint(each, rank, *rest) for rank, each in enumerate(layouts)]
 
 
 class HeadGroup(NamedTuple):

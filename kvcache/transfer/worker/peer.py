@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvcache.groups import KVGroups
-from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.link.agent import GPU_WINDOW, ReadWindow, Throttle, TransferAgent
 from kvcache.transfer.link.peer_link import SCRATCH_BYTES, LocalEnd, PeerLink
@@ -14,7 +12,7 @@ from kvcache.transfer.move.place import Placer
 from kvcache.transfer.move.staging import StagingBuffer, staging_placer
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.endpoint import Endpoint, PlanError, head_groups
+from kvcache.transfer.plan.endpoint import Endpoint, PlanError, endpoints_of, head_groups
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from kvcache.transfer.pulls.messages import PeerKey, Pull
 from protocol.errors import BatonError, PeerIncompatible
@@ -120,11 +118,7 @@ class Peer:
 
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:
         tp, dcp = metadata.tp_size, metadata.dcp_size
-        layouts = [KVLayout.from_record(each.layout) for each in metadata.ranks]
-        compat, kv_groups = metadata.compat, KVGroups.from_wire(metadata.compat.kv_windows)
-        scales = compat.kv_scales if kv_groups.count == 1 else ()  # else they are all 1
-        rest = scales, dcp, kv_groups
-        self._ends = [Endpoint(each, i, tp, *rest) for i, each in enumerate(layouts)]
+        self._ends = endpoints_of(metadata)
         total = rank.total_kv_heads
         groups = head_groups(rank.endpoint.heads(total), tp, total, dcp)
         self._owners = sorted({owner for group in groups for owner in group.owners})

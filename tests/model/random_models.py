@@ -27,6 +27,14 @@ MLA_SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def continued(reference, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers' model says likeliest after a prompt."""
+    ids = torch.tensor([prompt])
+    ends = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    more = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_tokens}
+    return reference.generate(ids, **more, **ends)[0, len(prompt) :].tolist()
+
+
 def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):
     """Saves a random model of `architecture` in `folder`; returns the transformers model."""
     sizes = MLA_SIZES if architecture.startswith("Deepseek") else SIZES

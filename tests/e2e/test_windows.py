@@ -1,7 +1,6 @@
 """Servers of a model in which a layer has a window: prompts of several windows, through a pair of
 unlike geometry and with hits at the window's edge, answered as by one server."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -11,25 +10,19 @@ from tests.rigs.cluster import start_decode, start_prefill, started
 
 WINDOW = 32
 # The tiny Llama, read as one whose first layer sees a window only.
-OVERRIDES = {
-    "architectures": ["SmolLM3ForCausalLM"],
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+OVERRIDES = (
+    '{"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": true, "sliding_window": 32, '
+    '"layer_types": ["sliding_attention", "full_attention"]}'
+)
 
 
 def test_a_pair_equals_one_server_and_moves_only_the_window(tiny_model: Path) -> None:
-    model = "--hf-overrides", json.dumps(OVERRIDES), "--kv-verify", "all"
+    model = "--hf-overrides", OVERRIDES, "--kv-verify", "all"
     p_argv = *model, "--block-size", "16", "--kv-layout", "LBCNHD", "--tp", "2"
     d_argv = *model, "--block-size", "8", "--kv-load-failure-policy", "fail"
     alone_argv = *model, "--no-enable-prefix-caching", "--block-size", "64"
-    starts = (
-        partial(start_prefill, tiny_model, *p_argv),
-        partial(start_decode, tiny_model, *d_argv),
-        partial(start_decode, tiny_model, *alone_argv),
-    )
-    with started(*starts) as (p, d, alone):
+    decodes = (partial(start_decode, tiny_model, *argv) for argv in (d_argv, alone_argv))
+    with started(partial(start_prefill, tiny_model, *p_argv), *decodes) as (p, d, alone):
         text = make_prompt(8, 400)
         bytes_of = "baton_kv_transfer_bytes_total"
         # Whole, once more, from hits before, at and after a block's and the window's edge.

@@ -293,10 +293,6 @@ class WindowMachine(RuleBasedStateMachine):
             table = kept
         self.allocator.release(held(table))
 
-    @rule(tokens=tokens)
-    def look_up(self, tokens: list[int]) -> None:
-        assert self.index.match(tokens) == self.expected(tokens, len(tokens))
-
     @invariant()
     def books_balance(self) -> None:
         self.allocator.check_integrity()
@@ -305,14 +301,3 @@ class WindowMachine(RuleBasedStateMachine):
 
 TestWindowMachine = WindowMachine.TestCase
 TestWindowMachine.settings = MACHINE_SETTINGS
-
-
-def test_where_all_layers_have_a_window_the_index_has_a_bound() -> None:
-    """Paths to what is left of long sequences have nodes without blocks."""
-    allocator, groups = BlockAllocator(10), KVGroups((4,))
-    index, blocks = PrefixIndex(allocator, BLOCK, groups), allocator.allocate(1)
-    index.publish(range(4000), [0] * 999 + blocks, cursor=PrefixCursor())
-    assert index.match(range(4000)) == [] and len(index) == 0
-    index.publish(range(200), [0] * 49 + blocks, cursor=PrefixCursor())
-    assert index.match(range(200)) == [0] * 49 + blocks
-    index.check_integrity()

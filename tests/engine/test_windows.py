@@ -26,20 +26,6 @@ either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
 @either_depth
-def test_a_window_holds_its_blocks_only_and_the_rest_comes_home(depth: int) -> None:
-    core, _, out = make_core(num_blocks=64, depth=depth, groups=HYBRID, prefix_caching=False)
-    core.round([add("a", range(30), 20)])
-    most = 0
-    while not core.is_idle:
-        core.round([])
-        most = max(most, core.scheduler.allocator.counts()[BlockState.USED])
-    # Of 50 tokens in blocks of 4; a window's tokens, and two steps of at most 16.
-    assert most <= 13 + 2 * (-(-(6 + 1 + 32) // 4) + 1)
-    assert out.tokens("a") == windowed_output(range(30), 20, HYBRID)
-    assert_all_blocks_home(core)
-
-
-@either_depth
 def test_a_sequence_longer_than_the_pool_would_hold_ends_if_its_windows_fit(depth: int) -> None:
     groups = KVGroups((8,))
     core, _, out = make_core(

@@ -26,11 +26,11 @@ MAX_LINES = {
     "engine": 11249,
     "kvcache": 7967,
     "kvcache/transfer": 5896,
-    "model": 4700,
+    "model": 4733,
     "prefill_server": 192,
     "protocol": 6860,
     "proxy": 5094,
-    "tests": 40200,
+    "tests": 40316,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -188,7 +188,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 def _tables(runner: ModelRunner, num_seqs: int, num_tokens: int) -> np.ndarray[Any, Any]:
     """Scattered blocks from the whole pool, for `num_seqs` sequences."""
     layout = runner.memory.pool.layout
-    width = layout.num_blocks_for(num_tokens)
+    width = layout.num_blocks_for(num_tokens) * runner.groups.count
     needed = num_seqs * width
     if needed >= layout.num_blocks:
         raise SystemExit(f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch")

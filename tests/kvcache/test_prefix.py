@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from kvcache.blocks import BlockAllocator, BlockStateError, IntegrityError
+from kvcache.groups import KVGroups, held
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from tests.rigs.examples import examples
 
@@ -232,3 +233,86 @@ TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = MACHINE_SETTINGS
 TestCollidingMachine = CollidingMachine.TestCase
 TestCollidingMachine.settings = MACHINE_SETTINGS
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """Tables of several groups, whose windows drop blocks: a hit is the longest prefix that has all
+    blocks that whoever goes on from it needs, found by brute force, and none but those."""
+
+    tokens = PrefixMachine.tokens
+
+    @initialize(
+        num_blocks=st.integers(8, 30),
+        size=st.integers(1, 3),
+        windows=st.sampled_from([(None, 3), (None, 2, 5), (4,), (3, 3)]),
+    )
+    def start(self, num_blocks: int, size: int, windows: tuple[int | None, ...]):
+        self.size, self.groups = size, KVGroups(windows)
+        self.allocator = BlockAllocator(num_blocks)
+        self.index = PrefixIndex(self.allocator, size, self.groups)
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def expected(self, tokens: list[int], limit: int) -> list[int]:
+        marked = {self.content[b]: b for b in self.content if self.allocator.is_cached(b)}
+        for count in range(limit // self.size, 0, -1):
+            prefixes = [tuple(tokens[: (at + 1) * self.size]) for at in range(count)]
+            table = [0] * (count * self.groups.count)
+            wanted = [
+                (at * self.groups.count + g, (g, prefixes[at]))
+                for g, span in enumerate(self.groups.spans(0, count * self.size, count * self.size))
+                for at in range(span.start // self.size, count)
+            ]
+            if all(content in marked for _, content in wanted):
+                for at, content in wanted:
+                    table[at] = marked[content]
+                return table
+        return []
+
+    @rule(tokens=tokens, more=st.lists(st.integers(0, 1), max_size=6), step=st.integers(1, 6))
+    def compute(self, tokens: list[int], more: list[int], step: int):
+        """One sequence, from its hit to its end, as the scheduler leads it."""
+        groups, size, cursor = self.groups, self.size, PrefixCursor()
+        table = self.index.match(tokens, max_tokens=len(tokens) - 1)
+        assert table == self.expected(tokens, len(tokens) - 1)
+        self.allocator.share(held(table))
+        num = len(table) // groups.count * size
+        for stop in range(num + 1, len(tokens := tokens + more) + 1, step):
+            places = groups.missing(table, [range(num, stop)] * groups.count, size)
+            if not self.allocator.can_allocate(len(places)):
+                break
+            groups.fill(table, places, fresh := self.allocator.allocate(len(places)))
+            for at, block in zip(places, fresh, strict=True):
+                prefix = tuple(tokens[: (at // groups.count + 1) * size])
+                self.content[block] = at % groups.count, prefix
+            num = stop
+            full = num // size * groups.count
+            # what is not full yet holds what it will hold
+            self.index.publish(tokens, table[:full], cursor=cursor)
+            kept = groups.of_prefix(table, num, size)
+            self.allocator.release(b for b in held(table) if b not in kept)
+            table = kept
+        self.allocator.release(held(table))
+
+    @rule(tokens=tokens)
+    def look_up(self, tokens: list[int]):
+        assert self.index.match(tokens) == self.expected(tokens, len(tokens))
+
+    @invariant()
+    def books_balance(self):
+        self.allocator.check_integrity()
+        self.index.check_integrity()
+
+
+TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine.settings = MACHINE_SETTINGS
+
+
+def test_where_all_layers_have_a_window_the_index_has_a_bound():
+    """Paths to what is left of long sequences have nodes without blocks."""
+    allocator, groups = BlockAllocator(10), KVGroups((4,))
+    index, blocks = PrefixIndex(allocator, BLOCK, groups), allocator.allocate(1)
+    index.publish(range(4000), [0] * 999 + blocks, cursor=PrefixCursor())
+    assert index.match(range(4000)) == [] and len(index) == 0
+    index.publish(range(200), [0] * 49 + blocks, cursor=PrefixCursor())
+    assert index.match(range(200)) == [0] * 49 + blocks
+    index.check_integrity()

@@ -90,7 +90,8 @@ def load(
             pack=config.pack_weights,
             on_load=LoadProgress({} if is_dummy else read_headers(Path(config.model_dir)), tell),
         )
-    tell("compiling kernels")
+    if not compiling.done():
+        tell("compiling kernels")
     compiling.result()
     return model
 

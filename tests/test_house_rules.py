@@ -23,7 +23,7 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 332,
     "deploy": 900,
-    "engine": 11249,
+    "engine": 11250,
     "kvcache": 7967,
     "kvcache/transfer": 5896,
     "model": 4733,

@@ -50,7 +50,7 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 
 @contextmanager
-def runner_for(folder: Path, *, num_blocks: int = 128, **options: Any) -> Iterator[ModelRunner]:
+def runner_for(folder: Path, *, num_blocks: int = 256, **options: Any) -> Iterator[ModelRunner]:
     runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
     runner.allocate(num_blocks)
     runner.capture_graphs()
@@ -59,9 +59,9 @@ def runner_for(folder: Path, *, num_blocks: int = 128, **options: Any) -> Iterat
     torch.cuda.empty_cache()
 
 
-def tables_for(num_tokens: int) -> np.ndarray:
-    width = -(-num_tokens // 16)
-    order = 1 + np.random.default_rng(3).permutation(127)[: width * len(PROMPTS)]
+def tables_for(num_tokens: int, num_groups: int = 1) -> np.ndarray:
+    width = -(-num_tokens // 16) * num_groups
+    order = 1 + np.random.default_rng(3).permutation(255)[: width * len(PROMPTS)]
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 
@@ -69,6 +69,7 @@ def step_of(
     parts: Sequence[Sequence[int]],
     context_lens: Sequence[int],
     sampling: SamplingParams = GREEDY,
+    num_groups: int = 1,
     **members: Any,
 ) -> StepInput:
     """The tokens of so many of PROMPTS' sequences, each of which draws."""
@@ -76,7 +77,7 @@ def step_of(
         token_ids=np.concatenate([np.array(part, np.int64) for part in parts]),
         query_lens=np.array([len(part) for part in parts], np.int32),
         context_lens=np.array(context_lens, np.int32),
-        block_tables=tables_for(160)[: len(parts)],
+        block_tables=tables_for(160, num_groups)[: len(parts)],
         sample_rows=np.arange(len(parts), dtype=np.int32),
         sampling=[sampling] * len(parts),
         **members,
@@ -84,11 +85,11 @@ def step_of(
 
 
 def step_at(
-    index: int, parts: list[list[int]], sampling: SamplingParams, *, is_masked: bool = False
+    index: int, parts: list[list[int]], sampling: SamplingParams, **members: Any
 ) -> StepInput:
     """Step `index` of PROMPTS' continuation; the first one computes the prompts, else `parts`."""
     context_lens = [len(prompt) + index for prompt in PROMPTS]
-    return step_of(parts if index else PROMPTS, context_lens, sampling, is_masked=is_masked)
+    return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
 
 
 DRAWN_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]  # by the step before, which is under way
@@ -106,7 +107,7 @@ def decode(
     all_logits = []
     for index in range(num_steps):
         parts = [[token] for token in (forced or tokens)[index - 1]] if index else []
-        step = step_at(index, parts, sampling)
+        step = step_at(index, parts, sampling, num_groups=runner.groups.count)
         tokens.append(runner.execute(step).token_ids)
         all_logits.append(runner.compute(step).logits.clone())
     return tokens, torch.stack(all_logits)

@@ -51,7 +51,8 @@ class DenseAttention:
         total, new = keys.shape[1], q.shape[0]
         scores = q.transpose(0, 1) @ keys.mT * self._spec.scale
         scores = (scores / soft_cap).tanh() * soft_cap if soft_cap else scores
-        ago = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        at = torch.arange(total, device=q.device)
+        ago = at[total - new :, None] - at
         scores = scores.masked_fill((ago < 0) | (ago >= (window or total)), float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1)

@@ -37,7 +37,7 @@ from benchmarks.transfer_pair import (
     use_device,
 )
 from kvcache.layout import NAMED_ORDERS
-from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.agent import ReadState
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.plan import Planner

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
-from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.move.place import Placer
+from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.peer import LocalRank, MappedPath
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerFailed, PeerReady, PullDone, PullFailed
-from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import FirstToken, RemotePrefill
@@ -189,7 +189,7 @@ class Prefill:
         memory.fill()
         pool, agent = memory.pool, new_agent("pair-p", self._device)
         local = LocalRank(rank, self._side.tp, self._size.heads, agent, pool)
-        local.end.offer()
+        local.offer()
         self._ranks.append(local)
         return describe(pool, rank, agent.metadata())
 

@@ -10,13 +10,13 @@ from engine.kv.lender import Lender
 from engine.kv.rates import Rates
 from engine.worker.service import ConnectorFactory, RankContext, RankService
 from engine.worker.worker import main
+from kvcache.lease_server import LeaseServer
 from kvcache.transfer.move.cuda_placer import placer_for
+from kvcache.transfer.peer import LocalRank, MappedPath
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import EngineMetadata
 
 
@@ -56,7 +56,7 @@ class KVFactory(ConnectorFactory):
             busy=lambda: context.stepping.busy,
             connect_timeout_s=config.connect_timeout_s,
         )
-        rank.end.offer()
+        rank.offer()
         if context.rank:
             return TransferWorker(rank, config.transfer_address)
         self._coordinator = _coordinator(context)

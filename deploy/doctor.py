@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
-from kvcache.transfer.link.host import Host, look
-from kvcache.transfer.link.ucx_log import GPU_FIX, UcxRead, ucx_log
+from kvcache.transfer.transports import GPU_FIX, Host, UcxRead, look, ucx_log
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 

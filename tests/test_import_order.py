@@ -26,10 +26,7 @@ LAUNCHERS = ("deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
 # Only these files may import the package; every other file goes through their interface.
-WRAPPED = {
-    "nixl": ("kvcache/transfer/link/nixl_agent.py",),
-    "flashinfer": ("attention/flashinfer*.py",),
-}
+WRAPPED = {"nixl": ("kvcache/transfer/nixl_agent.py",), "flashinfer": ("attention/flashinfer*.py",)}
 
 # Processes made of these modules start in a fraction of a second and stay small.
 TORCH_FREE = (
@@ -221,7 +218,7 @@ def test_light_processes_load_no_heavy_package():
         ("attention/mla.py", "import nixl_cu12", "wrapper"),
         ("kvcache/pool.py", "from kvcache.layout import KVLayout\nimport protocol.handshake", ""),
         ("kvcache/transfer/plan.py", "from . import topology\nfrom ..layout import KVLayout", ""),
-        ("kvcache/transfer/link/nixl_agent.py", "from nixl._api import nixl_agent", ""),
+        ("kvcache/transfer/nixl_agent.py", "from nixl._api import nixl_agent", ""),
         ("kvcache/transfer/pulls/messages.py", "from kvcache.transfer import nixl_agent", ""),
         ("attention/flashinfer_mla.py", "import flashinfer", ""),
         ("deploy/cli.py", "import proxy, engine.core.core, decode_server", ""),

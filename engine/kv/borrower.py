@@ -20,6 +20,7 @@ from engine.core.connector import KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.kv.rates import Rates
 from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
     PATHS,
     UNVERIFIED,
@@ -35,7 +36,6 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
-from kvcache.transfer.session.lease_client import new_id
 from protocol import kv_params
 from protocol.errors import (
     BatonError,

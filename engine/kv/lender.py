@@ -15,7 +15,7 @@ from engine.core.connector import KVConnector
 from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
 from kvcache.groups import held
-from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.lease_server import LeaseServer
 from protocol import kv_params
 from protocol.handshake import Found, Lookup
 from protocol.messages import FirstToken, RemotePrefill

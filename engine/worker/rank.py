@@ -14,8 +14,8 @@ from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
 from engine.worker.service import ConnectorFactory, RankContext
 from kvcache.prefault import PrefaultThread
-from kvcache.transfer.link.nixl_agent import NixlAgent
 from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
 from model.parallel import Parallel
 from model.sizes import fingerprint

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.core.connector import KVConnector
 from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch
-from kvcache.transfer.link.agent import TransferAgent
+from kvcache.transfer.agent import TransferAgent
 from protocol.handshake import CompatRecord, EngineMetadata
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deploy.doctor import Link, advice, main, measure, text, used
-from kvcache.transfer.link.host import Host
+from kvcache.transfer.transports import Host
 
 GPU_HOST = Host(
     cores=16,

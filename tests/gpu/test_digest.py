@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
-from kvcache.transfer.worker.peer import MappedPath
 from kvcache.verify.digest import Digester
 from protocol.errors import KVCorrupt
 from tests.kvcache.test_digest import part_of, scoped

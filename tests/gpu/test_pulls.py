@@ -19,9 +19,9 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer, launches
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
-from kvcache.transfer.worker.peer import MappedPath
 from tests.rigs.geometry import Case, Side, cases
 from tests.rigs.memory_pair import Decode, Prefill, expected
 from tests.rigs.memory_placer import place_units

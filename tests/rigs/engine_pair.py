@@ -31,14 +31,14 @@ from engine.kv.lender import Lender
 from engine.worker.memory import make_memory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.peer import LocalRank, MappedPath
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from model.config import load_config
 from model.parallel import Parallel
 from protocol import kv_params

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvcache.layout import MAX_BLOCK_SIZE_TOKENS, KVLayout
-from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.agent import ReadState
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel

@@ -14,14 +14,14 @@ from engine.kv.connector import Connector
 from engine.kv.lender import Lender
 from engine.kv.rates import Borrow, Rates
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import LocalRank
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.messages import KVHint
 from protocol.metrics import stat_key
 from tests.rigs.engine_pair import COMPAT, SECRET, Movers, PoolExecutor, make_config
@@ -85,7 +85,7 @@ class Engine:
             LocalRank(rank, dcp, heads, agents[rank], pools[rank], **how) for rank in range(dcp)
         ]
         for rank in ranks:
-            rank.end.offer()
+            rank.offer()
         told = [
             describe(pool, at, agent.metadata())
             for at, (pool, agent) in enumerate(zip(pools, agents, strict=True))

@@ -1,9 +1,9 @@
 """What computes the digests of an engine that lends: its coordinator and a worker of each rank."""
 
 from kvcache.pool import KVPool
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.worker.peer import LocalRank
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import CompatRecord
 from tests.rigs.memory_agent import MemoryAgent
 

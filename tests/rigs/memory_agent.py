@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
 _living: dict[str, "MemoryAgent"] = {}  # by unique name: what a network is to real agents

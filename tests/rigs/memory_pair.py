@@ -13,9 +13,11 @@ import torch
 from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import ReadWindow, TransferAgent
+from kvcache.transfer.agent import ReadWindow, TransferAgent
 from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.peer import LocalRank, MappedPath
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -31,9 +33,7 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.transfer.session.lease_server import LeaseServer
-from kvcache.transfer.worker.peer import LocalRank, MappedPath
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.errors import BatonError
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
@@ -482,6 +482,6 @@ def pulled(decode: Decode, prefill: Prefill, pull_id: str, blocks: list[int]) ->
 
 
 def nixl_agent() -> TransferAgent:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
+    from kvcache.transfer.nixl_agent import NixlAgent
 
     return NixlAgent("test")

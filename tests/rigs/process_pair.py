@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import TransferAgent
-from kvcache.transfer.worker.peer import LocalRank
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.peer import LocalRank
+from kvcache.transfer.worker import TransferWorker
 from protocol.messages import RemotePrefill
 from tests import stopping
 from tests.rigs.memory_pair import HEADS, Prefill, layout
@@ -119,7 +119,7 @@ def pattern(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def nixl(name: str, device: str = "cpu") -> TransferAgent:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
+    from kvcache.transfer.nixl_agent import NixlAgent
 
     index = torch.device(device).index
     return NixlAgent(name, device_id=index, set_device=torch.cuda.set_device)

@@ -12,6 +12,7 @@ made, whatever the orders, block sizes, heads and dtypes. If elements change the
 divisions find a unit's layer and component, and so its factor.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,6 +37,7 @@ UNIT_BYTES = 16  # what a thread moves at once, at most
 NUM_PARAMETERS = 3 + 4 * 6  # before the factors, if any
 MAX_UNITS = (1 << 31) - 1  # of one launch: their numbers are 32-bit
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
+_STAGING_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -232,3 +234,9 @@ def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
     placer = CudaPlacer(pool, **options)
     placer.compile(convert=convert)
     return placer
+
+
+def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
+    """What places quickly out of staging memory; not by copy engines, which read."""
+    most = {"num_programs": _STAGING_PROGRAMS, "long_run_bytes": sys.maxsize}
+    return placer_for(pool, convert=convert, **most)

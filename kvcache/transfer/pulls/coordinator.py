@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvcache.stripe import Stripe
-from kvcache.transfer.pulls.lookups import Lookups
+from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
 from kvcache.transfer.pulls.messages import (
     UNVERIFIED,
     AddPeer,
@@ -35,10 +35,16 @@ from kvcache.transfer.pulls.messages import (
     Report,
     key_of,
 )
-from kvcache.transfer.pulls.peers import DISTRUSTED, Peer, PeerTable, misfit_of, unreachable
+from kvcache.transfer.pulls.peers import (
+    DISTRUSTED,
+    Lookups,
+    Peer,
+    PeerTable,
+    misfit_of,
+    unreachable,
+)
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
 from kvcache.verify.scope import DigestPart, Scope, Sums
 from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullWithheld
 from protocol.handshake import (

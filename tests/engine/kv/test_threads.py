@@ -16,7 +16,7 @@ _BROKEN_ROLE = """
 import threading
 from decode_server.service import KVFactory
 from engine.worker.worker import main
-from kvcache.transfer.link.nixl_agent import NixlAgent
+from kvcache.transfer.nixl_agent import NixlAgent
 
 usual = NixlAgent.bind_thread
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.process_pair import MemoryPeer, pattern, run_program
@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def nixl_agent(**options: Any) -> TransferAgent:
-    from kvcache.transfer.link.nixl_agent import NixlAgent
+    from kvcache.transfer.nixl_agent import NixlAgent
 
     return NixlAgent("reader", **options)
 
@@ -178,7 +178,7 @@ def test_an_agent_can_be_handed_to_another_thread(reader):
 
 
 def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable():
-    program = "from kvcache.transfer.link.nixl_agent import CannotStart, NixlAgent\n" + (
+    program = "from kvcache.transfer.nixl_agent import CannotStart, NixlAgent\n" + (
         "try: NixlAgent()\nexcept CannotStart as error: print(error)"
     )
     told = run_program(program, UCX_TLS="nonsense")
@@ -200,7 +200,7 @@ READER_OVER_TCP = """
 import signal, sys, time
 import numpy as np
 import tests.kvcache.transfer.test_agent as t
-from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.agent import ReadState
 
 def stopped_in_mid_read():
     assert reader.finish(reader.post([(0, 0, 8)])) is ReadState.DONE  # connected

@@ -9,9 +9,9 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
-from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import LeaseGone, PeerUnreachable
 from protocol.messages import RemotePrefill
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, PATIENT, Decode, Prefill, expected

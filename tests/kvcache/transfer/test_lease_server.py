@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvcache.lease import LeaseState, LeaseTable
-from kvcache.transfer.session.lease_client import Address, LeaseClient, new_id
-from kvcache.transfer.session.lease_server import LeaseServer
+from kvcache.lease_server import LeaseServer
+from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
 from protocol.handshake import (
     AbortLease,
     Complete,
@@ -256,7 +256,7 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server):
 
 
 def test_strangers_who_say_nothing_do_not_keep_others_out(server, monkeypatch):
-    monkeypatch.setattr("kvcache.transfer.session.lease_server._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kvcache.lease_server._MAX_STRANGERS", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
         known = stack.enter_context(socket.create_connection(server.address, DEADLINE_S))

@@ -12,8 +12,8 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import Placer
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
-from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import (
     LeaseGone,
     PeerIncompatible,

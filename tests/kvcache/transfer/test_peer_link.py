@@ -3,9 +3,9 @@
 import threading
 
 from kvcache.pool import KVPool
+from kvcache.transfer import worker as pull_worker
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import DropPeer, PullDrained, PullFailed
-from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, pulled
@@ -167,7 +167,7 @@ STOPPED = """
 import os, signal
 import numpy as np
 import tests.kvcache.transfer.test_agent as t
-from kvcache.transfer.link.agent import ReadState
+from kvcache.transfer.agent import ReadState
 from protocol.errors import TransferFailed
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.transfer.link.agent import ReadWindow, Throttle
+from kvcache.transfer.agent import ReadWindow, Throttle
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 

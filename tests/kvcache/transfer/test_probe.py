@@ -7,11 +7,11 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
-from kvcache.transfer.worker.peer import MappedPath
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
@@ -86,7 +86,7 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     (peer,) = decode.workers[0]._peers.values()
     while peer.link is not None:  # it ends
         decode.woken.wait(0.001)
-    decode.workers[0]._rank.end.connect_timeout_s = DEADLINE_S
+    decode.workers[0]._rank.connect_timeout_s = DEADLINE_S
     pulled(decode, prefill, "b", BLOCKS)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.link.agent import ReadWindow
+from kvcache.transfer.agent import ReadWindow
 from kvcache.transfer.pulls.messages import (
     PeerFailed,
     PeerReady,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvcache.transfer.link.agent import ReadWindow
+from kvcache.transfer.agent import ReadWindow
 from kvcache.transfer.pulls.messages import PullDone, PullDrained
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import ReadWindow
-from kvcache.transfer.link.nixl_agent import NixlAgent
+from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.nixl_agent import NixlAgent
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullDone
-from kvcache.transfer.worker.peer import LocalRank
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from tests.rigs.memory_pair import (
     DEADLINE_S,
     HEADS,

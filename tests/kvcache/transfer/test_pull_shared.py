@@ -9,8 +9,8 @@ import torch
 from kvcache import fp8
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.cost import CostModel
-from kvcache.transfer.worker.peer import MappedPath
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.link.agent import ReadWindow
+from kvcache.transfer import job as pull_job
+from kvcache.transfer.agent import ReadWindow
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
-from kvcache.transfer.worker import job as pull_job
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import (
     ENDINGS,

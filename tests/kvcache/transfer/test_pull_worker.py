@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer import worker as pull_worker
+from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.peer import LocalRank, Peer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
-from kvcache.transfer.worker import worker as pull_worker
-from kvcache.transfer.worker.peer import LocalRank, Peer
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout, pull_command
@@ -180,7 +180,7 @@ def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if
 
 ONE_CORE = """
 import threading, torch
-from kvcache.transfer.worker.worker import use_one_core
+from kvcache.transfer.worker import use_one_core
 torch.set_num_threads(2)
 torch.get_num_threads()
 def copy():

@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.peer import MappedPath
 from tests.rigs.memory_pair import Decode, Prefill
 from tests.rigs.process_pair import Child
 

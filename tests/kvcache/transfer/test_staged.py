@@ -10,8 +10,7 @@ import torch
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move.peer_memory import bytes_at
-from kvcache.transfer.move.place import Placer
-from kvcache.transfer.move.staging import StagingBuffer
+from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.plan import Step
 from tests.kvcache.test_pool import resident_bytes

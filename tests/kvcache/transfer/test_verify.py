@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.worker.peer import MappedPath
+from kvcache.transfer.peer import MappedPath
 from protocol.errors import KVCorrupt, LeaseGone, TransferFailed
 from tests.rigs.memory_pair import Decode, Prefill
 from tests.rigs.memory_placer import MemoryPlacer

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.link.agent import ReadHandle, ReadState, ReadWindow
+from kvcache.transfer.agent import ReadHandle, ReadState, ReadWindow
+from kvcache.transfer.job import ReadJob
 from kvcache.transfer.move import place as placing
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, DropPeer, RankEnded, StopPull
-from kvcache.transfer.worker.job import ReadJob
-from kvcache.transfer.worker.peer import LocalRank
-from kvcache.transfer.worker.worker import TransferWorker
+from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
@@ -131,8 +131,8 @@ class Rank:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
-    monkeypatch.setattr("kvcache.transfer.worker.worker._STUCK_NAP_S", 0.0005)
-    monkeypatch.setattr("kvcache.transfer.worker.job.HANGS_S", 0.003)
+    monkeypatch.setattr("kvcache.transfer.worker._STUCK_NAP_S", 0.0005)
+    monkeypatch.setattr("kvcache.transfer.job.HANGS_S", 0.003)
     rng = random.Random(seed)
     faults = Faults(random.Random(seed + 1))
     monkeypatch.setattr(placing, "place", faults.before(placing.place))

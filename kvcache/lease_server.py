@@ -16,7 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from kvcache.lease import EndedLease, LeaseState, LeaseTable
 from kvcache.offers import Offers
-from kvcache.transfer.session.lease_client import Address, new_id
+from kvcache.transfer.pulls.lease_client import Address, new_id
 from kvcache.verify.scope import Scope, Sums
 from protocol.handshake import (
     AskDigest,

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kvcache.transfer.job import MappedJob, ReadJob, TransferJob
+from kvcache.transfer.peer import LocalRank, Peer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
     AddPeer,
@@ -27,8 +29,6 @@ from kvcache.transfer.pulls.messages import (
     StopPull,
 )
 from kvcache.transfer.pulls.rank_links import WorkerLink
-from kvcache.transfer.worker.job import MappedJob, ReadJob, TransferJob
-from kvcache.transfer.worker.peer import LocalRank, Peer
 from kvcache.verify.digest import Digester
 from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import BatonError, InternalError, PullWithheld, TransferFailed
@@ -65,7 +65,7 @@ class TransferWorker:
     def __init__(self, rank: LocalRank, link: PullCoordinator | str) -> None:
         self._rank, self._number = rank, rank.number
         self._link = WorkerLink(link) if isinstance(link, str) else link
-        rank.end.wake = self._link.wake
+        rank.wake = self._link.wake
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
         self._commands: list[Command] = []  # not yet obeyed
         self._peers: dict[PeerKey, Peer] = {}
@@ -93,7 +93,7 @@ class TransferWorker:
             if thread.is_alive():
                 thread.join()
         self._link.close()
-        self._rank.end.close()
+        self._rank.close()
 
     def _run(self) -> None:
         allow_short_naps()

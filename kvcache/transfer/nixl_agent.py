@@ -19,8 +19,8 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 # UCX keeps registrations of freed memory without bound otherwise, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
-from kvcache.transfer.link.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.link.ucx_log import ucx_log
+from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transfer.transports import ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
 
@@ -30,7 +30,7 @@ from nixl import _bindings as nixl  # noqa: E402
 
 logger = get_logger(__name__)
 
-# Variables that are set here and in ucx_log.py.
+# Variables that are set here and in transports.py.
 _OURS = ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", "UCX_RCACHE_MAX_UNRELEASED")
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
 # One thread posts short runs between GPUs more slowly than these are copied; two are enough. Fewer

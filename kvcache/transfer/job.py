@@ -11,13 +11,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.transfer.link.agent import ReadHandle, ReadState
-from kvcache.transfer.link.peer_link import PeerLink
+from kvcache.transfer.agent import ReadHandle, ReadState
 from kvcache.transfer.move.place import launches
+from kvcache.transfer.peer import Peer, PeerLink
 from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, Transfer
 from kvcache.transfer.plan.plan import Step, TransferPlan
 from kvcache.transfer.pulls.messages import Pull
-from kvcache.transfer.worker.peer import Peer
 from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
 
 HANGS_S = 1.0  # without the end of any READ

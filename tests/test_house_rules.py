@@ -25,13 +25,13 @@ MAX_LINES = {
     "decode_server": 332,
     "deploy": 900,
     "engine": 11250,
-    "kvcache": 7967,
-    "kvcache/transfer": 5896,
+    "kvcache": 7936,
+    "kvcache/transfer": 5519,
     "model": 4733,
     "prefill_server": 192,
     "protocol": 6860,
     "proxy": 5094,
-    "tests": 40400,
+    "tests": 40401,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -30,13 +30,7 @@ from kvcache.transfer.move.cuda_placer import staging_placer
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors, Transfer
-from kvcache.transfer.plan.cost import (
-    DEFAULT_COSTS,
-    CostModel,
-    Sample,
-    fit_costs,
-    measure_link,
-)
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel, Sample, fit_costs, measure_link
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, endpoints_of, head_groups
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from kvcache.transfer.pulls.messages import PeerKey, Pull
@@ -186,12 +180,7 @@ class PeerLink:
     """
 
     def __init__(
-        self,
-        rank: LocalRank,
-        metadata: EngineMetadata,
-        ranks: Sequence[Endpoint],
-        *,
-        probes: bool,
+        self, rank: LocalRank, metadata: EngineMetadata, ranks: Sequence[Endpoint], *, probes: bool
     ) -> None:
         self.is_connecting = True  # as a system may for minutes after it has failed
         self.is_ready = self.is_closed = False

@@ -130,12 +130,7 @@ class Digester:
         return DigestPart(copy, self._heads.start, sums.cpu().numpy().T.tobytes())
 
     def _rows(
-        self,
-        scope: Scope,
-        blocks: IntArray,
-        tokens: IntArray,
-        layers: IntArray,
-        first_layer: int,
+        self, scope: Scope, blocks: IntArray, tokens: IntArray, layers: IntArray, first_layer: int
     ) -> tuple[Rows, int]:
         """Those of some tokens in a group's layers, the first of which is `first_layer`, and which
         chunk of the digest is the first of them."""

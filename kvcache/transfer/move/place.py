@@ -161,10 +161,7 @@ def launches(copies: Iterable[BlockCopy], chunk_bytes: int) -> Iterator[BlockCop
 
 
 def place(
-    copy: BlockCopy,
-    source: torch.Tensor,
-    pool: torch.Tensor,
-    factors: Factors = None,
+    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors = None
 ) -> None:
     """Copies pieces into the pool, in another dtype and scale where the source's differ.
 

@@ -123,12 +123,7 @@ def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArra
 
 
 def cut(
-    owner: int,
-    source: Side,
-    target: Side,
-    heads: int,
-    tokens: range,
-    turn: IntArray | None = None,
+    owner: int, source: Side, target: Side, heads: int, tokens: range, turn: IntArray | None = None
 ) -> Iterator[BlockCopy]:
     """Tokens of a sequence as copies between two paged memories.
 

@@ -150,7 +150,7 @@ class PullCoordinator:
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Keeps the lease alive from now on, before there are blocks to read into; or subscribes,
         where there is none yet."""
-        self._call(lambda: self._do_hold(pull_id, remote))
+        self._call(lambda: self._begin(pull_id, remote))
 
     def pull(
         self,
@@ -339,27 +339,21 @@ class PullCoordinator:
         self._peer_decided(peer)
 
     def _begin(self, pull_id: str, remote: RemotePrefill) -> PullState | None:
-        """The pull of this name; None if it has ended."""
+        """The pull of this name, which keeps its lease alive; None if it has ended."""
         if pull_id in self._ended or pull_id in self._pulls:
             return self._pulls.get(pull_id)
         attempt_id, now = new_id(), self._clock()
         ours = self._num_ranks, self._settings, attempt_id, now, self._tokens_per_block
         state = PullState(pull_id, remote, *ours)
         self._pulls[pull_id] = self._attempts[attempt_id] = state
+        self._perform(state, [])  # the first renewal is planned
         return state
-
-    def _do_hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        if state := self._begin(pull_id, remote):
-            self._perform(state, [])
 
     def _do_pull(self, remote: RemotePrefill, order: Pull) -> None:
         state, now = self._begin(order.pull_id, remote), self._clock()
-        if state is None:
-            return
-        if state.phase is Phase.HELD:
+        if state is not None and state.phase is Phase.HELD:
             state.pull(order, now)
             self._offer(state, self._peers.connect(remote, now))
-        self._perform(state, [])  # the first renewal comes after the READs
 
     def _do_cancel(self, pull_id: str, lend: bool) -> None:
         state = self._pulls.get(pull_id)

@@ -57,6 +57,7 @@ from protocol.handshake import (
 from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S = 0.02
+_LEASE_FIELDS = "lease_id", "lease_s", "block_size"  # of Progress and of RemotePrefill
 _SUBSCRIBE_S = 1.0  # after which a subscription is said again, at most
 _NEVER = float("inf")
 
@@ -189,14 +190,9 @@ class PullState:
         if self._grows and stop <= self._read_to:
             return []
         if self.remote.transfer_id is not None:
-            lease_id, start, blocks = self.remote.lease_id, self._read_to, list(self._blocks)
-            order = replace(
-                order,
-                lease_id=lease_id,
-                token_start=start,
-                token_stop=stop,
-                remote_block_ids=blocks,
-            )
+            order = replace(order, token_start=self._read_to, token_stop=stop)
+            lease_id, blocks = self.remote.lease_id, list(self._blocks)
+            order = replace(order, lease_id=lease_id, remote_block_ids=blocks)
         self._read_to = stop
         self._reading = set(range(self._num_ranks))
         self._timeout = now + self._settings.pull_timeout_s
@@ -208,11 +204,9 @@ class PullState:
             return []
         told: list[Action] = []
         if not self._has_lease:
-            lease = progress.lease_id, progress.lease_s, progress.block_size
-            self.remote = replace(
-                self.remote, lease_id=lease[0], lease_s=lease[1], block_size=lease[2]
-            )
             self._lease["lease_id"] = progress.lease_id
+            known = {name: getattr(progress, name) for name in _LEASE_FIELDS}
+            self.remote = replace(self.remote, **known)
             told.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
             return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
@@ -320,9 +314,7 @@ class PullState:
             return []
         self._cancelled = True
         if lend and self.is_untouched:
-            self._lease["lease_id"] = (
-                ""  # the subscription ends, the lease may serve another engine
-            )
+            self._lease["lease_id"] = ""  # the subscription ends, its lease may serve another
             unsubscribe = [self.abort("lend")] if self._grows else []
             return self._ended(self._tell_drained(), *unsubscribe)
         if self.phase is Phase.DRAINING:

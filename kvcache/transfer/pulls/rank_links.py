@@ -6,21 +6,8 @@ from contextlib import suppress
 from functools import partial
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 
-from kvcache.transfer.pulls.messages import (
-    Command,
-    Report,
-    command_decoder,
-    encode,
-    report_decoder,
-)
-from protocol.ipc.wire import (
-    Waker,
-    Wire,
-    WireClosed,
-    await_room,
-    exchange,
-    nap_if_short,
-)
+from kvcache.transfer.pulls.messages import Command, Report, command_decoder, encode, report_decoder
+from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, nap_if_short
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05

@@ -113,7 +113,7 @@ class PullCoordinator:
         self.on_event: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
         self._counters: Counter[str] = Counter()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._waker = Waker()
         self.wake = self._waker.wake
         self._selector = selectors.DefaultSelector()  # its data are calls
@@ -235,7 +235,7 @@ class PullCoordinator:
         self._selector.close()
         self._waker.close()
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
         self.wake()
 

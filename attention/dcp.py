@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.base import AttentionBackend, AttentionBatch, Int32s
+from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import IntArray, Stripe
@@ -288,15 +289,17 @@ class ContextParallelBackend(AttentionBackend):
             yield prompts.rows
 
     def _exchange(self, layer: int, prompts: _Prompts) -> None:
-        """Puts together the cached blocks that the group's ranks keep: to each rank the heads that
-        its queries read."""
+        """Puts together the cached blocks that the group's ranks keep, of one layer, as they are
+        stored: to each rank the heads that its queries read."""
+        components = range(self._own.layout.num_components)
+        self.scratch.scales = tuple(self._own.scale(layer, c) for c in components)
         at_once = max(1, _EXCHANGED_BYTES // (self._stripe.size * self.scratch.layout.block_bytes))
         for start in range(0, len(prompts.cached_blocks), at_once):
             some = slice(start, start + at_once)
-            blocks = self._own.view(layer)[prompts.cached_blocks[some]]  # [n, C, H, N, D]
-            parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)
+            blocks = fp8.addressable(self._own.view(layer))[prompts.cached_blocks[some]]
+            parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)  # of [n, C, H, N, D]
             found = self._group.all_to_all(parts.contiguous())
-            self.scratch.view(0)[prompts.targets[:, some]] = found
+            fp8.addressable(self.scratch.view(0))[prompts.targets[:, some]] = found
 
     def _own_heads(self, kv: Tensor) -> Tensor:
         """[n, H, D] of the group's KV heads -> those that this rank's queries read."""
@@ -310,7 +313,9 @@ class ContextParallelBackend(AttentionBackend):
         if self._prompts and len(rows):
             for component, new in enumerate(components):
                 target = self._own.component(layer, component)
-                target[blocks, :, offsets] = new[rows].to(target.dtype)
+                scale = self._own.scale(layer, component)
+                stored = fp8.stored_as(new[rows], target.dtype, scale)
+                fp8.addressable(target)[blocks, :, offsets] = fp8.addressable(stored)
 
 
 def _host(array: npt.NDArray[Any], device: torch.device) -> Tensor:

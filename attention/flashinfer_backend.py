@@ -92,7 +92,6 @@ class FlashInferBackend(FlashInferBase):
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
         self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
-        self._scales = [(pool.scale(layer, 0), pool.scale(layer, 1)) for layer in layers]
         self._types = {
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
         }  # fmt: skip
@@ -265,9 +264,8 @@ class FlashInferBackend(FlashInferBase):
             if part.is_fresh:
                 part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **wanted)
             else:
-                cache, (k_scale, v_scale) = self._caches[layer], self._scales[layer]
-                scales = {"k_scale": k_scale, "v_scale": v_scale}
-                part.kernel.run(q[rows], cache, out=out[rows], **scales, **wanted)
+                scales = dict(zip(("k_scale", "v_scale"), self._scales(layer), strict=True))
+                part.kernel.run(q[rows], self._caches[layer], out=out[rows], **scales, **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
             if sinks is not None:
@@ -278,10 +276,13 @@ class FlashInferBackend(FlashInferBase):
     def _any_fresh(self) -> bool:
         return any(part.is_fresh for part in self._of_kind[self.kinds[0]].parts)
 
+    def _scales(self, layer: int) -> tuple[float, float]:
+        return self.pool.scale(layer, 0), self.pool.scale(layer, 1)
+
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v [T, H, D] by slot."""
         if self._is_fp8:
-            caches, scales = self._caches[layer], self._scales[layer]
+            caches, scales = self._caches[layer], self._scales(layer)
             store_kernels.store_fp8(
                 k, v, self.append_indices[1], caches, scales, read_back=self._any_fresh
             )

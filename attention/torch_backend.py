@@ -29,9 +29,7 @@ class _Cache:
     """One layer's keys and values: the pool's rows shifted to them (MLA: twice the same)."""
 
     k_rows: Tensor
-    k_scale: float
     v_rows: Tensor
-    v_scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +73,12 @@ class TorchBackend(AttentionBackend):
     def _cache(self, layer: int) -> _Cache:
         matrix = fp8.addressable(self.pool.tensor).view(-1, self.head_dim)
 
-        def part(component: int) -> tuple[Tensor, float]:
+        def part(component: int) -> Tensor:
             start = self._rows.shift(layer, component)
-            rows = matrix.narrow(0, start, self._rows.num_shared_rows)
-            return rows, self.pool.scale(layer, component)
+            return matrix.narrow(0, start, self._rows.num_shared_rows)
 
         keys = part(0)
-        return _Cache(*keys, *(keys if self.pool.layout.num_components == 1 else part(1)))
+        return _Cache(keys, keys if self.pool.layout.num_components == 1 else part(1))
 
     def _make_decode(self, soft_cap: float) -> SparseDecode | GatherDecode:
         has_few_heads = self.num_q_heads <= _MAX_SPARSE_GROUP * self.num_kv_heads
@@ -129,15 +126,17 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         assert cos_sin is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
         cache = self._caches[layer]
-        k = self._write(cache.k_rows, k, cache.k_scale)
-        v = k if cache.v_rows is cache.k_rows else self._write(cache.v_rows, v, cache.v_scale)
+        k_scale, v_scale = self.pool.scale(layer, 0), self.pool.scale(layer, -1)
+        k = self._write(cache.k_rows, k, k_scale)
+        v = k if cache.v_rows is cache.k_rows else self._write(cache.v_rows, v, v_scale)
         kind, sinks = self.layers[layer]
         if lse is None and sinks is not None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = self._attend(self._plans[kind], cache, q, k, v, lse)
+        scale = self.scale * k_scale
+        out = self._attend(self._plans[kind], cache, q, k, v, scale=scale, lse=lse)
         if lse is not None and sinks is not None:
             leave_to_sinks(out, lse, sinks)
-        return out if cache.v_scale == 1.0 else out.mul_(cache.v_scale)
+        return out if v_scale == 1.0 else out.mul_(v_scale)
 
     def forward_latent(
         self,
@@ -154,10 +153,18 @@ class TorchBackend(AttentionBackend):
         return self.forward(layer, q, row, row, lse=lse)[..., : q_latent.shape[-1]]
 
     def _attend(
-        self, plan: _Plan, cache: _Cache, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None
+        self,
+        plan: _Plan,
+        cache: _Cache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        lse: Tensor | None,
     ) -> Tensor:
         """Attention of all rows; k and v as stored, and so the output."""
-        scale, decode = self.scale * cache.k_scale, plan.decode
+        decode = plan.decode
         if plan.is_decode_in_order:
             return decode.attend(q, cache.k_rows, cache.v_rows, scale=scale, lse=lse)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -171,7 +178,7 @@ class TorchBackend(AttentionBackend):
                 lse.index_copy_(0, rows, found)
         for chunk, context_rows in plan.chunks:
             own = q[chunk], k[chunk], v[chunk]
-            part, part_lse = self._attend_chunk(plan.kind, *own, cache, context_rows)
+            part, part_lse = self._attend_chunk(plan.kind, *own, cache, context_rows, scale)
             out[chunk] = part.flatten(0, 1).transpose(0, 1)
             if lse is not None:
                 lse[chunk] = part_lse.flatten(0, 1).transpose(0, 1)
@@ -179,9 +186,7 @@ class TorchBackend(AttentionBackend):
 
     def _write(self, rows: Tensor, new: Tensor, scale: float) -> Tensor:
         """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
-        # Rounded once, and by a factor: as every kernel and device that stores the same does it.
-        scaled = new if scale == 1.0 else new.float() * (1.0 / scale)
-        stored = fp8.stored_as(scaled.reshape(-1, self.head_dim), self.pool.tensor.dtype)
+        stored = fp8.stored_as(new.reshape(-1, self.head_dim), self.pool.tensor.dtype, scale)
         rows.index_copy_(0, self._slots, fp8.addressable(stored))
         return stored.view(new.shape).to(self._dtype)
 
@@ -193,12 +198,13 @@ class TorchBackend(AttentionBackend):
         v: Tensor,
         cache: _Cache,
         context_rows: Tensor | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
         queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
 
-        scale, parts = self.scale * cache.k_scale, [(k.transpose(0, 1), v.transpose(0, 1))]
+        parts = [(k.transpose(0, 1), v.transpose(0, 1))]
         if context_rows is not None:
             cached = [self._read(rows, context_rows) for rows in (cache.k_rows, cache.v_rows)]
             parts.insert(0, (cached[0], cached[1]))

@@ -72,8 +72,10 @@ class KVPool:
         return self.device.index or 0
 
     def scale(self, layer: int, component: int) -> float:
-        """What an element of this layer's keys (0) or values (1) is multiplied by when read."""
-        index = layer * self.layout.num_components + component
+        """What an element of this layer's keys (0) or values (1) is multiplied by when read; -1 is
+        the last component there is."""
+        count = self.layout.num_components
+        index = layer * count + component % count
         return self.scales[index] if self.scales else 1.0
 
     def use(self, block: int) -> None:

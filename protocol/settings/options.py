@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic._internal._model_construction import ModelMetaclass
 
-from protocol.handshake import AXES, FP8, check_order
+from protocol.handshake import AXES, check_order
 from protocol.registration import MAX_TTL_S, MIN_TTL_S, Role, check_advertised, http_url
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
@@ -126,12 +126,6 @@ def _shares_of(dcp: int, info: ValidationInfo) -> int:
     tp = info.data.get("tp", dcp)
     if tp % dcp:
         raise ValueError(f"{dcp} does not divide --tp {tp}: use a divisor of it")
-    of_server = "kv_cache_dtype" in info.data
-    kv_dtype = info.data.get("kv_cache_dtype" if of_server else "dtype")
-    if dcp > 1 and kv_dtype == FP8:
-        fix = "--kv-cache-dtype auto" if of_server else "another --dtype"
-        told = f"{dcp} ranks cannot share tokens stored as {kv_dtype}"
-        raise ValueError(f"{told}: use {fix}, or no --dcp")
     return dcp
 
 

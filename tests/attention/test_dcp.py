@@ -21,7 +21,7 @@ from kvcache.transfer.plan.endpoint import heads_of
 from model.config import parse_config
 from model.errors import InvalidParallelism
 from model.sizes import check_parallelism
-from tests.attention.reference import NUM_LAYERS, Shape, forward, make, make_pool
+from tests.attention.reference import FP8, NUM_LAYERS, Shape, forward, make, make_pool
 from tests.model.test_config import LLAMA
 from tests.rigs.examples import examples
 
@@ -185,6 +185,12 @@ def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
     return Shape(num_kv_heads=kv_heads, num_q_heads=q_heads, rope_dim=rope_dim)
 
 
+def in_8_bits(shape: Shape) -> Shape:
+    """Of unlike scales, one of which cuts the largest keys off."""
+    scales = (0.02, 0.5, 0.003, 1.0) if shape.num_components == 2 else (0.02, 0.003)
+    return replace(shape, kv_dtype=FP8, scales=scales)
+
+
 # size of the group, its KV heads, its query heads, rope of latents
 GQA = [(2, 1, 4, 0), (2, 2, 4, 0), (2, 4, 4, 0), (4, 2, 8, 0), (4, 1, 4, 0)]
 MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
@@ -192,9 +198,16 @@ MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
 @pytest.mark.parametrize("group", GQA + MLA, ids=str)
 @pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
-def test_shared_tokens_attend_like_whole_sequences(group, scratch):
+@pytest.mark.parametrize("kv_dtype", ["", FP8])
+def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
     size, *heads = group
-    check_growing_sequences(Bench(size, shape_of(*heads), scratch=scratch))
+    shape = in_8_bits(shape_of(*heads)) if kv_dtype else shape_of(*heads)
+    bench = Bench(size, shape, scratch=scratch)
+    check_growing_sequences(bench)
+    for layer, component in np.ndindex(NUM_LAYERS, shape.num_components):
+        kept = [pool.component(layer, component)[1:].float() for pool in bench.pools]
+        whole = bench.whole.pool.component(layer, component)[1:].float()
+        torch.testing.assert_close(torch.cat(kept, 2), whole, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_long_context_is_put_together_in_parts(monkeypatch):

@@ -160,11 +160,6 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
         (["--prefill.dcp=2"], 2, "--prefill.dcp"),
         (["--decode.dtype=int4"], 2, "--decode.dtype: must be auto, float32,"),
         (["--device=tpu"], 2, "--device: must be cpu or cuda, not tpu"),
-        (
-            ["--decode.tp=2", "--decode.dcp=2", "--decode.dtype=float8_e4m3fn"],
-            2,
-            "cannot share tokens stored as float8_e4m3fn: use another --decode.dtype",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_command_line(model, argv, status, told, capsys):

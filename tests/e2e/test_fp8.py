@@ -23,6 +23,7 @@ _FP8 = ("--kv-cache-dtype", "float8_e4m3fn")
 _OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
 _PLAIN = Geometry(options=_OURS)
 _OTHER = Geometry(2, 16, "LBCNHD", _OURS)
+_SHARED = Geometry(2, options=_OURS, dcp=2)
 _SCALED = Geometry(block_size=16, options=_THEIRS)
 _CONVERT = ("--kv-convert",)
 # What eight bits cost on this model, in the logarithm of a token's probability.
@@ -40,6 +41,7 @@ def engines() -> Iterator[Farm]:
     [
         pytest.param(_PLAIN, _PLAIN, id="one geometry"),
         pytest.param(_OTHER, _PLAIN, id="tp 2 of NHD blocks of 16", marks=pytest.mark.slow),
+        pytest.param(_OTHER, _SHARED, id="ranks that share tokens", marks=pytest.mark.slow),
     ],
 )
 def test_a_pair_equals_one_server(engines, tiny_model, tiny_cluster, p, d):
@@ -112,10 +114,11 @@ def test_told_to_convert_a_decode_server_requantises(
 
 
 @pytest.mark.slow
-def test_latents_of_eight_bits_too(engines):
-    p, d = Geometry(2, 16, "LBCNHD", _OURS), Geometry(options=_OURS)
+@pytest.mark.parametrize("d", [Geometry(options=_OURS), _SHARED], ids=str)
+def test_latents_of_eight_bits_too(engines, d):
+    p = Geometry(2, 16, "LBCNHD", _OURS)
     prefiller, decoder = engines.pair(model_dir("mla"), p, d)
-    check_cell(prefiller, decoder, p, d, decoder.url, "latents of eight bits")
+    check_cell(prefiller, decoder, p, d, decoder.url, f"latents of eight bits {d}")
     prompt = make_prompt(3, 100)
     again = [ask(decoder.url, prompt, NUM_TOKENS) for _ in range(2)]  # the second from its cache
     assert_alike(*again)

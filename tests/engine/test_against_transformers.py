@@ -90,7 +90,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RealPair]:
-    pair = RealPair(ensure_model("gqa"), p_block_size=8, d_block_size=4)
+    pair = RealPair(ensure_model("gqa"), p_block_size=8, block_size=4)
     yield pair
     assert pair.p.core.is_idle and pair.d.core.is_idle
     pair.settle()

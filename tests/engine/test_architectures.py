@@ -19,7 +19,7 @@ NUM_TOKENS = 10
 def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].proof]
     reference = make(architecture, tmp_path, **options)
-    pair = RealPair(tmp_path, p_block_size=8, d_block_size=4, p_order="LBCNHD")
+    pair = RealPair(tmp_path, p_block_size=8, block_size=4, p_order="LBCNHD")
     for prompt in (PROMPT, NEXT):
         request = add("r", prompt, NUM_TOKENS, SamplingParams(temperature=0.0))
         found = pair.prefill_and_decode(request).tokens("r")

@@ -21,7 +21,7 @@ from model.config import load_config, parse_config
 from model.errors import InvalidParallelism, ModelLoadError
 from model.sizes import implied_weights, num_elements
 from tests.make_models import ensure_model
-from tests.rigs.engine_pair import make_config
+from tests.rigs.engines import make_config
 
 _SIZES = {
     "vocab_size": 512,

@@ -15,7 +15,7 @@ from model.config import load_config
 from model.parallel import Parallel
 from model.sizes import StoredTensor
 from tests.make_models import ensure_model
-from tests.rigs.engine_pair import make_config
+from tests.rigs.engines import make_config
 
 _BASE = make_config(role="decode", block_size=16, max_num_seqs=4)
 

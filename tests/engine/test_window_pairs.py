@@ -13,9 +13,9 @@ WINDOW, NUM_TOKENS = 40, 10
 PROMPT = [(37 * at * at + 11) % 131 for at in range(250)]
 MODELS = ["gemma3", "gemma2", "mistral-window", "qwen3-window"]
 GEOMETRIES = [
-    {"p_block_size": 8, "d_block_size": 4, "p_order": "LBCNHD"},
-    {"p_block_size": 4, "d_block_size": 16, "d_order": "BLCHND"},
-    {"p_block_size": 16, "d_block_size": 16, "launch_bytes": 4096},
+    {"p_block_size": 8, "block_size": 4, "p_order": "LBCNHD"},
+    {"p_block_size": 4, "block_size": 16, "order": "BLCHND"},
+    {"p_block_size": 16, "block_size": 16, "launch_bytes": 4096},
 ]
 
 
@@ -31,9 +31,9 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)
     pair = RealPair(tmp_path, verify="all", **geometry)
-    groups = pair.groups
-    size = geometry["d_block_size"]
-    token_bytes = pair.make_pool(size, "BHLCND").layout.token_bytes
+    groups = pair.d.groups
+    size = geometry["block_size"]
+    token_bytes = pair.d.pools[0].layout.token_bytes
     moved = 0
     follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
     edges = [[*PROMPT[:at], 3, 1] for at in (48, 96, 104)]

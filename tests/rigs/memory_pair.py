@@ -13,12 +13,9 @@ import torch
 from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
-from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import ReadWindow, TransferAgent
+from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.peer import LocalRank, MappedPath
-from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
@@ -33,11 +30,14 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
+from kvcache.lease_server import LeaseServer
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.worker import TransferWorker
 from protocol.errors import BatonError
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
-from tests.rigs.lending import Lending
+from tests.rigs.memory_agent import MemoryAgent
+from tests.rigs.workers import Workers, pulls_address
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
@@ -152,11 +152,6 @@ class Clock:
         self._skipped_s += seconds
 
 
-def pulls_address() -> str:
-    """For a coordinator and its workers: a socket without a file."""
-    return f"ipc://\0baton-test-{uuid.uuid4().hex}"
-
-
 class Orders:
     """The coordinator's end of one worker's link, played by a test.
 
@@ -232,7 +227,8 @@ class Prefill:
         )
         self.lending = None
         if digests:
-            self.lending = Lending(pulls_address(), self.pools, self.metadata.compat)
+            agents = [MemoryAgent() for _ in self.pools]
+            self.lending = Workers(self.pools, agents, self.metadata.compat).start()
             self.digest = self.lending.coordinator.digest  # a test may come between
         self.ended = threading.Event()
         self.server = LeaseServer(
@@ -293,8 +289,15 @@ class Prefill:
             agent.close()
 
 
+OF_RANKS = {"limits", "staging_bytes", "costs", "connect_timeout_s"}
+
+
 class Decode:
-    """D: one worker for each rank, and the coordinator, as in an engine."""
+    """D: one worker for each rank, and the coordinator, as in an engine.
+
+    Args:
+        options: of OF_RANKS, and changes of the layout.
+    """
 
     def __init__(
         self,
@@ -305,58 +308,29 @@ class Decode:
         heads: int = HEADS,
         scales: tuple[float, ...] = (),
         secret: bytes = SECRET,
-        limits: ReadWindow | None = None,
-        staging_bytes: int | None = None,
         settings: dict[str, Any] | None = None,
         device: str = "cpu",
         make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
         convert: bool = False,
         verify: str = "off",
-        costs: CostModel | None = None,
-        connect_timeout_s: float = 5.0,
-        **changes: Any,
+        **options: Any,
     ) -> None:
+        of_ranks = {name: options.pop(name) for name in OF_RANKS & options.keys()}
         self.tp, self.dcp, self.heads, self.clock = tp, dcp, heads, Clock()
         self.woken = threading.Event()
         self.events: list[Event] = []
-        self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **changes) for rank in range(tp)]
+        self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **options) for rank in range(tp)]
         self.pools = [KVPool(each, device, scales) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
-        address = pulls_address()
-        self.coordinator = PullCoordinator(
-            address,
-            tp,
-            compat_of(self.layouts[0], heads, scales),
-            secret,
-            PullSettings(**(settings or {})),
-            clock=self.clock,
-            convert=convert,
-            dcp=dcp,
-            block_size=self.layouts[0].block_size,
-            verify=verify,
-        )
-        ranks = [
-            LocalRank(
-                rank,
-                tp,
-                heads,
-                self.agents[rank],
-                self.pools[rank],
-                dcp=dcp,
-                limits=limits,
-                staging_bytes=staging_bytes,
-                convert=convert,
-                costs=costs,
-                mapped=make_mapped(self.pools[rank]),
-                connect_timeout_s=connect_timeout_s,
-            )
-            for rank in range(tp)
-        ]
-        links = [self.coordinator, *[address] * (tp - 1)]
-        self.workers = list(map(TransferWorker, ranks, links))
+        told = compat_of(self.layouts[0], heads, scales)
+        limits, about = PullSettings(**(settings or {})), {"dcp": dcp, "convert": convert}
+        self._work = Workers(
+            self.pools, self.agents, told, secret, limits, clock=self.clock, verify=verify,
+            mapped=make_mapped, **about, **of_ranks,
+        )  # fmt: skip
+        self.coordinator, self.workers = self._work.coordinator, self._work.workers
         self.coordinator.on_event = self.woken.set
-        for worker in self.workers:
-            worker.start()
+        self._work.start()
 
     def wait(self, *kinds: type, pull_id: str | None = None) -> Any:
         """The next event of one of these kinds, taken out; others stay for later waits."""
@@ -453,8 +427,7 @@ class Decode:
         return all(before)
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
+        self._work.close()
 
 
 def expected(

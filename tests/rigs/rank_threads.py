@@ -12,7 +12,7 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.make_models import ensure_model
-from tests.rigs.engine_pair import make_config
+from tests.rigs.engines import make_config
 
 WAIT_S = 60.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.engine_pair import Pair
-from tests.rigs.lenders import Engine, Group
+from tests.rigs.engines import Engine, Group
 
 MakePair = Callable[..., Pair]
 
@@ -20,7 +20,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
             pair = Pair(depth=request.param, **options)
             stack.callback(pair.close)
             stack.callback(pair.settle)  # P's clock stands still: no lease has to expire
-            stack.callback(pair.d.agent.resume)
+            stack.callback(pair.d.movers.resume)
             return pair
 
         yield make

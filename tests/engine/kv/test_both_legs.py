@@ -1,13 +1,10 @@
 """A prompt that P computes while D pulls it: both real connectors, both engines in one process."""
 
-from typing import ClassVar
-
 import pytest
 
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, SamplingParams
-from tests.rigs.engine_pair import Pair
-from tests.rigs.memory_pair import compat
+from tests.rigs.engines import ANOTHER
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
@@ -18,9 +15,9 @@ PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
     "options",
     [
         {},
-        {"p_block_size": 2, "d_block_size": 8, "p_order": "LCBNHD"},
-        {"p_block_size": 8, "d_block_size": 3},
-        {"p_block_size": 2, "d_block_size": 4, "dcp": 2},
+        {"p_block_size": 2, "block_size": 8, "p_order": "LCBNHD"},
+        {"p_block_size": 8, "block_size": 3},
+        {"p_block_size": 2, "block_size": 4, "dcp": 2},
         {"launch_bytes": 512},
     ],
     ids=str,
@@ -40,17 +37,17 @@ def test_text_is_that_of_one_server(make_pair, options, order):
         for choice, answer in enumerate(answers):
             assert answer == expected_output(prompt, asked["max_tokens"], choice=choice)
         if asked["max_tokens"] > 1:
-            transferred, recomputed, skipped = pair.usage(name)
+            transferred, recomputed, skipped = pair.d.kv(name)
             assert (transferred + skipped, recomputed) == (length, 0)
 
 
 def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair):
     name, theirs = pair.both(PROMPT, order="dp")
     pair.until(lambda: pair.d.core.scheduler.receiving != {})
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     pair.until(lambda: len(pair.d.out.tokens(theirs)) == 1)
     assert pair.p.out.terminals(name)
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     assert pair.answer(theirs) == expected_output(PROMPT, 6)
 
 
@@ -58,7 +55,7 @@ def test_a_token_drawn_otherwise_is_drawn_again(pair):
     """A router between the two has changed P's body: only the KV is used."""
     _, name = pair.both(PROMPT, p_sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0))
     assert pair.answer(name) == expected_output(PROMPT, 6)
-    assert pair.usage(name) == (44, 1, 0)
+    assert pair.d.kv(name) == (44, 1, 0)
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
 
 
@@ -85,7 +82,7 @@ def test_an_abort_of_either_leg_ends_both(make_pair, who, num_rounds):
 @pytest.mark.parametrize(("policy", "held"), [("recompute", 0), ("fail", 12)])
 def test_what_d_will_not_read_comes_home_unless_another_d_may(make_pair, policy, held):
     """D gives the offer up before P has leased anything; P's answer may serve another D."""
-    pair = make_pair(policy=policy, p_compat=compat(model_fingerprint="another"))
+    pair = make_pair(policy=policy, p_compat=ANOTHER)
     ours, theirs = pair.both(PROMPT, order="d")
     pair.until(lambda: bool(pair.d.out.terminals(theirs)))
     pair.until(lambda: pair.leases.counters()["gone"] == 1)  # it has said so
@@ -111,24 +108,13 @@ def test_a_transfer_id_is_the_latest_request_s(pair, order):
     pair.settle()
 
 
-class SlowPair(Pair):
-    """Two tokens of a prompt beside two streams."""
-
-    limits: ClassVar[dict[str, int]] = {"max_num_batched_tokens": 4}
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_preemption_of_half_a_prompt_keeps_what_is_leased(depth):
-    pair = SlowPair(depth=depth)
-    try:
-        for name in ("a", "b"):
-            pair.p.core.round([add(name, [1, 2, len(name)], 58)])
-        pair.until(lambda: len(pair.p.out.tokens("b")) > 30)
-        _, theirs = pair.both(PROMPT, order="dp")
-        pair.until(lambda: bool(pair.p.core.scheduler.num_preemptions))
-        assert not pair.d.out.tokens(theirs)
-        assert pair.answer(theirs) == expected_output(PROMPT, 6)
-        assert pair.usage(theirs) == (45, 0, 0)
-        pair.settle()
-    finally:
-        pair.close()
+def test_preemption_of_half_a_prompt_keeps_what_is_leased(make_pair):
+    pair = make_pair(max_num_batched_tokens=4)  # two of a prompt beside two streams
+    for name in ("a", "b"):
+        pair.p.core.round([add(name, [1, 2, len(name)], 58)])
+    pair.until(lambda: len(pair.p.out.tokens("b")) > 30)
+    _, theirs = pair.both(PROMPT, order="dp")
+    pair.until(lambda: bool(pair.p.core.scheduler.num_preemptions))
+    assert not pair.d.out.tokens(theirs)
+    assert pair.answer(theirs) == expected_output(PROMPT, 6)
+    assert pair.d.kv(theirs) == (45, 0, 0)

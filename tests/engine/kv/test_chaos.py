@@ -9,13 +9,11 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from engine.core.sequence import Phase
-from kvcache.layout import KVLayout
-from kvcache.pool import KVPool
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote, SamplingParams
@@ -29,19 +27,9 @@ SAMPLING = [
 ]
 
 
-class SmallPair(Pair):
-    """D has few blocks, and few tokens in a step."""
-
-    limits: ClassVar[dict[str, int]] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 7,
-        "max_model_len": 30,
-    }
-
-    def make_pool(self, block_size: int, order: str) -> KVPool:
-        # The prefill server's comes first; it is to have room beside what stalled pulls lease.
-        num_blocks = 17 if hasattr(self, "p") else 400
-        return KVPool(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, "float32"))
+# D has few blocks, and few tokens in a step; P has room beside what stalled pulls lease.
+SMALL = {"num_blocks": 17, "p_num_blocks": 400, "max_num_seqs": 4, "max_num_batched_tokens": 7}
+SMALL["max_model_len"] = 30
 
 
 class Chaos:
@@ -51,7 +39,7 @@ class Chaos:
         stays_hung: bool = False,
         dcp: int = 1,
         launch_bytes: int | None = None,
-        kind: type[Pair] = Pair,
+        **sizes: int,
     ) -> None:
         self.stays_hung = stays_hung
         self.random = random.Random(seed)
@@ -59,10 +47,10 @@ class Chaos:
         p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
         if dcp > 1:  # P's blocks divide D's
             p_sizes, d_sizes = [2], [2, 4, 8]
-        self.pair = kind(
+        self.pair = Pair(
             depth=pick([0, 1]),
             p_block_size=pick(p_sizes),
-            d_block_size=pick(d_sizes),
+            block_size=pick(d_sizes),
             p_order=pick(["BHLCND", "LCBNHD"]),
             lease_s=pick([5.0, 30.0]),
             settings=PullSettings(
@@ -74,10 +62,11 @@ class Chaos:
             dcp=dcp,
             launch_bytes=launch_bytes,
             rng=self.random,
+            **sizes,
         )
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
-        self.max_len = kind.limits.get("max_model_len", 64)
+        self.max_len = sizes.get("max_model_len", 64)
         self.asked: dict[str, tuple[list[int], int, dict[str, Any]]] = {}  # prompt, max_tokens, ...
         self.aborted: set[str] = set()
         self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
@@ -88,10 +77,10 @@ class Chaos:
             self.pair.p.core.scheduler.check_integrity()
             self.pair.d.core.scheduler.check_integrity()
         if not self.stays_hung:
-            self.pair.d.agent.resume()
+            self.pair.d.movers.resume()
         for name in self.asked:
             self._check(name)
-        self.pair.d.agent.resume()
+        self.pair.d.movers.resume()
         for name, ours in self.ours.items():
             ends = self.pair.d.out.terminals(name)
             if not any(end.usage and end.usage.transferred for end in ends):
@@ -100,7 +89,7 @@ class Chaos:
 
     def close(self) -> None:
         assert self.pair.d.core.stats().keys() == self.series  # as they were before any event
-        self.pair.d.agent.resume()
+        self.pair.d.movers.resume()
         self.pair.close()
 
     def _token(self) -> int:
@@ -117,12 +106,12 @@ class Chaos:
         elif dice < 0.57 and self.ours:
             pair.p.core.round([AbortRequest(self.random.choice(list(self.ours.values())))])
         elif dice < 0.6:
-            pair.d.agent.stall()
+            pair.d.movers.stall()
         elif dice < 0.68:
             if not self.stays_hung:
-                pair.d.agent.resume()
+                pair.d.movers.resume()
         elif dice < 0.73:
-            pair.d.agent.fail(self.random.randrange(1, 3))
+            pair.d.movers.fail(self.random.randrange(1, 3))
         elif dice < 0.75:
             pair.restart_prefill()
         elif dice < 0.79:
@@ -214,9 +203,9 @@ def _run(seed: int, **options: Any) -> None:
     chaos = Chaos(seed, **options)
     try:
         if chaos.stays_hung:
-            chaos.pair.d.agent.stall()
+            chaos.pair.d.movers.stall()
         chaos.run()
-        for worker, placer in zip(chaos.pair.workers, chaos.pair.d.agent.placers, strict=False):
+        for worker, placer in zip(chaos.pair.workers, chaos.pair.d.movers.placers, strict=False):
             assert worker.counters["internal_errors"] == placer.num_failed
     finally:
         chaos.close()
@@ -224,7 +213,7 @@ def _run(seed: int, **options: Any) -> None:
 
 RUNS: list[dict[str, Any]] = [
     *({"seed": seed} for seed in range(12)),
-    *({"seed": seed, "kind": SmallPair} for seed in range(8)),  # blocks are few
+    *({"seed": seed, **SMALL} for seed in range(8)),  # blocks are few
     *({"seed": dcp, "dcp": dcp} for dcp in (2, 3, 4)),  # ranks share tokens
     *({"seed": seed, "stays_hung": True} for seed in range(3)),  # READs hang for ever
 ]

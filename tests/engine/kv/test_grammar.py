@@ -34,10 +34,8 @@ class Waiting:
 
     def end(self, name: str) -> tuple[list[int], str | None, str | None]:
         """Tokens, finish reason and error of the one end of a request."""
-        out = self.pair.d.out
-        self.pair.until(lambda: bool(out.terminals(name)))
-        (end,) = out.terminals(name)
-        return out.tokens(name), end.finish_reason, end.error and end.error.code
+        end = self.pair.end(name)
+        return self.pair.d.out.tokens(name), end.finish_reason, end.error and end.error.code
 
 
 @pytest.fixture
@@ -65,10 +63,10 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told
     name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
     if lease_ends:  # meanwhile
         waiting.pair.now_s += 1e6
-        waiting.pair.until(waiting.pair.p.blocks_home)
+        waiting.pair.until(waiting.pair.p.is_home)
     waiting.go_on.set()
     assert waiting.end(name) == ([token], "stop", None)
-    assert lease_ends or waiting.pair.usage(name) == (0, 0, 0)
+    assert lease_ends or waiting.pair.d.kv(name) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("regex", "is_sent"), [("[!]+", True), ("[!", False)])

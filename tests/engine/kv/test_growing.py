@@ -5,9 +5,8 @@ import random
 import pytest
 
 from kvcache.transfer.pulls.messages import PullSettings
-from protocol.kv_params import Offer
 from protocol.messages import AbortRequest
-from tests.rigs.lenders import Engine, Group
+from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
@@ -16,31 +15,17 @@ QUICK = PullSettings(
 )
 
 
-def _remote(p: Engine, name: str = "x"):
-    told = p.hint(0)
-    return Offer(
-        transfer_id=name,
-        engine_id=told.engine_id,
-        incarnation=told.incarnation,
-        host=told.host,
-        port=told.port,
-    ).to_remote(0, PROMPT)
-
-
 def _begin(group: Group, p: Engine, readers: list[Engine]) -> list[str]:
     """P is asked for the prompt, and told to whom it goes."""
-    remote = _remote(p)
+    remote = p.offer("x", PROMPT)
     prompt = add("p", PROMPT, 1, retain_kv=True, transfer_id=remote.transfer_id)
     p.core.round([prompt])
     return [group.begin(reader, PROMPT, 5, remote=remote) for reader in readers]
 
 
 def _assert_right(group: Group, readers: list[Engine], names: list[str]) -> None:
-    pairs = list(zip(readers, names, strict=True))
-    group.until(lambda: all(reader.out.terminals(name) for reader, name in pairs))
-    for reader, name in pairs:
-        assert reader.out.terminals(name)[0].error is None
-        assert reader.out.tokens(name) == expected_output(PROMPT, 5)
+    for reader, name in zip(readers, names, strict=True):
+        assert group.tokens_of(reader, name) == expected_output(PROMPT, 5)
 
 
 SLOW = {"max_num_batched_tokens": 8}
@@ -58,9 +43,7 @@ def test_two_readers_of_one_growing_lease_are_both_right(make):
 def test_a_lender_that_dies_between_two_chunks_costs_no_answer(make, num_rounds):
     p, *readers = (group := make(SLOW, *[{"settings": QUICK}] * 2)).engines
     names = _begin(group, p, readers)
-    for _ in range(num_rounds):
-        for engine in group.engines:
-            engine.core.round([])
+    group.round(num_rounds)
     group.engines.remove(p)
     p.end()
     _assert_right(group, readers, names)
@@ -92,12 +75,11 @@ def test_whatever_becomes_of_readers_and_lender(make, seed):
                 names.append(name)
             case _:
                 readers[reader].movers.resume()
-        for engine in group.engines:
-            engine.core.round([])
+        group.round()
     for reader in readers:
         reader.movers.resume()
         reader.movers.fail(0)
-    group.until(lambda: bool(p.out.terminals("p")))
+    group.end_of(p, "p")
     p.core.round([AbortRequest("p")])  # as the proxy's: nobody comes for it any more
     left = [(reader, n) for reader, n in zip(readers, names, strict=True) if n not in aborted]
     _assert_right(group, *map(list, zip(*left, strict=True)))

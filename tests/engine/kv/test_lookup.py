@@ -5,17 +5,20 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.kv.rates import Rates
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol.messages import AbortRequest
-from tests.rigs.lenders import Engine, Group
+from tests.rigs.engines import ANOTHER, COMPAT, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
 
 
 CONVERTS: dict[str, Any] = {"convert": True}
+LATENTS = {"compat": replace(COMPAT, num_components=1, total_kv_heads=1)}
+BFLOAT16 = {"compat": replace(COMPAT, kv_dtype="bfloat16")}
 GEOMETRIES = [
     ({}, {}),
     ({"block_size": 2, "order": "LBCNHD"}, {"block_size": 8, "depth": 1}),
@@ -23,9 +26,9 @@ GEOMETRIES = [
     ({"block_size": 2, "dcp": 2}, {"block_size": 4, "dcp": 2, "depth": 1}),
     ({"block_size": 2, "dcp": 3, "order": "LBCNHD"}, {"block_size": 8}),
     ({"block_size": 8, "depth": 1}, {"block_size": 2, "order": "NLBHCD"}),
-    ({"components": 1, "block_size": 2}, {"components": 1, "dcp": 2}),
-    ({"dtype": "bfloat16", **CONVERTS}, {"block_size": 8, **CONVERTS}),
-    ({"dtype": "bfloat16", "dcp": 2, **CONVERTS}, CONVERTS),
+    ({**LATENTS, "block_size": 2}, {**LATENTS, "dcp": 2}),
+    ({**BFLOAT16, **CONVERTS}, {"block_size": 8, **CONVERTS}),
+    ({**BFLOAT16, "dcp": 2, **CONVERTS}, CONVERTS),
 ]
 
 
@@ -58,7 +61,7 @@ def test_what_is_here_is_not_pulled(make):
     assert b.stat("baton_kv_lookups", outcome="computed") == 1
 
 
-@pytest.mark.parametrize("theirs", [{"dtype": "bfloat16"}, {"model": "another"}])
+@pytest.mark.parametrize("theirs", [BFLOAT16, {"compat": ANOTHER}])
 def test_what_cannot_be_read_is_computed(make, theirs):
     a, b = (group := make(theirs, {})).engines
     group.ask(a, PROMPT)
@@ -136,10 +139,9 @@ def test_lookups_keep_half_of_a_pool_at_most(make):
     group.until(lambda: len(b.core.scheduler.receiving) == 2)
     group.until(lambda: a.stat("baton_kv_lookups_answered", outcome="full") == 1)
     b.movers.resume()
-    group.until(lambda: all(b.out.terminals(name) for name in names))
-    assert [b.kv(name)[0] for name in names] == [28, 4, 0]
     for name, prompt in zip(names, prompts, strict=True):
-        assert b.out.tokens(name) == expected_output([*prompt, 1], 3)
+        assert group.tokens_of(b, name) == expected_output([*prompt, 1], 3)
+    assert [b.kv(name)[0] for name in names] == [28, 4, 0]
 
 
 @pytest.mark.parametrize("at", ["lookup", "pull"])
@@ -156,9 +158,7 @@ def test_a_lender_that_dies_costs_no_answer(make, at):
     a.end()
     group.until(lambda: bool(b.core.scheduler.running or b.out.terminals(name)) or at == "pull")
     b.movers.resume()
-    group.until(lambda: bool(b.out.terminals(name)))
-    assert b.out.terminals(name)[0].error is None
-    assert b.out.tokens(name) == expected_output([*PROMPT, 1], 3)
+    assert group.tokens_of(b, name) == expected_output([*PROMPT, 1], 3)
 
 
 def test_an_abort_at_any_time_leaves_no_lease(make):
@@ -166,11 +166,9 @@ def test_an_abort_at_any_time_leaves_no_lease(make):
     group.ask(a, PROMPT)
     for rounds in range(12):
         name = group.begin(b, [*PROMPT, rounds], hint=a.hint(30))
-        for _ in range(rounds):
-            for engine in group.engines:
-                engine.core.round([])
+        group.round(rounds)
         b.core.round([AbortRequest(name)])
-        group.until(lambda: bool(b.out.terminals(name)))  # noqa: B023
+        group.end_of(b, name)
     group.settle()
     group.until(lambda: a.stat("baton_leases_held") == 0)
 
@@ -202,14 +200,10 @@ def test_any_workload_under_any_fault(make, seed):
                 borrower.core.round([AbortRequest(name)])
             case 3 | 4:
                 borrower.movers.resume()
-        for engine in group.engines:
-            engine.core.round([])
+        group.round()
     for engine in group.engines:
         engine.movers.resume()
         engine.movers.fail(0)
-    group.until(lambda: all(engine.out.terminals(name) for engine, name, _ in asked))
     for engine, name, prompt in asked:
-        (end,) = engine.out.terminals(name)
-        assert end.error is None
-        tokens = engine.out.tokens(name)
+        tokens = group.tokens_of(engine, name)
         assert tokens == expected_output(prompt, 3)[: len(tokens)]

@@ -8,7 +8,7 @@ import pytest
 from decode_server.service import KVFactory
 from engine.worker.rank import pool_size
 from kvcache.groups import ONE_GROUP
-from tests.rigs.engine_pair import make_config
+from tests.rigs.engines import make_config
 
 BLOCK_BYTES = 1 << 20
 RUNNER: Any = SimpleNamespace(

@@ -1,26 +1,28 @@
 """A sequence is handed over to another engine, with all of its KV, and goes on with its tokens."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from protocol import kv_params
 from protocol.messages import MOVED, AbortRequest, Known, Migrate, RemotePrefill
-from tests.rigs.engine_pair import SECRET
-from tests.rigs.lenders import Engine, Group
+from tests.rigs.engines import SECRET, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
 NUM = 25
 
 
-def _moved(group: Group, engine: Engine, name: str) -> tuple[list[int], RemotePrefill]:
-    """What the client has by then, and where the KV is."""
+def _moved(
+    group: Group, engine: Engine, name: str, before: Sequence[int] = ()
+) -> tuple[list[int], RemotePrefill]:
+    """What the client has by then, also of those before, and where the KV is."""
     engine.core.round([Migrate(name)])
-    group.until(lambda: bool(engine.out.terminals(name)))
-    (end,) = engine.out.terminals(name)
+    end = group.end_of(engine, name)
     assert end.finish_reason == MOVED and end.kv_transfer_params is not None
     params = kv_params.parse(end.kv_transfer_params)
     params.verify(SECRET)
-    tokens = engine.out.tokens(name)
+    tokens = [*before, *engine.out.tokens(name)]
     ids = [*PROMPT, *tokens]
     assert params.remote_num_tokens == len(ids) - 1
     assert params.prompt_digest == kv_params.prompt_digest(ids[:-1])
@@ -55,8 +57,7 @@ def test_it_goes_on_with_the_same_tokens_and_computes_no_token_twice(
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
     name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
-    group.until(lambda: bool(b.out.terminals(name)))
-    assert tokens + b.out.tokens(name) == expected_output(PROMPT, NUM)
+    assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)
     assert b.kv(name) == (len(PROMPT), 0, 0)
     assert _computed(b) == NUM - len(tokens), "one token a step, and nothing of what was pulled"
     assert b.stat("baton_kv_first_tokens_redrawn") == 0
@@ -87,37 +88,27 @@ def test_choices_move_with_the_kv_of_their_prompt(make, ended):
 
 def test_it_may_come_back_and_move_again(make):
     a, b = (group := make({}, {"depth": 1})).engines
-    engines, tokens, name = [a, b], list[int](), _running(group, a, 3)
-    for at in range(4):
-        engine, other = engines[at % 2], engines[(at + 1) % 2]
-        engine.core.round([Migrate(name)])
-        group.until(lambda: bool(engine.out.terminals(name)))  # noqa: B023
-        (end,) = engine.out.terminals(name)
-        assert end.kv_transfer_params is not None
-        remote = kv_params.to_remote_prefill(kv_params.parse(end.kv_transfer_params))
-        tokens += engine.out.tokens(name)
-        name = group.begin(other, PROMPT, NUM, remote=remote, known=[Known(list(tokens))])
+    tokens, name = list[int](), _running(group, a, 3)
+    for engine, other in [(a, b), (b, a)] * 2:
+        tokens, remote = _moved(group, engine, name, tokens)
+        name = group.begin(other, PROMPT, NUM, remote=remote, known=[Known(tokens)])
         group.until(lambda: bool(other.out.tokens(name)))  # noqa: B023
-    engine = engines[0]
-    group.until(lambda: bool(engine.out.terminals(name)))
-    assert tokens + engine.out.tokens(name) == expected_output(PROMPT, NUM)
-    assert sum(map(_computed, engines)) == len(PROMPT) + NUM - 1
+    assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
+    assert _computed(a) + _computed(b) == len(PROMPT) + NUM - 1
 
 
 def test_where_there_is_no_other_engine_it_goes_on_where_it_was(make):
     (a,) = (group := make({})).engines
     tokens, remote = _moved(group, a, _running(group, a, 5))
     name = group.begin(a, PROMPT, NUM, remote=remote, known=[Known(tokens)])
-    group.until(lambda: bool(a.out.terminals(name)))
-    assert tokens + a.out.tokens(name) == expected_output(PROMPT, NUM)
+    assert tokens + group.tokens_of(a, name) == expected_output(PROMPT, NUM)
 
 
 @pytest.mark.parametrize("num_rounds", range(8))
 def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     a, b = (group := make({"depth": 1}, {})).engines
     name = group.begin(a, PROMPT, NUM)
-    for _ in range(num_rounds):
-        a.core.round([])
+    group.round(num_rounds)
     a.core.round([Migrate(name), AbortRequest(name)])
     a.core.round([Migrate(name), Migrate("unknown")])
     group.settle()
@@ -126,11 +117,9 @@ def test_an_abort_at_any_time_leaves_nothing(make, num_rounds):
     if num_rounds % 2:  # its client left before it heard of the move
         a.core.round([AbortRequest(name)])
     theirs = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
-    for _ in range(num_rounds):
-        for engine in group.engines:
-            engine.core.round([])
+    group.round(num_rounds)
     b.core.round([AbortRequest(theirs)])
-    group.until(lambda: bool(b.out.terminals(theirs)))
+    group.end_of(b, theirs)
     so_far = tokens + b.out.tokens(theirs)
     assert so_far == expected_output(PROMPT, NUM)[: len(so_far)]
     group.settle()
@@ -147,5 +136,4 @@ def test_a_pull_that_fails_has_the_rest_computed(make, fault):
     else:
         b.movers.fail()
     name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
-    group.until(lambda: bool(b.out.terminals(name)))
-    assert tokens + b.out.tokens(name) == expected_output(PROMPT, NUM)
+    assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)

@@ -14,7 +14,8 @@ from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, FirstToken, ReleaseRemote
 from protocol.metrics import TABLE, stat_key
-from tests.rigs.engine_pair import COMPAT, SECRET, Pair
+from tests.rigs.engine_pair import Pair
+from tests.rigs.engines import ANOTHER, COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -54,15 +55,13 @@ def test_every_series_is_there_before_its_first_event(pair):
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
     pair = make_pair(verify="all", policy=policy)
-    pair.d.agent.agents[0].spoil()
-    spoilt = pair.ask(PROMPT, pair.prefill(PROMPT))
-    pair.until(lambda: bool(pair.d.out.terminals(spoilt)))
-    (end,) = pair.d.out.terminals(spoilt)
+    pair.d.movers.agents[0].spoil()
+    spoilt = pair.ask(PROMPT)
     if policy == "fail":
-        assert end.error is not None and end.error.code == "kv_corrupt"
+        pair.failed(spoilt, "kv_corrupt")
     else:
-        assert pair.d.out.tokens(spoilt) == expected_output(PROMPT, 6)
-    right = pair.ask(PROMPT[::-1], pair.prefill(PROMPT[::-1]))
+        assert pair.answer(spoilt) == expected_output(PROMPT, 6)
+    right = pair.ask(PROMPT[::-1])
     assert pair.answer(right) == expected_output(PROMPT[::-1], 6)
     stats = pair.d.core.stats()
     assert stats["baton_kv_verify_failures"] == 1
@@ -70,13 +69,13 @@ def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
 
 
 def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair):
-    pair.d.agent.stall()
-    stalled = pair.ask(PROMPT, pair.prefill(PROMPT))
+    pair.d.movers.stall()
+    stalled = pair.ask(PROMPT)
     pair.until(lambda: len(pair.d.out.tokens(stalled)) == 1)
     pair.d.core.round([add("local", [1, 2, 3], 20)])
     assert pair.answer("local") == expected_output([1, 2, 3], 20)
     assert len(pair.d.out.tokens(stalled)) == 1
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     assert pair.answer(stalled) == expected_output(PROMPT, 6)
 
 
@@ -103,19 +102,18 @@ def test_kv_of_which_no_answer_can_tell_goes_home_at_once(pair, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(kv_params, "build", cannot)
         pair.p.core.round([add("a", PROMPT, 1, retain_kv=True, num_choices=2)])
-        pair.until(lambda: pair.p.core.is_idle)
-    (end,) = pair.p.out.terminals("a")
+        end = pair.end_of(pair.p, "a")
     assert end.error is not None and end.error.code == "internal_error"
-    pair.until(pair.p.blocks_home)
-    assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))
+    pair.until(pair.p.is_home)
+    assert pair.answer(pair.ask(PROMPT))
 
 
 def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
-    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    name = pair.ask(PROMPT)
     assert pair.answer(name)
     pair.d.core.round([add("local", [1, 2, 3], 2)])
     assert pair.answer("local")
-    pulled, local = (pair.d.out.terminals(each)[0].times for each in (name, "local"))
+    pulled, local = (pair.end(each).times for each in (name, "local"))
     assert pulled is not None and local is not None
     order = ["admitted", "read", "pulled", "drawn"]
     told = pulled.since(0.0)
@@ -125,31 +123,31 @@ def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
 
 def test_an_expired_lease_is_noticed_by_the_fence(pair):
     params = pair.prefill(PROMPT)
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     name = pair.ask(PROMPT, params)
-    pair.until(lambda: pair.d.agent.active > 0)
+    pair.until(lambda: pair.d.movers.active > 0)
     pair.now_s += 1e6  # P gives the blocks away and others write to them
-    pair.until(pair.p.blocks_home)
+    pair.until(pair.p.is_home)
     for first in range(3):
         pair.p.core.round([add(f"other{first}", [first] * 40, 1)])
-        pair.until(lambda first=first: bool(pair.p.out.terminals(f"other{first}")))
-    pair.d.agent.resume()
+        pair.end_of(pair.p, f"other{first}")
+    pair.d.movers.resume()
     assert pair.answer(name) == expected_output(PROMPT, 6)
-    assert pair.usage(name) == (0, 14, 0)
+    assert pair.d.kv(name) == (0, 14, 0)
 
 
 def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(make_pair):
     pair = make_pair(settings=HANGS)
     whole = PROMPT[:12]
     params = pair.prefill(whole)
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     name = pair.ask(whole, params)
-    pair.until(lambda: pair.d.agent.active > 0)
+    pair.until(lambda: pair.d.movers.active > 0)
     pair.d.core.round([add("other", whole, 6)])
-    pair.until(lambda: bool(pair.d.out.terminals("other")))
+    pair.end("other")
     pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(name) == expected_output(whole, 6)
-    assert pair.usage(name) == (0, 12, 0)
+    assert pair.d.kv(name) == (0, 12, 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -158,15 +156,15 @@ def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, 
     for side, seen in ((pair.p, on_p), (pair.d, on_d)):
         if seen:
             side.core.round([add("warm", PROMPT[: seen + 1], 1)])
-            pair.until(lambda out=side.out: bool(out.terminals("warm")))
+            pair.end_of(side, "warm")
     params = pair.prefill(PROMPT)
     if fails:
-        pair.d.agent.fail(1)
+        pair.d.movers.fail(1)
     name = pair.ask(PROMPT, params)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     rest = len(PROMPT) - on_d
-    assert pair.usage(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
-    told = pair.d.out.terminals(name)[0].usage
+    assert pair.d.kv(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
+    told = pair.end(name).usage
     assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
 
 
@@ -174,18 +172,18 @@ def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, 
 def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, aborted):
     """Nor do clients that leave."""
     pair = make_pair(p_block_size=8, settings=HANGS)
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     names = {}
     for first in range(12):  # which would need 48 of 39 blocks
         prompt = [first, *PROMPT, 7]
-        names[pair.ask(prompt, pair.prefill(prompt))] = prompt
+        names[pair.ask(prompt)] = prompt
     counts = pair.d.core.scheduler.allocator.counts
     pair.until(lambda: counts()[BlockState.RECEIVING] == 28)  # the most that 3/4 have room for
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)  # else aborts leave nothing behind
     if aborted:
         pair.d.core.round([AbortRequest(name) for name in names])
         pair.until(lambda: _num_quarantined(pair) > 0)
-        names = {pair.ask(PROMPT, pair.prefill(PROMPT)): PROMPT}
+        names = {pair.ask(PROMPT): PROMPT}
     else:
         pair.skip(0.0)  # all are begun
         pair.skip(100.0)
@@ -194,29 +192,28 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
     assert 4 <= _num_quarantined(pair) <= 28
 
 
-def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(make_pair, monkeypatch):
-    monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
-    pair = make_pair(p_block_size=8, settings=HANGS)
-    pair.d.agent.stall()
+def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(make_pair):
+    pair = make_pair(p_block_size=8, settings=HANGS, max_model_len=160)
+    pair.d.movers.stall()
     large = list(range(1, 61)) + list(range(1, 41))  # 25 of 39 blocks
-    hung = pair.ask(large, pair.prefill(large), max_tokens=2)
+    hung = pair.ask(large, max_tokens=2)
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)
     pair.skip(HANGS.pull_timeout_s)
     pair.until(lambda: _num_quarantined(pair) == 25)
     for first in range(3):
-        name = pair.ask([first, *PROMPT], pair.prefill([first, *PROMPT]))
+        name = pair.ask([first, *PROMPT])
         assert pair.answer(name) == expected_output([first, *PROMPT], 6)
-        assert pair.usage(name)[0] == 0  # nothing is pulled from there meanwhile
+        assert pair.d.kv(name)[0] == 0  # nothing is pulled from there meanwhile
     withheld = stat_key("baton_kv_transfer_failures", code="pull_withheld")
     assert pair.d.core.stats()[withheld] == 3
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     assert pair.answer(hung) == expected_output(large, 2)
 
 
 @pytest.mark.parametrize("failed_before", [False, True])
 def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(make_pair, failed_before):
     pair = make_pair(settings=HANGS)
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     name = _begin_read(pair, [*PROMPT, 7, 7])
     if failed_before:
         pair.skip(HANGS.pull_timeout_s)
@@ -224,7 +221,7 @@ def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(make_pair, failed_
         time.sleep(0.001)  # the engine has not heard of it when the client leaves
     pair.d.core.round([AbortRequest(name)])
     pair.until(lambda: _num_quarantined(pair) == 4)
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     pair.settle()
     assert _num_quarantined(pair) == 0
 
@@ -232,7 +229,7 @@ def test_an_aborted_pulls_blocks_come_home_when_its_reads_end(make_pair, failed_
 def _begin_read(pair: Pair, prompt: list[int]) -> str:
     """A request whose READ is under way; its name."""
     posts = pair.workers[0].counters["posts"]
-    name = pair.ask(prompt, pair.prefill(prompt))
+    name = pair.ask(prompt)
     pair.until(lambda: pair.workers[0].counters["posts"] > posts)
     return name
 
@@ -243,13 +240,11 @@ def _num_quarantined(pair: Pair) -> int:
 
 @pytest.mark.parametrize("ends", ["the read", "the wait", "the wait of a lent lease"])
 def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_longer_than_told(
-    make_pair, monkeypatch, ends
+    make_pair, ends
 ):
-    monkeypatch.setattr(Pair, "limits", {"max_model_len": 160})
-    pair = make_pair(
-        p_block_size=8, settings=HANGS, quarantine_timeout_s=60.0 if ends == "the read" else 0.2
-    )
-    pair.d.agent.stall()
+    wait_s = 60.0 if ends == "the read" else 0.2
+    pair = make_pair(p_block_size=8, settings=HANGS, quarantine_timeout_s=wait_s, max_model_len=160)
+    pair.d.movers.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
     pair.skip(HANGS.pull_timeout_s)
     assert pair.answer(hung) == expected_output([*PROMPT, 7, 7], 6)
@@ -264,99 +259,92 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
     pair.d.core.round([add("small", [1, 2, 3], 8)])
     assert pair.answer("small") == expected_output([1, 2, 3], 8)
     if ends == "the read":
-        pair.d.agent.resume()
+        pair.d.movers.resume()
         assert pair.answer("large") == expected_output(large, 2)
         assert pair.answer(other) == expected_output(remote, 2)
     else:
         for name in ("large", other):
-            pair.until(lambda name=name: bool(pair.d.out.terminals(name)))
-            (end,) = pair.d.out.terminals(name)
-            assert end.error is not None and end.error.code == "overloaded"
-            assert "4 of 39" in end.error.message and "--quarantine-timeout-s" in end.error.message
+            told = pair.failed(name, "overloaded")
+            assert "4 of 39" in told and "--quarantine-timeout-s" in told
         pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 1)  # the one that hangs
         if ends == "the wait":
             pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # nobody will come for that
-        pair.d.agent.resume()
+        pair.d.movers.resume()
         if ends == "the wait of a lent lease":  # another decode server may
             pair.until(lambda: _num_quarantined(pair) == 0)
             assert pair.leases.counters()["held"] == 1
             again = pair.ask(remote, params, max_tokens=2)
             assert pair.answer(again) == expected_output(remote, 2)
-            assert pair.usage(again) == (144, 0, 0)
+            assert pair.d.kv(again) == (144, 0, 0)
 
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborted(
-    make_pair, monkeypatch, aborted
+    make_pair, aborted
 ):
-    monkeypatch.setattr(Pair, "limits", {"max_model_len": 150})
-    pair, large, later = make_pair(p_block_size=8), list(range(1, 121)), list(range(2, 50))
-    assert pair.answer(pair.ask(PROMPT, pair.prefill(PROMPT)))  # hands were shaken before
-    pair.d.agent.stall()
-    first = pair.ask(large, pair.prefill(large))  # takes 30 of 39 blocks
-    waiting = pair.ask(later, pair.prefill(later))  # of 12
+    pair = make_pair(p_block_size=8, max_model_len=150)
+    large, later = list(range(1, 121)), list(range(2, 50))
+    assert pair.answer(pair.ask(PROMPT))  # hands were shaken before
+    pair.d.movers.stall()
+    first = pair.ask(large)  # takes 30 of 39 blocks
+    waiting = pair.ask(later)  # of 12
     pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 2)
     assert not pair.d.out.tokens(waiting)
     if aborted:
         pair.d.core.round([AbortRequest(waiting)])
         pair.until(lambda: pair.leases.counters()["aborted"] == 1)
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     assert pair.answer(first) == expected_output(large, 6)
     assert pair.answer(waiting) == ([] if aborted else expected_output(later, 6))
 
 
-@pytest.mark.parametrize("fingerprint", ["shadow", "other"])
-def test_an_abort_while_hands_are_shaken_ends_the_request_alone(make_pair, fingerprint):
-    pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint=fingerprint))
-    gone = pair.ask(PROMPT, pair.prefill(PROMPT), aborted=True)
+@pytest.mark.parametrize("compat", [COMPAT, ANOTHER], ids=["alike", "another"])
+def test_an_abort_while_hands_are_shaken_ends_the_request_alone(make_pair, compat):
+    pair = make_pair(p_compat=compat)
+    gone = pair.ask(PROMPT, aborted=True)
     pair.until(lambda: any(pair.coordinator.handshakes().values()))
-    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    name = pair.ask(PROMPT)
     assert pair.answer(name) == expected_output(PROMPT, 6)
-    assert pair.usage(name)[0] == (len(PROMPT) if fingerprint == "shadow" else 0)
-    (end,) = pair.d.out.terminals(gone)
-    assert end.finish_reason == "abort"
+    assert pair.d.kv(name)[0] == (len(PROMPT) if compat is COMPAT else 0)
+    assert pair.end(gone).finish_reason == "abort"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
-    pair = make_pair(p_compat=msgspec.structs.replace(COMPAT, model_fingerprint="another"))
+    pair = make_pair(p_compat=ANOTHER)
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
     forged = msgspec.structs.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
-    assert pair.usage(name) == (0, 14, 0)
+    assert pair.d.kv(name) == (0, 14, 0)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_blocks_that_ranks_cannot_share_out_are_up_to_the_policy(make_pair, policy):
     pair = make_pair(p_block_size=8, told_dcp=2, policy=policy)
-    name = pair.ask(PROMPT, pair.prefill(PROMPT))
+    name = pair.ask(PROMPT)
     if policy == "recompute":
         assert pair.answer(name) == expected_output(PROMPT, 6)
-        assert pair.usage(name) == (0, 14, 0)
+        assert pair.d.kv(name) == (0, 14, 0)
     else:
-        pair.until(lambda: bool(pair.d.out.terminals(name)))
-        (end,) = pair.d.out.terminals(name)
-        assert end.error is not None and end.error.code == "peer_incompatible"
-        assert "block_size is 4 here and 8 on the peer" in end.error.message
-        assert "--block-size 8, or without --dcp" in end.error.message
+        told = pair.failed(name, "peer_incompatible")
+        assert "block_size is 4 here and 8 on the peer" in told
+        assert "--block-size 8, or without --dcp" in told
     assert pair.workers[0].counters["posts"] == 0
 
 
 def test_a_client_is_told_of_a_late_pull_without_an_address(make_pair, caplog):
     pair = make_pair(policy="fail")
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     params = pair.prefill(PROMPT)
     name = pair.ask(PROMPT, params)
     pair.until(lambda: bool(pair.workers[0].counters["posts"]))
     pair.skip(1000.0)
-    pair.until(lambda: bool(pair.d.out.terminals(name)))
-    (end,) = pair.d.out.terminals(name)
-    assert end.error is not None and end.error.code == "pull_timeout"
+    told = pair.failed(name, "pull_timeout")
     address = f"{params['remote_host']}:{params['remote_port']}"
-    assert "from its address took longer than" in end.error.message
-    assert address not in end.error.message and address in caplog.text
+    assert "from its address took longer than" in told
+    assert address not in told and address in caplog.text
 
 
 @pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])

@@ -28,19 +28,19 @@ def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
     choices = range(num_choices)
-    pair.d.agent.stall()
+    pair.d.movers.stall()
     name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices)
     first = [tokens[:1] for tokens in _expected(PROMPT, num_choices)]
     pair.until(lambda: [pair.d.out.tokens(name, choice) for choice in choices] == first)
     assert not pair.d.out.terminals(name)
-    pair.d.agent.resume()
+    pair.d.movers.resume()
     assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
 
 
 def test_a_full_hit_is_forked_without_a_pull(pair):
     whole = PROMPT[:12]
-    pair.answer(pair.ask(whole, pair.prefill(whole)))
-    pair.d.agent.stall()
+    pair.answer(pair.ask(whole))
+    pair.d.movers.stall()
     name = pair.ask(whole, pair.prefill(whole, num_choices=3), num_choices=3)
     assert pair.answers(name, 3) == _expected(whole, 3)
 
@@ -62,15 +62,13 @@ def test_choices_that_end_with_their_first_token_cost_nothing_here(pair, survivo
 def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, policy):
     pair = make_pair(policy=policy)
     params = pair.prefill(PROMPT, num_choices=num_choices)
-    pair.d.agent.fail(1)
+    pair.d.movers.fail(1)
     name = pair.ask(PROMPT, params, num_choices=num_choices, redrawn=redrawn)
     if policy == "recompute":
         assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
-        assert pair.usage(name) == (0, 14, 0)
+        assert pair.d.kv(name) == (0, 14, 0)
     else:
-        pair.until(lambda: bool(pair.d.out.terminals(name)))
-        (end,) = pair.d.out.terminals(name)
-        assert end.error is not None and end.error.code == "transfer_failed"
+        pair.failed(name, "transfer_failed")
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
@@ -96,7 +94,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(pair, length, num_choice
             prompt, params, redrawn=True, num_choices=num_choices, num_prompt_logprobs=num_top
         )
         assert pair.answers(name, num_choices) == _expected(prompt, num_choices)
-        assert pair.usage(name) == (length - 1 - skipped, 1, skipped)
+        assert pair.d.kv(name) == (length - 1 - skipped, 1, skipped)
         computed = 1 + num_choices * 5 + (num_choices - 1) * (length % 4)
         assert pair.d.executor.num_tokens == steps + computed, "the last of the prompt, outputs"
         if num_top is not None:
@@ -110,7 +108,7 @@ def test_a_request_that_only_scores_takes_no_token_from_elsewhere(pair):
     name = pair.ask(PROMPT, params, 0, redrawn=True, num_prompt_logprobs=1)
     assert pair.answer(name) == []
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, 1)
-    assert pair.usage(name) == (13, 1, 0)
+    assert pair.d.kv(name) == (13, 1, 0)
 
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
@@ -120,7 +118,7 @@ def test_an_abort_of_the_first_choice_while_its_prompt_is_computed_again(pair, l
     for rounds in range(4):
         prompt = [rounds, *prompt[1:]]
         params = pair.prefill(prompt, num_choices=2)
-        pair.d.agent.fail(1)
+        pair.d.movers.fail(1)
         name = pair.ask(prompt, params, num_choices=2)
         pair.until(lambda: bool(pair.d.core.scheduler.running))
         for _ in range(rounds):

@@ -1,0 +1,69 @@
+"""What pulls for an engine, and computes the digests of what it lends: its coordinator, and a
+worker of each rank."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcache.pool import KVPool
+from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.peer import LocalRank
+from kvcache.transfer.worker import TransferWorker
+from protocol.handshake import CompatRecord
+
+
+def pulls_address() -> str:
+    """For a coordinator and its workers: a socket without a file."""
+    return f"ipc://\0baton-test-{uuid.uuid4().hex}"
+
+
+class Workers:
+    """Of an engine with these pools, which `start` begins.
+
+    Args:
+        told_dcp: how many ranks share tokens, as the coordinator believes.
+        mapped: each rank's mapped path, if it has one.
+        options: of the ranks.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        agents: Sequence[TransferAgent],
+        compat: CompatRecord,
+        secret: bytes = b"",
+        settings: PullSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        dcp: int = 1,
+        told_dcp: int | None = None,
+        convert: bool = False,
+        verify: str = "off",
+        mapped: Callable[[KVPool], Any] = lambda pool: None,
+        **options: Any,
+    ) -> None:
+        address, tp, size = pulls_address(), len(pools), pools[0].layout.block_size
+        about = {"dcp": told_dcp or dcp, "block_size": size, "verify": verify}
+        settings, common = settings or PullSettings(), {"convert": convert}
+        self.coordinator = PullCoordinator(
+            address, tp, compat, secret, settings, clock=clock, **about, **common
+        )
+        self.ranks = [
+            LocalRank(rank, tp, compat.total_kv_heads, agents[rank], pool, dcp=dcp,
+                      mapped=mapped(pool), **options, **common)
+            for rank, pool in enumerate(pools)
+        ]  # fmt: skip
+        links = [self.coordinator, *[address] * (tp - 1)]
+        self.workers = list(map(TransferWorker, self.ranks, links))
+
+    def start(self) -> "Workers":
+        for worker in self.workers:
+            worker.start()
+        return self
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()

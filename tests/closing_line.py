@@ -17,17 +17,12 @@ def closing_line(xml: str, commit: str) -> dict[str, object]:
         for key in ("tests", "failures", "errors", "skipped")
     )
     return {
-        "run": "test-all",
-        "passed": total - failed - errors - skipped,
-        "failed": failed,
-        "errors": errors,
-        "skipped": skipped,
+        "run": "test-all", "passed": total - failed - errors - skipped, "failed": failed,
+        "errors": errors, "skipped": skipped,
         "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
         "started": min((suite.get("timestamp", "") for suite in suites), default=""),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "commit": commit,
-    }
+        "python": platform.python_version(), "cores": os.cpu_count(), "commit": commit,
+    }  # fmt: skip
 
 
 def main() -> None:

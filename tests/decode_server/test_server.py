@@ -36,14 +36,12 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
     request = validate(CompletionRequest, {**body, **members})
     add = AddRequest(
-        request_id="r",
-        token_ids=_PROMPT,
+        request_id="r", token_ids=_PROMPT,
         sampling=request.sampling(99 if request.seed is None else request.seed),
         max_tokens=request.token_limit if request.token_limit is not None else 9,
-        stop_token_ids=[2, *request.stop_token_ids],
-        num_choices=request.num_candidates,
+        stop_token_ids=[2, *request.stop_token_ids], num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
-    )
+    )  # fmt: skip
     hooks = Legs(_SECRET, policy)
     (prepared,) = hooks.prepare(request, [add], _READY)
     return prepared

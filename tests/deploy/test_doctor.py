@@ -8,16 +8,11 @@ from deploy.doctor import Link, advice, main, measure, text, used
 from kvcache.transfer.transports import Host
 
 GPU_HOST = Host(
-    cores=16,
-    gpus=("H200", "H200"),
-    peer_access=((0, 1), (1, 0)),
+    cores=16, gpus=("H200", "H200"), peer_access=((0, 1), (1, 0)),
     packages={"nixl": "1", "triton": "3", "flashinfer-python": "1", "torch": "2"},
-    ucx_modules=("cuda",),
-    ucx_environment={},
-    shm_bytes=1 << 30,
-    memlock_bytes=-1,
+    ucx_modules=("cuda",), ucx_environment={}, shm_bytes=1 << 30, memlock_bytes=-1,
     can_read_peers=True,
-)
+)  # fmt: skip
 FAST = Link("mapped", "cuda:0", "cuda:1", 360e9)
 SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
 

@@ -41,14 +41,10 @@ class Launcher:
         program = textwrap.dedent(LAUNCH).format(fake=str(FAKE))
         environ = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, modes, "--port=0", *argv],
-            cwd=ROOT,
-            env={**environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            [sys.executable, "-c", program, modes, "--port=0", *argv], cwd=ROOT,
+            env={**environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
         self.lines: list[str] = []
 
     def until(self, start: str) -> str:
@@ -137,9 +133,7 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     assert "proxy |" not in told and "ready http" not in told
 
 
-def test_neither_a_proxy_of_the_environment_nor_one_that_is_slow_to_name_the_model_hinders(
-    monkeypatch,
-):
+def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("http_proxy", nobody)
@@ -162,15 +156,12 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
 @pytest.mark.parametrize(
     ("modes", "reason"),
     [
-        (
-            "fail,serve,serve",
-            "prefill-0: no model here: see --prefill.tp, --model and --hang-timeout-s of `baton "
-            "prefill`",
-        ),
+        ("fail,serve,serve", "prefill-0: no model here: see --prefill.tp, --model and "
+         "--hang-timeout-s of `baton prefill`"),
         ("serve,crash,serve", "ValueError: --decode.tp 3 does not divide 4 heads"),
         ("serve,serve,fail", "proxy: no model here"),
     ],
-)
+)  # fmt: skip
 def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(modes, reason):
     with launched(modes) as launcher:
         assert launcher.end() == 1

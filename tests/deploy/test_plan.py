@@ -10,6 +10,7 @@ import pytest
 
 from deploy import plan
 from deploy.plan import DecodeGeometry, Model, PlanSettings
+from tests.model import test_config
 
 LLAMA = Model(num_layers=32, total_kv_heads=8, num_components=2, head_dim=128)
 MLA = Model(num_layers=27, total_kv_heads=1, num_components=1, head_dim=576)
@@ -90,20 +91,11 @@ def test_explaining_needs_no_torch():
 
 # -- from the command line
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-}
+CONFIG = {**test_config.LLAMA, "num_hidden_layers": 3, "torch_dtype": "float32"}
 HEAD_BYTES = 3 * 2 * 8 * 4  # layers x K,V x head dim x itemsize, of a token
+
+
+SHARED = ("--decode.tp=2", "--decode.dcp=2")
 
 
 @pytest.fixture
@@ -146,11 +138,7 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
         (["--decode.tp=3"], 1, "decode server: tp is 3; use a divisor or a multiple of the 4"),
         (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
         (["--decode.tp=6", "--decode.dcp=2"], 1, "tp / dcp is 3; use a divisor or a multiple of"),
-        (
-            ["--prefill.block-size=128", "--decode.tp=2", "--decode.dcp=2"],
-            1,
-            "block_size is 64 here and 128 on the",
-        ),
+        (["--prefill.block-size=128", *SHARED], 1, "block_size is 64 here and 128 on the"),
         (["--decode.tp=4", "--decode.dcp=3"], 2, "3 does not divide --decode.tp 4: use a divisor"),
         (["--prefill.tp=0"], 2, "--prefill.tp: must be greater than or equal to 1, not 0"),
         (["--decode.dcp=0"], 2, "--decode.dcp: must be greater than or equal to 1, not 0"),
@@ -161,7 +149,7 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
         (["--decode.dtype=int4"], 2, "--decode.dtype: must be auto, float32,"),
         (["--device=tpu"], 2, "--device: must be cpu or cuda, not tpu"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_at_the_command_line(model, argv, status, told, capsys):
     try:
         ended: Any = plan.main(["--model", model, *argv])

@@ -163,13 +163,17 @@ async def test_it_is_refused_before_its_body_has_come(side, tokenizer):
         writer.close()
 
 
-async def test_limits_are_told_and_kept(tokenizer, tmp_path):
-    one = {"name": "one", "key": ALICE, "requests_per_minute": 2}
-    file = written(tmp_path / "keys", [one])
-    async with front("proxy", tokenizer, api_keys_file=file) as client:
+def limited(tmp_path: Path, decode: list[Fake] | None = None, **limits: int) -> Rig:
+    """A proxy for which alice's key has these limits."""
+    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, **limits}])
+    return Rig(decode=decode, api_keys_file=file)
+
+
+async def test_limits_are_told_and_kept(tmp_path):
+    async with limited(tmp_path, requests_per_minute=2) as rig:
         left = []
         for status in (200, 200, 429):
-            answer = await ask(client, COMPLETE, x_api_key=ALICE)
+            answer = await ask(rig.client, COMPLETE, x_api_key=ALICE)
             assert answer.status_code == status
             assert answer.headers["x-ratelimit-limit-requests"] == "2"
             assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
@@ -182,8 +186,7 @@ async def test_limits_are_told_and_kept(tokenizer, tmp_path):
 
 
 async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
-    one = {"name": "one", "key": ALICE, "tokens_per_minute": 1000}
-    async with Rig(api_keys_file=written(tmp_path / "keys", [one])) as rig:
+    async with limited(tmp_path, tokens_per_minute=1000) as rig:
         left, prompt, headers = [], "x" * 40, {"x-api-key": ALICE}
         for max_tokens, status in ((300, 200), (600, 200), (600, 429), (50, 200)):
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
@@ -211,9 +214,8 @@ def test_over_time_a_key_gets_no_more_tokens_than_it_may(asked):
 
 
 async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
-    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
     waits = Waits(then=decodes)
-    async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
+    async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
         first = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
         second = await ask(rig.client, COMPLETE, x_api_key=ALICE)
@@ -224,8 +226,7 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
 
 
 async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
-    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": -2}])
-    async with Rig(api_keys_file=file) as rig:
+    async with limited(tmp_path, min_priority=-2) as rig:
         cases = ((-2, 200), (0, 200), (None, 200), ("-3", 403), (-3.0, 403), (-(10**11), 403))
         for priority, status in (*cases, (-3, 403)):
             answer = await rig.complete({"x-api-key": ALICE}, priority=priority)
@@ -234,17 +235,15 @@ async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
 
 
 async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(tmp_path):
-    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "min_priority": 3}])
-    async with Rig(api_keys_file=file) as rig:
+    async with limited(tmp_path, min_priority=3) as rig:
         for given, status in (({}, 200), ({"priority": None}, 200), ({"priority": 0}, 403)):
             assert (await rig.complete({"x-api-key": ALICE}, **given)).status_code == status
         assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
 async def test_who_leaves_uses_nothing_more(tmp_path):
-    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, "max_concurrent": 1}])
     waits = Waits()
-    async with Rig(decode=[Fake(waits)], api_keys_file=file) as rig:
+    async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
         leaves = asyncio.create_task(ask(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
         leaves.cancel()
@@ -320,6 +319,9 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(caplog, tmp_path)
     watching.cancel()
 
 
+A = '{"name": "a", "key": "12345678"'
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -332,25 +334,13 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(caplog, tmp_path)
         ('{"name": "a", "key": "12345678", "sha256": "%s"}' % ("0" * 64), "line 1: give a a"),
         ('{"name": "a", "key": "short"}', "line 1: Expected `str` of length >= 8 - at .*key`"),
         ('{"name": "a b", "key": "12345678"}', r"line 1: Expected `str` matching .*name`"),
-        (
-            '{"name": "a", "key": "12345678", "rpm": 1}',
-            "unknown field `rpm`; .*requests_per_minute, tokens",
-        ),
-        (
-            '{"name": "a", "key": "12345678", "max_concurrent": 0}',
-            "line 1: Expected `int` >= 1 - at .*max_concurrent",
-        ),
-        (
-            '{"name": "a", "key": "12345678"}\n\n{"name": "a", "key": "12345679"}',
-            "line 3: the name of a is",
-        ),
-        (
-            '{"name": "a", "key": "12345678"}\n{"name": "b", "key": "12345678"}',
-            "line 2: the key of b is an",
-        ),
+        (A + ', "rpm": 1}', "unknown field `rpm`; .*requests_per_minute, tokens"),
+        (A + ', "max_concurrent": 0}', "line 1: Expected `int` >= 1 - at .*max_concurrent"),
+        (A + '}\n\n{"name": "a", "key": "12345679"}', "line 3: the name of a is"),
+        (A + '}\n{"name": "b", "key": "12345678"}', "line 2: the key of b is an"),
         ('{"name": "a", "key": "sk-alice-0123456789"}', "line 1: the key of a is an"),
         ('{"name": "api-key-1", "key": "12345678"}', "the name of api-key-1 is"),
-        ('{"name": "a", "key": "12345678"}\n#' + "x" * (1 << 23), "at most 10000 keys"),
+        (A + "}\n#" + "x" * (1 << 23), "at most 10000 keys"),
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
     ],
 )

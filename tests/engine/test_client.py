@@ -34,12 +34,9 @@ WAIT_S = 20.0
 
 def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddRequest:
     return AddRequest(
-        request_id=request_id,
-        token_ids=[10],
-        sampling=SamplingParams(),
-        max_tokens=max_tokens,
+        request_id=request_id, token_ids=[10], sampling=SamplingParams(), max_tokens=max_tokens,
         num_choices=num_choices,
-    )
+    )  # fmt: skip
 
 
 class RemoteEngine:

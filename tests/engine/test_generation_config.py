@@ -12,16 +12,9 @@ from protocol.openai.sampling import GenerationConfig
 from tests.rigs.http_server import CONTEXT, serving
 
 FILE = {
-    "eos_token_id": 2,
-    "do_sample": True,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
-    "min_p": None,
-    "repetition_penalty": 1,
-    "max_new_tokens": 9,
-    "transformers_version": "5.0.0",
-}
+    "eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+    "min_p": None, "repetition_penalty": 1, "max_new_tokens": 9, "transformers_version": "5.0.0",
+}  # fmt: skip
 
 
 def read(folder: Path, content: Any) -> GenerationConfig:

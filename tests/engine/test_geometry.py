@@ -24,23 +24,15 @@ from tests.make_models import ensure_model
 from tests.rigs.engines import make_config
 
 _SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-}
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 _MODEL = parse_config({"architectures": ["LlamaForCausalLM"], **_SIZES, **_HEADS})
 _LATENTS = {
-    "num_attention_heads": 48,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+    "num_attention_heads": 48, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 _LATENT_MODEL = parse_config({"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS})
 _CONFIG = make_config(role="decode")
 

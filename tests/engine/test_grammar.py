@@ -17,15 +17,11 @@ from tests.rigs.shadow import masks_of
 
 VOCAB = 512  # of the model, a little more than the tokenizer's
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 4},
-        "ok": {"type": "boolean"},
-        "list": {"type": "array", "items": {"enum": [1, "two"]}, "maxItems": 2},
-    },
-    "required": ["name", "ok", "list"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 4},
+    "ok": {"type": "boolean"},
+    "list": {"type": "array", "items": {"enum": [1, "two"]}, "maxItems": 2}},
+    "required": ["name", "ok", "list"], "additionalProperties": False,
+}  # fmt: skip
 CHOICES = ["red", "reddish", "blue", "a longer one"]
 
 
@@ -38,12 +34,10 @@ def request(
     kind: GrammarKind, text: str, *, stop: tuple[int, ...] = (2,), min_tokens: int = 0
 ) -> AddRequest:
     return AddRequest(
-        request_id="a",
-        token_ids=[5, 6],
-        sampling=SamplingParams(grammar=Grammar(kind, text), min_tokens=min_tokens),
-        max_tokens=100,
+        request_id="a", token_ids=[5, 6],
+        sampling=SamplingParams(grammar=Grammar(kind, text), min_tokens=min_tokens), max_tokens=100,
         stop_token_ids=list(stop),
-    )
+    )  # fmt: skip
 
 
 def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:

@@ -1,15 +1,13 @@
 """What clients send beside the prompt: honoured, ignored or refused, at each endpoint."""
 
-from functools import partial
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
-from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest
-from tests.rigs.http_server import READY, Server, saying, serving
+from tests.rigs.http_server import Server, saying, serving_4k, with_template
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ALL = (COMPLETIONS, CHAT, RESPONSES)
@@ -113,12 +111,3 @@ async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
                 assert replace(add, request_id=plain.request_id) == plain, fields
             else:
                 assert outcome(knowing, add), (fields, knowing.decode(add.token_ids))
-
-
-serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
-
-
-def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    copy = object.__new__(Tokenizer)
-    copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
-    return copy

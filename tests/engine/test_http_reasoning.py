@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from protocol.messages import Grammar
-from tests.engine.test_http_fields import serving_4k, with_template
 from tests.engine.test_http_tools import CALL, TOOL, call_of
-from tests.rigs.http_server import chunks, end, saying, scripted
+from tests.rigs.http_server import chunks, end, saying, scripted, serving_4k, with_template
 
 TAGS = "{# <think></think> #}{{ tools or '' }}Say: "
 OPEN = TAGS + "{% if thinking is not false %}<think>\n{% else %}<think></think>\n{% endif %}"

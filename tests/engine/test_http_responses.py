@@ -7,9 +7,8 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.test_http_fields import serving_4k, with_template
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import Server, saying
+from tests.rigs.http_server import Server, saying, serving_4k, with_template
 
 # It shows a conversation as the template gets it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\

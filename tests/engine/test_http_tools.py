@@ -1,19 +1,15 @@
 """Tools and demands over HTTP: what reaches the prompt and the engine, what the client gets."""
 
 import json
-from functools import partial
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from engine.http.text_encoder import with_tools
-from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools
-from tests.rigs.http_server import READY, chunks, saying, serving
+from tests.rigs.http_server import chunks, saying, serving_4k, with_template
 
 TOOL = {
     "type": "function",
@@ -31,9 +27,6 @@ TOOL = {
 NAMED = {"type": "function", "function": {"name": "add"}}
 USER = {"role": "user", "content": "1 + 1?"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
 
 
 def call_of(choice: dict[str, Any]) -> tuple[str, str]:
@@ -119,7 +112,7 @@ async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_cal
 
 def test_a_template_that_knows_tools_gets_them(tokenizer):
     tools = Tools((TOOL,), "auto")
-    knowing = _with_template(tokenizer, "{{ tools | tojson }}|{{ messages[0].content }}")
+    knowing = with_template(tokenizer, "{{ tools | tojson }}|{{ messages[0].content }}")
     messages, offered = with_tools([USER], tools, knowing)
     assert knowing.render_chat(messages, tools=offered) == json.dumps([TOOL]) + "|1 + 1?"
     messages, offered = with_tools([USER], Tools((TOOL,), "none"), knowing)
@@ -142,7 +135,7 @@ def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(token
     """As DeepSeek's does, whose calls have texts."""
     turn = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}]}
     for source in ("'<' + f.arguments + '>'", "'<' ~ f.arguments | tojson ~ '>'"):
-        knowing = _with_template(
+        knowing = with_template(
             tokenizer, "{% set f = messages[0].tool_calls[0].function %}{{ " + source + " }}"
         )
         assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
@@ -150,7 +143,7 @@ def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(token
 
 async def test_the_template_s_own_way_to_call_is_read(tokenizer):
     """Here Mistral's; a call that is demanded has its own way, and the ids that templates take."""
-    knowing = _with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
+    knowing = with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
     text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
     for say, asked in (
         (text, {}),
@@ -170,9 +163,3 @@ def test_earlier_calls_are_told_to_another_template_as_they_were_written(tokeniz
     assert plain == {"role": "assistant", "content": CALL}
     parser = create_tool_parser(Tools((TOOL,), "auto"), "auto", tokenizer.chat_template)
     assert parser is not None and parser.feed(plain["content"]).calls[0].name == "add"
-
-
-def _with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    copy = object.__new__(Tokenizer)
-    copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
-    return copy

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,9 @@ import pytest
 from decode_server.server import Legs
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
-from protocol.settings.settings import ProxySettings
-from proxy.__main__ import ProxyServer
-from proxy.app import ProxyApp
 from tests.engine.malformed import HEALTH, MAYBE, ROWS, Row
-from tests.proxy.fakes import KV_PARAMS, until
-from tests.rigs.http_server import serving
+from tests.proxy.fakes import KV_PARAMS, Rig
+from tests.rigs.http_server import Running, serving
 from tests.rigs.offers import offer
 
 TIMEOUT_S = 0.5  # of clients that owe something
@@ -144,38 +140,18 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def proxying(prefill: str, decode: str) -> AsyncIterator[int]:
+async def proxying(prefill: object, decode: object) -> AsyncIterator[int]:
     """The port of a proxy in front of these, once both are ready."""
-    app = ProxyApp(
-        ProxySettings(
-            prefill=(prefill,),
-            decode=(decode,),
-            health_interval_s=0.05,
-            client_timeout_s=TIMEOUT_S,
-            max_body_bytes=20_000,
-            disaggregate="always",
-        )
-    )
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = ProxyServer(app)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: all(server.health.ready for server in app.fleet.servers))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
+    limits = {"client_timeout_s": TIMEOUT_S, "max_body_bytes": 20_000, "disaggregate": "always"}
+    async with Rig([Running(prefill)], [Running(decode)], **limits) as rig:
+        yield rig.listener.getsockname()[1]
 
 
 async def says(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    params = offer(SECRET, request.token_ids, request.sampling)
+    params = offer(SECRET, request.token_ids, request.sampling) if request.retain_kv else None
     yield TokenDelta(request_id=request.request_id, token_ids=[42])
-    yield TokenDelta(
-        request_id=request.request_id,
-        finish_reason="length",
-        kv_transfer_params=params if request.retain_kv else None,
-    )
+    end = {"finish_reason": "length", "kv_transfer_params": params}
+    yield TokenDelta(request_id=request.request_id, **end)
 
 
 @contextlib.asynccontextmanager
@@ -202,15 +178,9 @@ async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, 
         options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}
         servers = [await enter(serving(tokenizer, says, role=role, **options)) for role in roles]
         urls = [server.http.base_url for server in servers]
-        alone = len(servers) == 1
-        port = urls[0].port if alone else await enter(proxying(*(str(u).rstrip("/") for u in urls)))
-        yield (
-            port,
-            lambda: [
-                [tokenizer.decode(add.token_ids) for add in server.engine.added]
-                for server in servers
-            ],
-        )
+        port = await enter(proxying(*urls)) if urls[1:] else servers[0].port
+        decode = tokenizer.decode
+        yield port, lambda: [[decode(add.token_ids) for add in s.engine.added] for s in servers]
 
 
 @pytest.mark.parametrize(

@@ -38,47 +38,30 @@ def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
         pytest.param({"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="as was asked"),
     ],
 )
-def test_the_number_of_blocks_beside_the_null_block(
-    options: dict[str, Any], sized: tuple[int, int]
-) -> None:
+def test_the_number_of_blocks_beside_the_null_block(options, sized):
     assert _size(**options) == sized
 
 
 _LITTLE = {"device": "cuda", "free_bytes": 2_000 - 2**20}
+_FULL = {"device": "cuda", "free_bytes": 10_000}
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (
-            {"kv_cache_tokens": 64, "max_model_len": 200},
-            r"holds 64 tokens .* 136 tokens are missing",
-        ),
+        ({"kv_cache_tokens": 64, "max_model_len": 200}, "holds 64 tokens .* 136 .* are missing"),
         ({"max_model_len": 300}, r"--max-model-len is 300 .* --max-model-len 256"),
         ({"kv_cache_bytes": 999}, "one block takes 1000 bytes"),
-        (
-            {"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
-            r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes",
-        ),
-        (
-            {"free_bytes": 10_000, "device": "cuda", "kv_cache_tokens": 160},
-            r"takes .* MiB, .* lower --kv-cache-tokens, or raise",
-        ),
-        (
-            _LITTLE,
-            r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization or "
-            r"--tp, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU",
-        ),
-        (
-            {**_LITTLE, "tp": 2, "dcp": 2},
-            r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,",
-        ),
-        (
-            {"free_bytes": 10_000, "device": "cuda", "max_model_len": 256},
-            r"112 tokens are missing.*--gpu-memory-utilization",
-        ),
+        ({"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
+         r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"),
+        ({**_FULL, "kv_cache_tokens": 160}, r"takes .* MiB, .* lower --kv-cache-tokens, or raise"),
+        (_LITTLE, r" 1 MiB are missing for one block of 16 tokens; raise --gpu-memory-utilization "
+         r"or --tp, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"),
+        ({**_LITTLE, "tp": 2, "dcp": 2},
+         r"of 32 tokens; .* lower --max-num-batched-tokens, --max-num-seqs or --max-model-len,"),
+        ({**_FULL, "max_model_len": 256}, r"112 tokens are missing.*--gpu-memory-utilization"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any], told: str) -> None:
     with pytest.raises(MemoryTooSmall, match=told):
         _size(**options)
@@ -89,8 +72,8 @@ def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any],
     [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
 )
 def test_a_pool_that_shortens_sequences_unasked_is_warned_of(
-    num_blocks: int, max_model_len: int | None, told: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+    num_blocks, max_model_len, told, caplog
+):
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)

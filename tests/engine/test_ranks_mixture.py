@@ -53,24 +53,15 @@ def _requests(rng: random.Random) -> list[AddRequest]:
     for number in range(7):
         prompt = [*rng.choice([[], *stems]), *(rng.randrange(VOCAB) for _ in range(5))]
         sampling = SamplingParams(
-            temperature=rng.choice([0.0, 1.0]),
-            seed=number,
-            num_logprobs=3,
-            frequency_penalty=rng.choice([0.0, 0.5]),
-            repetition_penalty=rng.choice([1.0, 1.2]),
+            temperature=rng.choice([0.0, 1.0]), seed=number, num_logprobs=3,
+            frequency_penalty=rng.choice([0.0, 0.5]), repetition_penalty=rng.choice([1.0, 1.2]),
             logit_bias=rng.choice([{}, {7: 3.0}]),
             **rng.choice([{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}]),
-        )
+        )  # fmt: skip
         found.append(
-            add(
-                f"r{number}",
-                prompt,
-                rng.choice([1, 5, 25]),
-                sampling,
-                num_choices=rng.choice([1, 1, 2]),
-                num_prompt_logprobs=rng.choice([None, None, 1]),
-            )
-        )
+            add(f"r{number}", prompt, rng.choice([1, 5, 25]), sampling,
+            num_choices=rng.choice([1, 1, 2]), num_prompt_logprobs=rng.choice([None, None, 1]))
+        )  # fmt: skip
     return found
 
 

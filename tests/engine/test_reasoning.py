@@ -7,12 +7,7 @@ import pytest
 from engine.text.reasoning import ReasoningParser
 
 CASES: list[tuple[Any, str, str, str]] = [
-    (
-        "perhaps",
-        "<think>\nI add.\n\n1 + 1\n</think>\n\n2 </think>",
-        "I add.\n\n1 + 1",
-        "2 </think>",
-    ),
+    ("perhaps", "<think>\nI add.\n\n1\n</think>\n\n2 </think>", "I add.\n\n1", "2 </think>"),
     ("perhaps", "\n <think>hm</think>2", "hm", "2"),
     ("perhaps", " 2 <think>x</think>", "", " 2 <think>x</think>"),
     ("perhaps", "<think>\n\n</think>\n\nYes", "", "Yes"),

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any
 
 import httpx
@@ -14,11 +13,10 @@ from msgspec.structs import replace
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
 from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
-from tests.engine.test_http_fields import with_template
 from tests.engine.test_http_responses import FLAT, SHOWS
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
-from tests.rigs.http_server import READY, SECRET, Server, serving
+from tests.rigs.http_server import READY, SECRET, Server, serving, serving_4k, with_template
 
 _CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -41,18 +39,14 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
                 if known and (known.has_ended or at < len(known.token_ids)):
                     continue
                 logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
+                logprobs = [logprob] if request.sampling.num_logprobs is not None else None
                 if at < len(ids):
-                    yield TokenDelta(
-                        request_id=name,
-                        choice=choice,
-                        token_ids=ids[at : at + 1],
-                        logprobs=[logprob] if request.sampling.num_logprobs is not None else None,
-                        usage=usage if at == 0 else None,
-                    )
+                    told = {"token_ids": ids[at : at + 1], "logprobs": logprobs}
+                    told |= {"usage": usage} if at == 0 else {}
+                    yield TokenDelta(request_id=name, choice=choice, **told)
                 elif at == len(ids):
-                    yield TokenDelta(
-                        request_id=name, choice=choice, finish_reason="length", usage=usage
-                    )
+                    told = {"finish_reason": "length", "usage": usage}
+                    yield TokenDelta(request_id=name, choice=choice, **told)
                 if at:  # first tokens come together, as of one step
                     await asyncio.sleep(0)
 
@@ -126,8 +120,8 @@ async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer):
     path, body, said = _STREAMS[name]
     body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 90, **body}
     knowing = with_template(tokenizer, SHOWS)
-    of_4k = partial(serving, knowing, ready=replace(READY, max_model_len=4096))
-    async with of_4k(_script(knowing, said)) as first, of_4k(_script(knowing, said, 1)) as other:
+    scripts = _script(knowing, said), _script(knowing, said, 1)
+    async with serving_4k(knowing, scripts[0]) as first, serving_4k(knowing, scripts[1]) as other:
         whole = await _frames(first, path, body)
         assert len(whole) >= 3
         plain = await first.http.post(path, json={"model": "m", "stream": True, **body})
@@ -185,11 +179,8 @@ async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tok
 
 
 async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
-    for code, text in (
-        ("engine_died", b"!died"),
-        ("overloaded", b"!busy"),
-        ("internal_error", b"[]"),
-    ):
+    ends = {"engine_died": b"!died", "overloaded": b"!busy", "internal_error": b"[]"}
+    for code, text in ends.items():
 
         async def script(request: AddRequest, code: str = code) -> AsyncIterator[TokenDelta]:
             yield TokenDelta(request_id=request.request_id, token_ids=[70])
@@ -235,15 +226,10 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
                 break
             yield delta
         for choice in open_choices:
-            yield TokenDelta(
-                request_id=request.request_id,
-                choice=choice,
-                finish_reason=MOVED,
-                kv_transfer_params=None if choice else {"a": [1]},
-            )
+            told = {"choice": choice, "kv_transfer_params": None if choice else {"a": [1]}}
+            yield TokenDelta(request_id=request.request_id, finish_reason=MOVED, **told)
 
-    of_4k = partial(serving, knowing, ready=replace(READY, max_model_len=4096))
-    async with of_4k(moves) as first, of_4k(script) as other:
+    async with serving_4k(knowing, moves) as first, serving_4k(knowing, script) as other:
         expected = await _ask(other, path, body)
         *frames, (told, _) = await _frames(first, path, body)
         assert told == b'!moved {"a":[1]}' and not _joined(frames)

@@ -90,14 +90,11 @@ def assert_follows(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
 
 
 sampling = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 3, 40, 200, 1000]),
-    top_p=st.sampled_from([1.0, 0.99, 0.5, 1e-6]),
-    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
-    seed=st.integers(0, 2**63 - 1),
+    SamplingParams, temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 200, 1000]), top_p=st.sampled_from([1.0, 0.99, 0.5, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 2**63 - 1),
     choice_index=st.integers(0, 4),
-)
+)  # fmt: skip
 
 
 @examples(60)

@@ -81,15 +81,11 @@ class Bench:
 
 _bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4)
 _params = st.fixed_dictionaries(
-    {},
-    optional={
-        "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
-        "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
-        "repetition_penalty": st.sampled_from([0.5, 1.2, 2.0]),
-        "logit_bias": _bias,
-        "min_tokens": st.integers(1, 6),
-    },
-)
+    {}, optional={"presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
+    "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
+    "repetition_penalty": st.sampled_from([0.5, 1.2, 2.0]), "logit_bias": _bias,
+    "min_tokens": st.integers(1, 6)},
+)  # fmt: skip
 _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 
 

@@ -2,12 +2,9 @@
 may show."""
 
 import asyncio
-import contextlib
 import json
-import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,8 @@ from pydantic import SecretStr
 
 from protocol.http.tls import Certificate, trusted
 from protocol.settings.options import AccessOptions
-from protocol.settings.settings import ProxySettings
-from proxy.__main__ import ProxyServer
-from proxy.app import ProxyApp
-from tests.proxy.fakes import until
-from tests.rigs.http_server import serving
+from tests.proxy.fakes import Rig, until
+from tests.rigs.http_server import Running, serving
 
 CLIENT, ROOT, SERVER = "sk-client-0123456789", "sk-root-0123456789", "sk-server-0123456789"
 
@@ -30,19 +24,8 @@ def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
     """A certificate for this machine's loopback, which vouches for itself, and its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += [
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name}",
-        "-addext",
-        names,
-        "-keyout",
-        key,
-        "-out",
-        cert,
-    ]
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2".split()
+    command += ["-subj", f"/CN={name}", "-addext", names, "-keyout", key, "-out", cert]
     subprocess.run([*command, *(more or ("-noenc",))], check=True, capture_output=True)
     return cert, key
 
@@ -51,18 +34,9 @@ def tls(pair: tuple[str, str]) -> dict[str, Any]:
     return {"tls_cert": pair[0], "tls_key": pair[1]}
 
 
-@contextlib.asynccontextmanager
-async def proxying(url: str, **options: Any) -> AsyncIterator[tuple[ProxyApp, str]]:
-    """A proxy before one decode server, and its URL."""
-    app = ProxyApp(ProxySettings(decode=(url,), health_interval_s=0.02, **options))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = ProxyServer(app)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield app, f"{app.access.certificate.scheme}://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+def proxying(url: object, **options: Any) -> Rig:
+    """A proxy before one decode server."""
+    return Rig([], [Running(url)], ready=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +53,14 @@ async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
         assert url.startswith("https:")
         options = {"api_key": (SecretStr(CLIENT),), "admin_key": (SecretStr(ROOT),)}
         known = {"upstream_api_key": SecretStr(SERVER), "tls_ca": of_server[0]}
-        async with proxying(url, **tls(of_proxy), **options, **known) as (app, front):
+        async with proxying(url, **tls(of_proxy), **options, **known) as proxy:
             verified = ssl.create_default_context(cafile=of_proxy[0])
             bearer = {"authorization": f"Bearer {CLIENT}"}
+            front = proxy.url.replace("http:", "https:")
             async with httpx.AsyncClient(
                 base_url=front, verify=verified, trust_env=False, headers=bearer
             ) as client:
-                await until(lambda: app.fleet.servers[0].health.ready)
+                await until(lambda: proxy.is_ready(0))
                 body = {"model": "m", "prompt": "ab", "max_tokens": 3}
                 answer = await client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
@@ -113,16 +88,9 @@ async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
 
 
 PATHS = (
-    "/health",
-    "/ready",
-    "/metrics",
-    "/stats",
-    "/docs",
-    "/v1/models",
-    "/v1/models/m",
-    "/nothing",
+    *("/health", "/ready", "/metrics", "/stats", "/docs", "/v1/models", "/v1/models/m"),
+    *("/nothing", "/ui/state", "/admin/members", "/v1/completions", "/openapi.json", "/"),
 )
-PATHS += ("/ui/state", "/admin/members", "/v1/completions", "/openapi.json", "/")
 BAD: tuple[Any, ...] = (
     {"prompt": "ab", "model": "other"},
     {"prompt": 3},
@@ -144,23 +112,21 @@ BAD: tuple[Any, ...] = (
 async def test_a_proxy_that_its_server_does_not_trust_says_why(options, told, tokenizer, pairs):
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
-        url = str(server.http.base_url).rstrip("/")
+        url = server.http.base_url
         options = {"tls_ca": pairs[0][0], "api_key": (SecretStr(CLIENT),), **options}
-        async with proxying(url, **options) as (app, _):
-            health = lambda: app.fleet.servers[0].health  # noqa: E731
-            await until(lambda: told in health().reason)
-            assert not health().ready
+        async with proxying(url, **options) as proxy:
+            await until(lambda: told in proxy.app.fleet.servers[0].health.reason)
+            assert not proxy.is_ready(0)
 
 
 async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(tokenizer):
     async with serving(tokenizer, role="decode", api_key=(SecretStr(CLIENT),)) as server:
-        async with proxying(str(server.http.base_url).rstrip("/")) as (app, front):
-            async with httpx.AsyncClient(base_url=front, trust_env=False) as client:
-                await until(lambda: app.fleet.servers[0].health.ready)
-                for key, status in ((CLIENT, 200), ("another-key", 401)):
-                    bearer = {"authorization": f"Bearer {key}"}
-                    answer = await client.get("/v1/models", headers=bearer)
-                    assert answer.status_code == status
+        async with proxying(server.http.base_url) as proxy:
+            await until(lambda: proxy.is_ready(0))
+            for key, status in ((CLIENT, 200), ("another-key", 401)):
+                bearer = {"authorization": f"Bearer {key}"}
+                answer = await proxy.client.get("/v1/models", headers=bearer)
+                assert answer.status_code == status
 
 
 async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, caplog):

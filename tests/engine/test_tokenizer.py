@@ -78,13 +78,9 @@ def write_sentencepiece_like(folder: Path) -> None:
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
     special = ["<unk>", "<s>", "</s>"]
     train(tokenizer, special + [f"<0x{byte:02X}>" for byte in range(256)], [])
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -39,39 +39,22 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
 
 CASES = [
     ("hermes", "Just text < with <tags>.\n", "Just text < with <tags>.\n", []),
-    (
-        "hermes",
-        'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}\n'
-        "</tool_call>",
-        "I will add.",
-        [("add", '{"a": 1, "b": [2, {"c": "}"}]}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name":"add","arguments":{}}</tool_call>\n'
-        '<tool_call>\n{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n',
-        "",
-        [("add", "{}"), ("look_up", '{"s": "a\\"b \\\\"}')],
-    ),
+    ("hermes",
+     'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}\n'
+     "</tool_call>", "I will add.", [("add", '{"a": 1, "b": [2, {"c": "}"}]}')]),
+    ("hermes", '<tool_call>{"name":"add","arguments":{}}</tool_call>\n'
+     '<tool_call>\n{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n', "",
+     [("add", "{}"), ("look_up", '{"s": "a\\"b \\\\"}')]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
-    (
-        "hermes",
-        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
-        " and more",
-        [("add", '{"a": 1}')],
-    ),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
+     " and more", [("add", '{"a": 1}')]),
     ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
     ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
     ("hermes", "<tool_ca", "<tool_ca", []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ', "", [("add", '{"a": ')]),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
-    (
-        "llama3_json",
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '
-        '"parameters": {"s": "x;y"}}',
-        "",
-        [("add", '{"a": 1}'), ("look_up", '{"s": "x;y"}')],
-    ),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "look_up", '
+     '"parameters": {"s": "x;y"}}', "", [("add", '{"a": 1}'), ("look_up", '{"s": "x;y"}')]),
     ("llama3_json", "No call at all.", "No call at all.", []),
     ("llama3_json", '{"name": "Anna", "age": 3}', '{"name": "Anna", "age": 3}', []),
     ("llama3_json", '{"city": {"name": "add"}} yes', '{"city": {"name": "add"}} yes', []),
@@ -80,78 +63,53 @@ CASES = [
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("hermes", "See \n<tool_call> this", "See \n<tool_call> this", []),
     ("named", "", "", [("add", "")]),
-    (
-        "required",
-        '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
-        "",
-        [("add", '{"a":1}'), ("other", "{}")],
-    ),
+    ("required", '[{"name": "add", "parameters": {"a":1}}, {"name": "other", "parameters": {}}]',
+     "", [("add", '{"a":1}'), ("other", "{}")]),
     ("required", '{"x": ], "name": "add"} yes', '{"x": ], "name": "add"} yes', []),
     ("named", '{"a": 1} ', "", [("add", '{"a": 1} ')]),
     ("mistral", "Just [text] with [TOOL_", "Just [text] with [TOOL_", []),
-    (
-        "mistral",
-        'Both: [TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}, {"name": "look_up", '
-        '"arguments": {"s": "]"}, "id": "123456789"}] ',
-        "Both:",
-        [("add", '{"a": [1]}'), ("look_up", '{"s": "]"}')],
-    ),
-    (
-        "mistral",
-        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{"s": "{"} so',
-        " so",
-        [("add", '{"a": 1}'), ("look_up", '{"s": "{"}')],
-    ),
+    ("mistral",
+     'Both: [TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}, {"name": "look_up", '
+     '"arguments": {"s": "]"}, "id": "123456789"}] ', "Both:",
+     [("add", '{"a": [1]}'), ("look_up", '{"s": "]"}')]),
+    ("mistral",
+     '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{"s": "{"} so',
+     " so", [("add", '{"a": 1}'), ("look_up", '{"s": "{"}')]),
     ("mistral", '[TOOL_CALLS]add{"a": ', "", [("add", '{"a": ')]),
     ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}', "", [("add", "{}")]),
     ("mistral", "[TOOL_CALLS] [not JSON", "[TOOL_CALLS] [not JSON", []),
     ("mistral", "[TOOL_CALLS] what? {", "[TOOL_CALLS] what? {", []),
     ("mistral", f"[TOOL_CALLS]{'x' * 600}{{}}", f"[TOOL_CALLS]{'x' * 600}{{}}", []),
-    (
-        "deepseek_v3",
-        "I look. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n'
-        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n",
-        "I look.",
-        [("add", '{"a": "```"}'), ("look_up", "{}")],
-    ),
-    (
-        "deepseek_v3",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-        '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}',
-        "",
-        [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')],
-    ),
+    ("deepseek_v3",
+     "I look. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+     '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n'
+     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n", "I look.",
+     [("add", '{"a": "```"}'), ("look_up", "{}")]),
+    ("deepseek_v3",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+     '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}', "",
+     [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')]),
     ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", "a <｜tool▁calls▁begin｜> b", []),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}",
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}", []),
-    (
-        "qwen3_coder",
-        "So: <tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
-        '</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n</parameter>\n<parameter=ok>True'
-        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function></tool_call>",
-        "So:",
-        [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
-         ("add", "{}")],
-    ),
-    (
-        "qwen3_coder",
-        '<function=add><parameter=s>\n a "b"\n\n</parameter><parameter=new>[1e3]</parameter>'
-        "<parameter=a>many</parameter></function> done",
-        " done",
-        [("add", '{"s": " a \\"b\\"\\n", "new": [1e3], "a": "many"}')],
-    ),
+    ("qwen3_coder",
+     "So: <tool_call>\n<function=look_up>\n<parameter=s>\n3\n</parameter>\n<parameter=a>\n3\n"
+     '</parameter>\n<parameter=deep>\n{"x": ["</tool_call>"]}\n</parameter>\n<parameter=ok>True'
+     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function></tool_call>",
+     "So:", [("look_up", '{"s": "3", "a": 3, "deep": {"x": ["</tool_call>"]}, "ok": true}'),
+     ("add", "{}")]),
+    ("qwen3_coder",
+     '<function=add><parameter=s>\n a "b"\n\n</parameter><parameter=new>[1e3]</parameter>'
+     "<parameter=a>many</parameter></function> done", " done",
+     [("add", '{"s": " a \\"b\\"\\n", "new": [1e3], "a": "many"}')]),
     ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>lo",
      "", [("add", '{"a": 1')]),
     ("qwen3_coder", "<tool_call> <function>", "<tool_call> <function>", []),
     ("qwen3_coder", "<function=a b> x", "<function=a b> x", []),
-    (
-        "pythonic",
-        "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
-        "",
-        [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
-         ("add", "{}")],
-    ),
+    ("pythonic", "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
+     "",
+     [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
+     ("add", "{}")]),
     ("pythonic", "<|python_start|>[add(a=-1)]<|python_end|>", "", [("add", '{"a": -1}')]),
     ("pythonic", "[add(a=1), nobody(b=2)] so", ", nobody(b=2)] so", [("add", '{"a": 1}')]),
     ("pythonic", "[add(1)]", "[add(1)]", []),

@@ -73,15 +73,11 @@ def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
     step = data.draw(st.sampled_from([4, 7, 16]))
     least = groups.num_blocks_for(40, step, size)
     core, _, out = make_core(
-        groups=groups,
-        block_size=size,
-        num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
-        max_num_batched_tokens=step,
-        max_num_seqs=data.draw(st.sampled_from([3, 8])),
-        max_model_len=40,
-        depth=data.draw(st.integers(0, 1)),
+        groups=groups, block_size=size, num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
+        max_num_batched_tokens=step, max_num_seqs=data.draw(st.sampled_from([3, 8])),
+        max_model_len=40, depth=data.draw(st.integers(0, 1)),
         prefix_caching=data.draw(st.booleans()),
-    )
+    )  # fmt: skip
     noise = random.Random(data.draw(st.integers(0, 1 << 20)))
     asked, gone = {}, set()
     for index in range(data.draw(st.integers(2, 9))):

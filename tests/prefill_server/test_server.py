@@ -21,13 +21,9 @@ from protocol.openai.requests import validate
 from tests.rigs.offers import offer
 
 _ASK = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
 
 _LEGS = Legs(b"secret", "recompute")
 
@@ -122,16 +118,10 @@ def _adds(
     *lengths: int, retain_kv: bool = True, prompt_logprobs: int | None = None
 ) -> list[AddRequest]:
     return [
-        AddRequest(
-            request_id=str(index),
-            token_ids=[1] * length,
-            sampling=SamplingParams(),
-            max_tokens=1,
-            retain_kv=retain_kv,
-            num_prompt_logprobs=prompt_logprobs,
-        )
+        AddRequest(request_id=str(index), token_ids=[1] * length, sampling=SamplingParams(),
+        max_tokens=1, retain_kv=retain_kv, num_prompt_logprobs=prompt_logprobs)
         for index, length in enumerate(lengths)
-    ]
+    ]  # fmt: skip
 
 
 def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():

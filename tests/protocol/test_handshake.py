@@ -41,24 +41,13 @@ SECRET = b"cluster secret"
 
 
 COMPAT = CompatRecord(
-    model_fingerprint="m",
-    kv_dtype="bfloat16",
-    num_layers=3,
-    total_kv_heads=5,
-    num_components=2,
-    head_dim=64,
-    rope='{"theta":10000.0}',
-)
+    model_fingerprint="m", kv_dtype="bfloat16", num_layers=3, total_kv_heads=5, num_components=2,
+    head_dim=64, rope='{"theta":10000.0}',
+)  # fmt: skip
 LAYOUT = LayoutRecord(
-    order="BHLCND",
-    num_blocks=10,
-    num_heads=5,
-    num_layers=3,
-    num_components=2,
-    block_size=16,
-    head_dim=64,
-    dtype="bfloat16",
-)
+    order="BHLCND", num_blocks=10, num_heads=5, num_layers=3, num_components=2, block_size=16,
+    head_dim=64, dtype="bfloat16",
+)  # fmt: skip
 
 
 def compat(**changes: Any) -> CompatRecord:

@@ -64,24 +64,12 @@ def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, reques
 
 
 ALTERED = {
-    "remote_engine_id": "prefill-2",
-    "remote_request_id": "other",
-    "remote_block_ids": [3, 5, 4],
-    "remote_host": "169.254.169.254",
-    "remote_port": 80,
-    "tp_size": 2,
-    "lease_id": "f" * 32,
-    "lease_ms": 31_000,
-    "incarnation": "beef",
-    "remote_num_tokens": 41,
-    "remote_block_size": 15,
-    "remote_cached_tokens": 4,
-    "prompt_digest": "0" * 64,
-    "sampling_digest": "0" * 64,
-    "seed": "1",
-    "first_tokens": [{"id": 43, "logprobs": None}],
-    "signature": "0" * 64,
-}
+    "remote_engine_id": "prefill-2", "remote_request_id": "other", "remote_block_ids": [3, 5, 4],
+    "remote_host": "169.254.169.254", "remote_port": 80, "tp_size": 2, "lease_id": "f" * 32,
+    "lease_ms": 31_000, "incarnation": "beef", "remote_num_tokens": 41, "remote_block_size": 15,
+    "remote_cached_tokens": 4, "prompt_digest": "0" * 64, "sampling_digest": "0" * 64, "seed": "1",
+    "first_tokens": [{"id": 43, "logprobs": None}], "signature": "0" * 64,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ALTERED)

@@ -101,12 +101,9 @@ def test_what_responses_are_asked_for_is_a_conversation():
     assert turns(responses(instructions="Be kind.")) == [("system", "Be kind."), ("user", "a")]
     part = {"type": "input_text", "text": "b"}
     answer = {
-        "id": "msg_1",
-        "type": "message",
-        "status": "completed",
-        "role": "assistant",
+        "id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
         "content": [{"type": "output_text", "text": "x", "annotations": []}],
-    }
+    }  # fmt: skip
     sent_back = [USER, answer, {"role": "user", "content": [part, part]}]
     read = turns(responses(input=sent_back))
     assert read == [("user", "Hi"), ("assistant", "x"), ("user", "b\nb")]

@@ -283,11 +283,7 @@ def test_a_mistake_is_named(parse, fields, param):
     ("parse", "fields", "told"),
     [
         (completion, {"min_tokens": 9, "max_tokens": 8}, "is 9, above `max_tokens`, which is 8"),
-        (
-            completion,
-            {"min_tokens": 9, "max_completion_tokens": 7},
-            "above `max_completion_tokens`",
-        ),
+        (completion, {"min_tokens": 9, "max_completion_tokens": 7}, "above `max_completion_toke"),
         (completion, {"best_of": 2, "n": 3}, "`best_of` is 2, below `n`, which is 3"),
         (completion, {"best_of": 2, "stream": True}, "no ranking can be streamed"),
         (completion, {"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be stream"),
@@ -311,38 +307,28 @@ def test_a_mistake_is_named(parse, fields, param):
         (responses, {"tools": [{"type": "web_search"}]}, 'type` is "web_search"; it must be func'),
         (responses, {"tools": [{"type": "function"}]}, "`tools[0].name` is missing"),
         (responses, {"tool_choice": "required"}, "but no `tools` are given"),
-        (
-            responses,
-            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
-            "`input[0].call_id` is missing; it must be a string.",
-        ),
+        (responses, {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+         "`input[0].call_id` is missing; it must be a string."),
         (responses, {"input": [{"type": "image"}]}, 'type` is "image"; it must be message, func'),
         (responses, {"text": {"format": True}}, "true"),
         (tokenize, {"prompt": False}, "`prompt` is false"),
         (tokenize, {"prompt": None}, "`prompt` is null"),
         (tokenize, {"messages": 3}, "it must be a list, not empty, of objects with `role` and"),
         # A field of another endpoint is told from a misspelt one:
-        (
-            responses,
-            {"stop": "x"},
-            "`stop` is not a parameter of /v1/responses but of /v1/chat/completions and "
-            "/v1/completions; leave it out.",
-        ),
+        (responses, {"stop": "x"}, "`stop` is not a parameter of /v1/responses but of "
+         "/v1/chat/completions and /v1/completions; leave it out."),
         (responses, {"max_tokens": 1}, "is called `max_output_tokens` at /v1/responses; send that"),
         (responses, {"messages": []}, "is called `input` at /v1/responses; send that."),
         (completion, {"messages": []}, "is called `prompt` at /v1/completions; send that."),
         (chat, {"prompt": "x"}, "is called `messages` at /v1/chat/completions; send that."),
-        (
-            completion,
-            {"tools": []},
-            "/v1/completions but of /v1/chat/completions and /v1/responses; leave it out.",
-        ),
+        (completion, {"tools": []},
+         "/v1/completions but of /v1/chat/completions and /v1/responses; leave it out."),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
         (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
         (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_says_why(parse, fields, told):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)

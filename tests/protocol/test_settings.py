@@ -8,7 +8,6 @@ import pytest
 
 from protocol.settings.settings import (
     PROGRAMS,
-    BatonSettings,
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
@@ -81,9 +80,7 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (PROXY, "--max-queued-tokens 9", "--max-queued-tokens 9 .*an option of baton prefill"),
     ],
 )
-def test_a_refusal_names_option_value_and_fix(
-    cls: type[BatonSettings], argv: str, told: str
-) -> None:
+def test_a_refusal_names_option_value_and_fix(cls, argv, told):
     with pytest.raises(ConfigError, match=told):
         load(cls, argv.split())
 
@@ -95,15 +92,11 @@ def test_a_refusal_names_option_value_and_fix(
         (D, "--tp 4 --dcp 2", "dcp", 2),
         (D, "--kv-layout NHBCLD", "kv_layout", "NHBCLD"),
         (UP, "--cors-origin *", "cors_origin", ("*",)),
-        (
-            PROXY,
-            "--cors-origin https://a.b --cors-origin http://b:3000/",
-            "cors_origin",
-            ("https://a.b", "http://b:3000"),
-        ),
+        (PROXY, "--cors-origin https://a.b --cors-origin http://b:3/", "cors_origin",
+         ("https://a.b", "http://b:3")),
     ],
-)
-def test_a_value_is_read(cls: type[BatonSettings], argv: str, name: str, value: object) -> None:
+)  # fmt: skip
+def test_a_value_is_read(cls, argv, name, value):
     assert getattr(load(cls, argv.split()), name) == value
 
 
@@ -121,9 +114,7 @@ def test_how_kv_moves_and_the_size_of_a_step_follow_the_device() -> None:
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
 
 
-def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(tmp_path, monkeypatch):
     file = tmp_path / "up.yaml"
     file.write_text("prefill: {block-size: 16, max_num_seqs: 7, lease_s: 9}\ndecode: {tp: 2}\n")
     monkeypatch.setenv("BATON_CONFIG", str(file))
@@ -144,8 +135,8 @@ def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(
     ],
 )
 def test_an_unknown_variable_is_an_error_with_near_matches_but_not_that_of_another_program(
-    monkeypatch: pytest.MonkeyPatch, wrong: str, near: str
-) -> None:
+    monkeypatch, wrong, near
+):
     for name in ("BATON_LEASE_S", "BATON_PREFILL__TP", "BATON_TEST_MODELS", "BATON_EVAL_DATA"):
         monkeypatch.setenv(name, "2")
     assert load(D, []).tp == 1
@@ -177,9 +168,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
         load(cls, [f"--config={file}"])
 
 
-def test_a_refusal_names_what_the_user_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_names_what_the_user_wrote(tmp_path, monkeypatch):
     file = tmp_path / "up.yaml"
     file.write_text("prefill: {tp: x, block-size: [1]}\ndecode: {dcp: 3}\nhost: null\n")
     monkeypatch.setenv("BATON_CONFIG", str(file))
@@ -206,9 +195,7 @@ def test_a_variable_of_a_group_that_is_no_json_is_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_decode_servers_are_never_told_to_connect_to_every_address(
-    wildcard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
     with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):
         load(P, ["--host", wildcard])
@@ -220,9 +207,7 @@ def test_decode_servers_are_never_told_to_connect_to_every_address(
     ("cls", "argv"),
     [(P, ["--host", "10.0.0.7"]), (D, ["--host", "::"]), (P, ["--side-channel-host", "host-p"])],
 )
-def test_servers_of_several_machines_are_given_their_secret(
-    cls: type[BatonSettings], argv: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_of_several_machines_are_given_their_secret(cls, argv, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load(cls, argv)
     for words in (*argv, "set BATON_CLUSTER_SECRET to the same text for all"):
@@ -248,9 +233,7 @@ def test_server_urls_repeat_or_join_with_commas(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("cls", PROGRAMS.values())
-def test_help_explains_every_option(
-    cls: type[BatonSettings], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_explains_every_option(cls, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(cls, ["--help"], prog="baton x")
     assert exit_.value.code == 0
@@ -274,10 +257,8 @@ def test_parse_prints_the_error_and_ends_with_2(capsys: pytest.CaptureFixture[st
 
 
 def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> None:
-    assert json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"]))) == {
-        "port": 1,
-        "prefill": {"tp": 2},
-    }
+    told = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
+    assert told == {"port": 1, "prefill": {"tp": 2}}
     debugged = load(UP, ["--port=1", "--log-level=debug"])
     assert json.loads(describe(debugged)) == debugged.model_dump(mode="json")
 
@@ -300,9 +281,7 @@ def test_settings_survive_the_way_through_argv() -> None:
     assert load(PROXY, to_argv(proxy)) == proxy
 
 
-def test_variables_of_other_programs_are_found_with_those_meant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_of_other_programs_are_found_with_those_meant(monkeypatch):
     for name in ("BATON_TP", "BATON_LEASE_S", "BATON_HANG_TIMEOUT_S", "BATON_PORT", "BATON_CACHE"):
         monkeypatch.setenv(name, "1")
     assert unread_variables(UP) == [

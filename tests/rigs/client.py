@@ -63,12 +63,9 @@ def complete(url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **membe
     data = response.json()
     choice = data["choices"][0]
     return Answer(
-        token_ids=choice["token_ids"],
-        text=choice["text"],
-        finish_reason=choice["finish_reason"],
-        usage=data["usage"],
-        kv=parse_kv(response.headers["x-baton-kv"]),
-    )
+        token_ids=choice["token_ids"], text=choice["text"], finish_reason=choice["finish_reason"],
+        usage=data["usage"], kv=parse_kv(response.headers["x-baton-kv"]),
+    )  # fmt: skip
 
 
 def parse_kv(header: str) -> dict[str, int]:

@@ -58,14 +58,10 @@ _names = itertools.count()
 
 def make_config(**changes: Any) -> EngineConfig:
     fields: dict[str, Any] = {
-        "role": "prefill",
-        "engine_id": f"engine-{next(_names)}",
-        "incarnation": f"{next(_names):016x}",
-        "model_dir": "",
-        "cluster_secret": SECRET,
-        "transfer_address": "inproc://pulls",
-        **changes,
-    }
+        "role": "prefill", "engine_id": f"engine-{next(_names)}",
+        "incarnation": f"{next(_names):016x}", "model_dir": "", "cluster_secret": SECRET,
+        "transfer_address": "inproc://pulls", **changes,
+    }  # fmt: skip
     return EngineConfig(**fields)
 
 
@@ -194,7 +190,7 @@ class Engine:
         self._work = Workers(self.pools, agents, compat, secret, settings, **how, **way)
         self.coordinator, self.workers = self._work.coordinator, self._work.workers
         for rank in self._work.ranks:
-            rank.end.offer()
+            rank.offer()
         told = [
             describe(pool, at, agent.metadata())
             for at, (pool, agent) in enumerate(zip(self.pools, agents, strict=True))
@@ -215,12 +211,9 @@ class Engine:
         )
         self.executor = self.make_executor(stripes, depth)
         self.core, _, self.out = make_core(
-            num_blocks=num_blocks,
-            block_size=block_size * dcp,
-            role=Connector(Lender(config, self.leases), borrower),
-            executor=self.executor,
-            **limits,
-        )
+            num_blocks=num_blocks, block_size=block_size * dcp,
+            role=Connector(Lender(config, self.leases), borrower), executor=self.executor, **limits,
+        )  # fmt: skip
 
     def make_pool(self, num_blocks: int, order: str, size: int, compat: CompatRecord) -> KVPool:
         sizes = compat.total_kv_heads, compat.num_layers, compat.num_components
@@ -269,13 +262,10 @@ class RealEngine(Engine):
         self._folder, self._model = model, load_config(model)
         self.groups, self._dealt = kv_groups(self._model)
         about = compat(
-            num_layers=self._model.num_layers,
-            total_kv_heads=self._model.kv_heads_total,
-            num_components=self._model.kv_components,
-            head_dim=self._model.kv_dim,
-            rope=self._model.rope_canonical,
-            kv_windows=self.groups.to_wire(),
-        )
+            num_layers=self._model.num_layers, total_kv_heads=self._model.kv_heads_total,
+            num_components=self._model.kv_components, head_dim=self._model.kv_dim,
+            rope=self._model.rope_canonical, kv_windows=self.groups.to_wire(),
+        )  # fmt: skip
         limits = {"groups": self.groups, "max_model_len": 400, "max_num_batched_tokens": 150}
         super().__init__(compat=about, num_blocks=120 * self.groups.count, **limits, **options)
 

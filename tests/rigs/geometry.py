@@ -70,15 +70,11 @@ class Case:
 
     def layout(self, side: Side, rank: int) -> KVLayout:
         return KVLayout(
-            order=side.order,
-            num_blocks=side.num_blocks,
-            num_heads=len(side.heads(rank, self.heads)),
-            num_layers=self.layers,
-            num_components=self.components,
-            block_size=side.block_size,
-            head_dim=self.head_dim,
+            order=side.order, num_blocks=side.num_blocks,
+            num_heads=len(side.heads(rank, self.heads)), num_layers=self.layers,
+            num_components=self.components, block_size=side.block_size, head_dim=self.head_dim,
             dtype=side.dtype,
-        )
+        )  # fmt: skip
 
     def planner(self, d_rank: int, **options) -> Planner:
         ends = self.endpoints(self.d)[d_rank], self.endpoints(self.p)
@@ -239,16 +235,10 @@ def cases(draw) -> Case:
     if draw(st.integers(0, 2)) == 0:
         d = draw(shared_sides(p, tokens))
     return Case(
-        p,
-        d,
-        heads=draw(st.integers(1, 16)),
-        layers=draw(st.integers(1, 3)),
-        components=draw(st.integers(1, 2)),
-        head_dim=draw(st.integers(1, 3)),
-        start=draw(st.integers(0, tokens)),
-        stop=tokens,
-        lease_hash=draw(st.integers(0, 9)),
-    )
+        p, d, heads=draw(st.integers(1, 16)), layers=draw(st.integers(1, 3)),
+        components=draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 3)),
+        start=draw(st.integers(0, tokens)), stop=tokens, lease_hash=draw(st.integers(0, 9)),
+    )  # fmt: skip
 
 
 def leased_bytes(case: Case, rank: int) -> np.ndarray:

@@ -5,13 +5,16 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
+from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from protocol.http.connections import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
@@ -77,6 +80,17 @@ class Server:
         return await self.post("/v1/chat/completions", **{"messages": messages, **fields})
 
 
+class Running:
+    """A server that runs already, to the rig of a proxy before it."""
+
+    def __init__(self, url: object) -> None:
+        self.url, self.ready = str(url).rstrip("/"), True
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
 @asynccontextmanager
 async def serving(
     tokenizer: Tokenizer,
@@ -95,14 +109,9 @@ async def serving(
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
     api = Api(
-        engine,
-        tokenizer,
-        settings,
-        hooks or ServerHooks(),
-        fingerprint,
-        config or GenerationConfig(),
-        SECRET,
-    )
+        engine, tokenizer, settings, hooks or ServerHooks(), fingerprint,
+        config or GenerationConfig(), SECRET,
+    )  # fmt: skip
     options = ListenOptions(
         max_body_bytes=max_body, client_timeout_s=client_timeout_s, cors_origin=origins
     )
@@ -124,6 +133,15 @@ async def serving(
         await task
         api.grammars.close()
         listener.close()
+
+
+serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
+
+
+def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    copy = object.__new__(Tokenizer)
+    copy.__dict__ = {**tokenizer.__dict__, "chat_template": ChatTemplate(source)}
+    return copy
 
 
 def scripted(*deltas: dict[str, Any]) -> Any:

@@ -47,20 +47,10 @@ ENDINGS = (PullDone, PullFailed, PullDrained)
 PATIENT = {"drain_grace_s": 60.0}  # of a slow machine's READs that are to end before the verdict
 # Of a lease where nobody looks at more than its names.
 REMOTE = RemotePrefill(
-    host="h",
-    port=1,
-    engine_id="P",
-    incarnation="i",
-    request_id="r",
-    lease_id="00" * 16,
-    lease_s=30.0,
-    block_ids=[1],
-    block_size=16,
-    num_tokens=16,
-    cached_tokens=0,
-    tp_size=1,
+    host="h", port=1, engine_id="P", incarnation="i", request_id="r", lease_id="00" * 16,
+    lease_s=30.0, block_ids=[1], block_size=16, num_tokens=16, cached_tokens=0, tp_size=1,
     first_tokens=[FirstToken(1)],
-)
+)  # fmt: skip
 
 
 def pull_command(
@@ -74,41 +64,27 @@ def layout(
     tp: int = 1, rank: int = 0, *, heads: int = HEADS, dcp: int = 1, **changes: Any
 ) -> KVLayout:
     values = {
-        "order": "BHLCND",
-        "num_blocks": 32,
-        "num_heads": len(heads_of(rank // dcp, tp // dcp, heads)),
-        "num_layers": LAYERS,
-        "num_components": 2,
-        "block_size": 8,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-    }
+        "order": "BHLCND", "num_blocks": 32,
+        "num_heads": len(heads_of(rank // dcp, tp // dcp, heads)), "num_layers": LAYERS,
+        "num_components": 2, "block_size": 8, "head_dim": HEAD_DIM, "dtype": "float32",
+    }  # fmt: skip
     return KVLayout(**{**values, **changes})
 
 
 def compat(**changes: Any) -> CompatRecord:
     values: dict[str, Any] = {
-        "model_fingerprint": "model",
-        "kv_dtype": "float32",
-        "num_layers": LAYERS,
-        "total_kv_heads": HEADS,
-        "num_components": 2,
-        "head_dim": HEAD_DIM,
-        "rope": "{}",
-    }
+        "model_fingerprint": "model", "kv_dtype": "float32", "num_layers": LAYERS,
+        "total_kv_heads": HEADS, "num_components": 2, "head_dim": HEAD_DIM, "rope": "{}",
+    }  # fmt: skip
     return CompatRecord(**{**values, **changes})
 
 
 def metadata(*ranks: RankMetadata, **changes: Any) -> EngineMetadata:
     """Of an engine with these ranks."""
     values: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "engine_id": "P",
-        "incarnation": uuid.uuid4().hex,
-        "compat": compat(),
-        "tp_size": len(ranks),
-        "ranks": list(ranks),
-    }
+        "protocol_version": PROTOCOL_VERSION, "engine_id": "P", "incarnation": uuid.uuid4().hex,
+        "compat": compat(), "tp_size": len(ranks), "ranks": list(ranks),
+    }  # fmt: skip
     return EngineMetadata(**{**values, **changes})
 
 
@@ -219,12 +195,10 @@ class Prefill:
         self.pools = [KVPool(each, device) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         self.metadata = metadata(
-            *map(self._rank, range(tp)),
-            engine_id=engine_id,
-            incarnation=incarnation or uuid.uuid4().hex,
-            compat=compat_of(self.layouts[0], heads),
+            *map(self._rank, range(tp)), engine_id=engine_id,
+            incarnation=incarnation or uuid.uuid4().hex, compat=compat_of(self.layouts[0], heads),
             digests=DIGESTS if digests else 0,
-        )
+        )  # fmt: skip
         self.lending = None
         if digests:
             agents = [MemoryAgent() for _ in self.pools]
@@ -232,14 +206,9 @@ class Prefill:
             self.digest = self.lending.coordinator.digest  # a test may come between
         self.ended = threading.Event()
         self.server = LeaseServer(
-            "127.0.0.1",
-            port,
-            edit(self.metadata),
-            secret,
-            self.clock,
-            self.ended.set,
+            "127.0.0.1", port, edit(self.metadata), secret, self.clock, self.ended.set,
             digest=lambda *asked: self.digest(*asked),
-        )
+        )  # fmt: skip
         self.server.start()
 
     def _rank(self, rank: int) -> RankMetadata:
@@ -257,19 +226,12 @@ class Prefill:
     ) -> RemotePrefill:
         host, port = self.server.address
         return replace(
-            REMOTE,
-            host=host,
-            port=port,
-            engine_id=self.metadata.engine_id,
-            incarnation=self.metadata.incarnation,
-            request_id=request_id,
-            lease_id=self.server.grant(request_id, block_ids, lease_s),
-            lease_s=lease_s,
-            block_ids=block_ids,
-            block_size=self.layouts[0].block_size,
-            num_tokens=num_tokens,
+            REMOTE, host=host, port=port, engine_id=self.metadata.engine_id,
+            incarnation=self.metadata.incarnation, request_id=request_id,
+            lease_id=self.server.grant(request_id, block_ids, lease_s), lease_s=lease_s,
+            block_ids=block_ids, block_size=self.layouts[0].block_size, num_tokens=num_tokens,
             tp_size=self.tp,
-        )
+        )  # fmt: skip
 
     def outcomes(self, count: int = 1) -> list[str]:
         """How the next `count` leases ended; waits for them."""

@@ -315,13 +315,10 @@ def make_core(
     groups: KVGroups = ONE_GROUP,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     limits = SchedulerLimits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        itl_target_s=itl_target_s,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, block_size=block_size, itl_target_s=itl_target_s,
         groups=groups,
-    )
+    )  # fmt: skip
     scheduler = Scheduler.of_blocks(limits, num_blocks, cached=prefix_caching)
     if executor is None and groups.drops:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)

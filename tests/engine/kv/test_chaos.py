@@ -47,23 +47,13 @@ class Chaos:
         p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
         if dcp > 1:  # P's blocks divide D's
             p_sizes, d_sizes = [2], [2, 4, 8]
+        pull_s = 0.03 if stays_hung else pick([0.03, 0.2, 5.0])
+        limits = PullSettings(pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0)
         self.pair = Pair(
-            depth=pick([0, 1]),
-            p_block_size=pick(p_sizes),
-            block_size=pick(d_sizes),
-            p_order=pick(["BHLCND", "LCBNHD"]),
-            lease_s=pick([5.0, 30.0]),
-            settings=PullSettings(
-                pull_timeout_s=0.03 if stays_hung else pick([0.03, 0.2, 5.0]),
-                drain_grace_s=0.01,
-                fence_timeout_s=2.0,
-            ),
-            quarantine_timeout_s=0.5,
-            dcp=dcp,
-            launch_bytes=launch_bytes,
-            rng=self.random,
-            **sizes,
-        )
+            depth=pick([0, 1]), p_block_size=pick(p_sizes), block_size=pick(d_sizes),
+            p_order=pick(["BHLCND", "LCBNHD"]), lease_s=pick([5.0, 30.0]), settings=limits,
+            quarantine_timeout_s=0.5, dcp=dcp, launch_bytes=launch_bytes, rng=self.random, **sizes,
+        )  # fmt: skip
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
         self.max_len = sizes.get("max_model_len", 64)

@@ -28,21 +28,12 @@ def test_every_series_is_there_before_its_first_event(pair):
         f"outcome=done,path={path}" for path in ("direct", "staged", "mapped", "mixed", "none")
     ]
     peer = ["peer_unreachable", "peer_incompatible", "lease_gone"]
+    codes = "transfer_failed kv_corrupt pull_withheld pull_timeout internal_error"
     labels = {
         "baton_kv_transfers": [*paths, "outcome=failed,path=none"],
         "baton_kv_recoveries": ["policy=recompute"],
         "baton_handshakes": [f"outcome={outcome}" for outcome in ("ok", *peer)],
-        "baton_kv_transfer_failures": [
-            f"code={code}"
-            for code in (
-                *peer,
-                "transfer_failed",
-                "kv_corrupt",
-                "pull_withheld",
-                "pull_timeout",
-                "internal_error",
-            )
-        ],
+        "baton_kv_transfer_failures": [f"code={code}" for code in (*peer, *codes.split())],
     }
     for name, values in labels.items():
         exposed = {key: stats[key] for key in stats if key.startswith(name + "{")}

@@ -162,15 +162,11 @@ class _Mixture:
         fake: Any = self.coordinator
         self.role = Borrower(fake, self.policy, self.quarantine_timeout_s)
         self.core, _, self.out = make_core(
-            executor=self.executor,
-            role=self.role,
-            num_blocks=num_blocks,
-            block_size=size,
+            executor=self.executor, role=self.role, num_blocks=num_blocks, block_size=size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=rng.choice([1, 2, size, 2 * size, 16, 40]),
-            max_model_len=self.max_len,
-            prefix_caching=rng.random() < 0.8,
-        )
+            max_model_len=self.max_len, prefix_caching=rng.random() < 0.8,
+        )  # fmt: skip
         self.executor.limits = self.core.scheduler.limits
         self.grammars: Any = _LateGrammars(rng, compiler)
         self.core.grammars.compiler = self.grammars
@@ -257,20 +253,17 @@ class _Mixture:
         grammar = rng.choice([None, None, *GRAMMARS])
         num_scores = rng.choice([None, None, None, 0, 2])
         can_be_0 = grammar is None and num_scores is not None
+        max_tokens, least = rng.choice([1, 1, 2, 5, 9, 30, 0 if can_be_0 else 3]), [0, 0, 2]
+        penalty = {"frequency_penalty": rng.choice([0.0, 0.5])} if grammar is None else {}
         request = add(
-            name,
-            prompt,
-            rng.choice([1, 1, 2, 5, 9, 30, 0 if can_be_0 else 3]),
+            name, prompt, max_tokens,
             SamplingParams(
-                temperature=0.0,
-                grammar=grammar,
-                min_tokens=rng.choice([0, 0, 2]),
-                frequency_penalty=rng.choice([0.0, 0.5]) if grammar is None else 0.0,
+                temperature=0.0, grammar=grammar, min_tokens=rng.choice(least), **penalty
             ),
             num_choices=min(rng.choice([1, 1, 2, 3]), self.max_num_seqs),
             stop_token_ids=rng.choices(range(50), k=rng.randint(0, 4)),
             num_prompt_logprobs=num_scores,
-        )
+        )  # fmt: skip
         if rng.random() < 0.3 and request.max_tokens and num_scores is None:
             request = self._resumed(request)
         return self._with_remote(request) if rng.random() < 0.7 else request
@@ -302,14 +295,10 @@ class _Mixture:
         if request.num_prompt_logprobs is not None:
             scores = expected_scores(prompt, request.num_prompt_logprobs)
         offered = offer(
-            b"secret",
-            prompt,
-            remote_engine_id=rng.choice(["one", "other"]),
-            lease_id=f"{len(self.content):032x}",
-            remote_cached_tokens=rng.randrange(len(prompt)),
-            first_tokens=[FirstToken(token) for (token,) in firsts],
-            prompt_logprobs=scores,
-        )
+            b"secret", prompt, remote_engine_id=rng.choice(["one", "other"]),
+            lease_id=f"{len(self.content):032x}", remote_cached_tokens=rng.randrange(len(prompt)),
+            first_tokens=[FirstToken(token) for (token,) in firsts], prompt_logprobs=scores,
+        )  # fmt: skip
         remote = to_remote_prefill(parse(offered), sender_releases=rng.random() < 0.5)
         if redrawn:
             remote = replace(remote, first_tokens=[])

@@ -79,10 +79,15 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
         LayoutError: `kv_layout` or `block_size` describe no KV cache.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
+    return layout_of(config, model, num_blocks=2)
+
+
+def layout_of(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
+    """The layout of a rank's pool with `num_blocks` blocks, the null block included."""
     _, dealt = kv_groups(model)
     return KVLayout(
         order=config.kv_layout,
-        num_blocks=2,
+        num_blocks=num_blocks,
         num_heads=len(heads_of(0, config.tp // config.dcp, model.kv_heads_total)),
         num_layers=max(map(len, dealt)),
         num_components=model.kv_components,

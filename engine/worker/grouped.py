@@ -2,6 +2,7 @@
 the same pool, with the tables and slots of that group."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,7 @@ class GroupedBackend(AttentionBackend):
         layers: how each of the model's layers attends.
         make: makes the backend of a group, given how the layers in its places attend, and that of
             another group.
+        sizes: as of AttentionBackend.
     """
 
     def __init__(
@@ -28,12 +30,9 @@ class GroupedBackend(AttentionBackend):
         dealt: Sequence[Sequence[int]],
         layers: Sequence[LayerAttention],
         make: MakeBackend,
-        *,
-        num_q_heads: int,
-        head_dim: int,
-        scale: float,
+        **sizes: Any,
     ) -> None:
-        super().__init__(pool, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        super().__init__(pool, **sizes)
         self._places = {
             layer: (group, place)
             for group, found in enumerate(dealt)
@@ -80,15 +79,6 @@ class GroupedBackend(AttentionBackend):
         slots[: len(rows)] += tables[rows, positions // size].astype(np.int64) * size
         return AttentionBatch(lens, batch.context_lens, tables, slots)
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos_sin: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, *args: Any, **options: Any) -> Tensor:
         group, place = self._places[layer]
-        return self._backends[group].forward(place, q, k, v, cos_sin=cos_sin, lse=lse)
+        return self._backends[group].forward(place, *args, **options)

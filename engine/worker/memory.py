@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,8 @@ def make_memory(
     config: EngineConfig, model_config: ModelConfig, model: CausalLM, pool: KVPool
 ) -> RankMemory:
     spec, context = model.attention_spec, model.parallel.context
+    sizes: Any = {"head_dim": model_config.kv_dim, "scale": spec.scale}
+    own = {"num_q_heads": spec.num_q_heads, **sizes}
 
     def make(
         over: KVPool,
@@ -67,9 +69,8 @@ def make_memory(
         return create_backend(
             config.attention_backend,
             over,
+            **sizes,
             num_q_heads=num_q_heads,
-            head_dim=model_config.kv_dim,
-            scale=spec.scale,
             layers=layers,
             beside=beside,
             dtype=getattr(torch, config.dtype),
@@ -78,16 +79,8 @@ def make_memory(
 
     if pool.groups.count > 1:
         _, dealt = kv_groups(model_config)
-        grouped = GroupedBackend(
-            pool,
-            dealt,
-            spec.layers,
-            partial(make, pool, spec.num_q_heads),
-            num_q_heads=spec.num_q_heads,
-            head_dim=model_config.kv_dim,
-            scale=spec.scale,
-        )
-        return RankMemory(pool, grouped)
+        of_group = partial(make, pool, spec.num_q_heads)
+        return RankMemory(pool, GroupedBackend(pool, dealt, spec.layers, of_group, **own))
     if context is None:
         return RankMemory(pool, make(pool, spec.num_q_heads))
     backend = ContextParallelBackend(
@@ -95,9 +88,7 @@ def make_memory(
         context,
         pool,
         make,
-        num_q_heads=spec.num_q_heads,
-        head_dim=model_config.kv_dim,
-        scale=spec.scale,
+        **own,
         scratch_tokens=max(longest(config, model_config), config.max_num_batched_tokens),
     )
     return RankMemory(pool, backend)

@@ -16,7 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
 from engine.core.logits_processing import LogitShaper, Shaping, to_device
-from engine.geometry import kv_groups
+from engine.geometry import kv_groups, layout_of
 from engine.sampling.sampler import (
     LastSampledTokens,
     PendingScores,
@@ -117,7 +117,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.model_config = model_config
-        self.groups, self.dealt = kv_groups(model_config)
+        self.groups, _ = kv_groups(model_config)
         self.device = open_device(config, parallel.rank)
         self.model = load(config, model_config, parallel, self.device, tell)
         self.shaper = LogitShaper(model_config.vocab_size, self.device)
@@ -127,16 +127,7 @@ class ModelRunner:
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, the null block included."""
-        return KVLayout(
-            order=self.config.kv_layout,
-            num_blocks=num_blocks,
-            num_heads=self.model.attention_spec.num_kv_heads,
-            num_layers=max(map(len, self.dealt)),
-            num_components=self.model_config.kv_components,
-            block_size=self.config.block_size,
-            head_dim=self.model_config.kv_dim,
-            dtype=self.config.kv_dtype,
-        )
+        return layout_of(self.config, self.model_config, num_blocks)
 
     def allocate(self, num_blocks: int) -> RankMemory:
         """Makes the KV pool and what reads it."""

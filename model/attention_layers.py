@@ -29,6 +29,7 @@ class AttentionSpec(NamedTuple):
     """What an attention backend of this rank must be made for."""
 
     num_q_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
     scale: float  # of the scores, before the softmax
     layers: tuple[LayerAttention, ...]  # of a model whose layers do not all see all; else ()
 
@@ -42,6 +43,7 @@ def attention_spec(
         correction = mscale_of_scores(config.rope)
     return AttentionSpec(
         num_q_heads=config.num_heads // parallel.size,
+        num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
         scale=(config.score_scale or query_dim**-0.5) * correction,
         layers=tuple(layers) if any(each.is_special for each in layers) else (),
     )

@@ -26,12 +26,12 @@ from engine.kv.rates import Borrow, Rates
 from engine.worker.memory import make_memory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.lease_server import LeaseServer
 from kvcache.transfer.peer import MappedPath
+from kvcache.transfer.pulls.messages import PullSettings
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.handshake import DIGESTS, CompatRecord

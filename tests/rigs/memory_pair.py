@@ -13,9 +13,11 @@ import torch
 from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.move.peer_memory import describe
+from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
@@ -30,8 +32,6 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.lease_server import LeaseServer
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.worker import TransferWorker
 from protocol.errors import BatonError
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata

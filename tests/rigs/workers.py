@@ -8,9 +8,9 @@ from typing import Any
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
-from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import CompatRecord
 

@@ -24,14 +24,14 @@ MAX_LINES = {
     "benchmarks": 2466,
     "decode_server": 332,
     "deploy": 900,
-    "engine": 11250,
+    "engine": 11227,
     "kvcache": 7890,
     "kvcache/transfer": 5473,
     "model": 4733,
     "prefill_server": 192,
     "protocol": 6854,
     "proxy": 5094,
-    "tests": 40407,
+    "tests": 39802,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -5,6 +5,7 @@ what it does not see it feels in the times it measures. Does no I/O.
 """
 
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +85,7 @@ class Work:
         takes_s: that, as predicted.
         end: of that, by what was known when it began; `load.late_s` is to be added.
         begun: when it was given.
+        new: blocks that the server will have when this has answered, each with its index.
     """
 
     load: Load
@@ -93,6 +95,7 @@ class Work:
     takes_s: float
     end: float
     begun: float
+    new: Sequence[tuple[int, int]]
 
 
 class _End(NamedTuple):
@@ -149,6 +152,7 @@ class Knowledge:
         self._totals: dict[object, Totals] = {}
         self._lenders: dict[int, object] = {}  # by index
         self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
+        self._coming = set[tuple[int, int]]()  # blocks, and who has each by and by
         self.pulls = False  # servers are told whose KV to pull
 
     def forget(self, server: object) -> None:
@@ -174,7 +178,7 @@ class Knowledge:
         ask = replace(ask, now=self._clock())
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         depths = self._depths(ask)
-        found = place(ask, p, d, depths, self._lent(depths), limits=self._limits)
+        found = place(ask, p, d, depths, self._lent(ask, depths), limits=self._limits)
         return found is not None and found.prefill is None
 
     def first(
@@ -186,7 +190,7 @@ class Knowledge:
         ask = replace(ask, now=self._clock())
         loads = [self.loads[server] for server in servers]
         depths = self._depths(ask) if self._routing == "auto" else {}
-        known = ask, loads, depths, self._limits, self._lent(depths)
+        known = ask, loads, depths, self._limits, self._lent(ask, depths)
         if not generates:
             return servers[cheapest_prefill(*known)]
         return servers[cheapest_decode(*known, alone=computes)]
@@ -209,9 +213,20 @@ class Knowledge:
         found = [(depth, i) for i, depth in depths.items() if i in self._lenders and depth >= least]
         return [(self._lenders[i], int(depth * size)) for depth, i in sorted(found, reverse=True)]
 
-    def _lent(self, depths: Depths) -> float:
-        lent = [depth for i, depth in depths.items() if i in self._lenders] if self.pulls else []
-        return max(lent, default=0)
+    def _lent(self, ask: Ask, depths: Depths) -> float:
+        """Blocks that the server has computed which lends most of them."""
+        most = 0.0
+        for index, depth in depths.items() if self.pulls else ():
+            if depth > most and index in self._lenders:
+                most = max(most, self._computed_of(ask, index, depth))
+        return most
+
+    def _computed_of(self, ask: Ask, index: int, depth: float) -> float:
+        """Of these blocks of a server, those that it has by now: they come in order."""
+        last = min(int(depth), len(ask.hashes))
+        if not last or (ask.hashes[last - 1], index) not in self._coming:
+            return depth
+        return bisect_left(range(last), True, key=lambda n: (ask.hashes[n], index) in self._coming)
 
     def _depths(self, ask: Ask) -> Depths:
         """Blocks of its prompt by server, the answer before its latest question among them."""
@@ -236,9 +251,11 @@ class Knowledge:
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
         load, now = self.loads[server], self._clock()
-        takes_s = 0.0
+        takes_s, depth = 0.0, self._depths(ask).get(load.index, 0)
+        new = [(block, load.index) for block in ask.hashes[int(depth) :]]
+        self._coming.update(new)
         if computes:
-            takes_s = ask.uncached(self._depths(ask).get(load.index, 0)) * load.token_s
+            takes_s = ask.uncached(depth) * load.token_s
             if generates:
                 takes_s /= share_for_prompts(load, self._limits)
             load.free_at = max(load.free_at, now) + takes_s
@@ -249,7 +266,7 @@ class Knowledge:
         most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
         self._has_all(load, ask)
-        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s, now)
+        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s, now, new)
 
     def wait_s(self, server: object) -> float:
         """Until the server has computed the prompts that it was sent, as predicted."""
@@ -271,10 +288,11 @@ class Knowledge:
 
     def _computed(self, work: Work, late_s: float) -> None:
         """Its prompt waits no longer: what came after it is so much later than predicted."""
+        load = work.load
+        self._coming.difference_update(work.new)
         if not work.computes:
             return
         work.computes = False
-        load = work.load
         load.prompts -= 1
         if not load.prompts:
             late_s = self._clock() - load.free_at

@@ -52,22 +52,23 @@ class Uneven(routing.Engine):
         return now + took, computed
 
 
+@pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills):
+def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills, pulls):
     """Four beginnings of 512 tokens, each with 24 prompts of 48 more: eight come at once."""
     shares = []
-    for seed in range(12):
+    for seed in range(6):
         rng, token_s = random.Random(seed), 2e-4  # eight times what is believed at first
         times = routing.Times(token=token_s, step=50 * token_s, prompts=50 * token_s, handoff=0.02)
         engines = [Uneven(i, i < num_prefills, times, 0.5) for i in range(4)]
         fleet = routing.Fleet(engines, times, lambda request, now: None)
-        fleet.router = routing.Knowing(fleet, "auto", "auto", Limits(0.5))
+        fleet.router = routing.Knowing(fleet, "auto", "auto", Limits(0.5), pulls)
         before = [Request(0.1 * i, 560, 16, (100 + i,)) for i in range(48)]
         at = [20 + n // 8 * 0.32 + rng.random() * 0.002 for n in range(96)]
         fleet.run([*before, *(Request(at[n], 560, 16, (n % 4,)) for n in range(96))])
         computed = sum(each.computed for each in fleet.requests) - 48 * 560
         shares.append(computed / (4 * (512 + 24 * 48)))
-    assert statistics.mean(shares) <= 1.05 and max(shares) <= 1.25
+    assert statistics.mean(shares) <= 1.02 and max(shares) <= 1.1
 
 
 @given(st.integers(0, 2**32))

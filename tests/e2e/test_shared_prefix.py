@@ -26,7 +26,7 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
     turn, many at once, to servers whose speed is known."""
     make = [start_prefill] * num_prefills + [start_decode] * (4 - num_prefills)
     with started(*(partial(m, model, "--kv-cache-tokens", "32768") for m in make)) as servers:
-        argv = ("--itl-target-s", "0.5", "--disaggregate", "auto")
+        argv = ("--itl-target-s", "0.5", "--disaggregate", "auto", "--max-queue-s", "600")
         proxy = start_proxy(servers[:num_prefills], servers[num_prefills:], *argv)
         with running(proxy):
             for _ in range(2):

@@ -27,6 +27,7 @@ class Request:
     last: float = 0.0
     alone: bool = False  # a decode server computes the prompt
     computed: int = 0
+    overtaken: int = 0  # by so many tokens of shorter prompts
 
 
 Then = Callable[[Request, float], Request | None]  # what follows one that has ended

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from engine.core import pace
+from engine.core.waiting import LONG_TOKENS
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
 from proxy.placement import Ask, Depths, Limits, Load, PrefixIndex, cheapest_decode, place
 
@@ -96,9 +97,16 @@ class Engine:
         return max(self.limit - self.base_s(), self.times.least * self.base_s())
 
     def admit(self, request: Request) -> None:
-        """A prompt to compute here; what is cached is found when its turn comes."""
+        """A prompt to compute here, as engine.core.waiting has it: before long ones, also those
+        that are under way. What is cached is found when its turn comes."""
         request.left = self._uncached(request)
-        self.waiting.append(request)
+        at = len(self.waiting)
+        while at and request.tokens * 4 <= (before := self.waiting[at - 1]).tokens >= LONG_TOKENS:
+            if before.overtaken + request.tokens > before.tokens:
+                break
+            before.overtaken += request.tokens
+            at -= 1
+        self.waiting.insert(at, request)
 
     def _uncached(self, request: Request) -> int:
         return max(request.tokens - self.depth(request.hashes) * BLOCK, 1)
@@ -347,11 +355,14 @@ class Known:
         return ask, depths, prefills, decodes
 
     def _load(self, e: Engine) -> Load:
-        free_at, streams = self._fleet.now + e.queued_s(), len(e.streams)
-        sizes = streams, e.held, e.times.capacity
-        return Load(
-            e.index, len(e.waiting), free_at, 0.0, *sizes, step_s=e.base_s() / (1 + streams / 96)
-        )
+        streams, free_at = len(e.streams), self._fleet.now + e.queued_s()
+        step_s = e.base_s() / (1 + streams / 96)
+        load = Load(e.index, len(e.waiting), free_at, running=streams, held=e.held, step_s=step_s)
+        for each in e.waiting:
+            load.queued_s[Ask(each.tokens).size] += each.left * load.token_s
+        load.queue(0, 0.0)
+        load.capacity = e.times.capacity
+        return load
 
 
 POLICIES: dict[str, tuple[Routing, Disaggregate, bool] | None] = {

@@ -37,6 +37,7 @@ _FASTEST_S = 1e-7  # of a token, and of a step
 _MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
 _MAX_ENDS = 16_384  # of prompts and their answers, of all servers
+_DOUBT = 2.0  # that a step takes any time besides its tokens'; 1: none
 _LEAST_OF_PROMPTS = 0.25  # of a step's time with prompts, whatever streams take
 
 
@@ -69,6 +70,34 @@ class Totals(NamedTuple):
     mixed_seconds: float = 0.0
 
 
+class _PromptSteps:
+    """What steps with prompts take: so much for each step, and for each token. A step has a least
+    time: by short prompts alone a server would look slow for long ones. Least squares.
+
+    Attributes:
+        launch_s, token_s: the two terms; 0 until something was measured.
+    """
+
+    def __init__(self) -> None:
+        self.launch_s = self.token_s = 0.0
+        self._steps = self._both = self._tokens = self._steps_s = self._tokens_s = 0.0
+
+    def took(self, steps: float, tokens: float, seconds: float) -> None:
+        believed = self.launch_s * steps + self.token_s * tokens
+        weight = 1.0 / max(min(believed or seconds, seconds), _FASTEST_S)
+        kept = _MEMORY_S / (_MEMORY_S + seconds)
+        self._steps = kept * self._steps + weight * steps * steps
+        self._both = kept * self._both + weight * steps * tokens
+        self._tokens = kept * self._tokens + weight * tokens * tokens
+        self._steps_s = kept * self._steps_s + weight * steps * seconds
+        self._tokens_s = kept * self._tokens_s + weight * tokens * seconds
+        launch_s = self._steps_s * self._tokens - self._tokens_s * self._both
+        launch_s /= _DOUBT * self._steps * self._tokens - self._both * self._both
+        self.launch_s = max(launch_s, 0.0)
+        token_s = (self._tokens_s - self.launch_s * self._both) / self._tokens
+        self.token_s = max(token_s, _FASTEST_S)
+
+
 def _moved(believed: float, amount: float, seconds: float) -> float:
     """What one of `amount` takes, after so many of them took `seconds`: the more time they took,
     the more it counts."""
@@ -85,7 +114,7 @@ class Work:
         takes_s: that, as predicted.
         end: of that, by what was known when it began; `load.late_s` is to be added.
         begun: when it was given.
-        new: blocks that the server will have when this has answered, each with its index.
+        new: blocks that the server computes for it, each with the server's index.
     """
 
     load: Load
@@ -150,6 +179,7 @@ class Knowledge:
         self._clock = clock
         self.loads = _Loads()
         self._totals: dict[object, Totals] = {}
+        self._prompt_steps: dict[object, _PromptSteps] = {}
         self._lenders: dict[int, object] = {}  # by index
         self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
         self._coming = set[tuple[int, int]]()  # blocks, and who has each by and by
@@ -170,6 +200,7 @@ class Knowledge:
             self._prefixes.forget(load.index)
             self._lenders.pop(load.index, None)
         self._totals.pop(server, None)
+        self._prompt_steps.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
         """Whether a decode server shall compute the prompt itself."""
@@ -237,6 +268,12 @@ class Knowledge:
                 depths[index] = max(depth, min(end.tokens, ask.tokens) / ask.block_tokens)
         return depths
 
+    def _has_prompt(self, load: Load, ask: Ask) -> None:
+        size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
+        most = None if load.capacity is None else int(load.capacity / size)
+        self._prefixes.add(load.index, ask.hashes, most)
+        self._has_all(load, ask)
+
     def _has_all(self, load: Load, ask: Ask, num_generated: float = 0) -> None:
         """The server has a prompt, and so much of its answer."""
         if not ask.hashes or not ask.text:
@@ -251,21 +288,20 @@ class Knowledge:
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
         load, now = self.loads[server], self._clock()
-        takes_s, depth = 0.0, self._depths(ask).get(load.index, 0)
-        new = [(block, load.index) for block in ask.hashes[int(depth) :]]
-        self._coming.update(new)
+        takes_s, new = 0.0, list[tuple[int, int]]()
         if computes:
-            takes_s = ask.uncached(depth) * load.token_s
+            depth = self._depths(ask).get(load.index, 0)
+            new = [(block, load.index) for block in ask.hashes[int(depth) :]]
+            self._coming.update(new)
+            takes_s = load.launch_s + ask.uncached(depth) * load.token_s
             if generates:
                 takes_s /= share_for_prompts(load, self._limits)
             load.free_at = max(load.free_at, now) + takes_s
             load.prompts += 1
+            load.queue(ask.size, takes_s)
+            self._has_prompt(load, ask)  # by the time of whatever comes after it
         load.running += generates
         load.held += ask.tokens * generates
-        size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
-        most = None if load.capacity is None else int(load.capacity / size)
-        self._prefixes.add(load.index, ask.hashes, most)
-        self._has_all(load, ask)
         return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s, now, new)
 
     def wait_s(self, server: object) -> float:
@@ -274,6 +310,8 @@ class Knowledge:
 
     def answered(self, work: Work) -> None:
         """The first token has come, or all of a prefill."""
+        if not work.new and not work.computes:
+            self._has_prompt(work.load, work.ask)
         self._computed(work, late_s=self._clock() - work.end - work.load.late_s)
 
     def ended(self, work: Work) -> None:
@@ -294,6 +332,7 @@ class Knowledge:
             return
         work.computes = False
         load.prompts -= 1
+        load.queue(work.ask.size, -work.takes_s)
         if not load.prompts:
             late_s = self._clock() - load.free_at
         load.free_at += late_s
@@ -322,4 +361,6 @@ class Knowledge:
             steps = min(new.mixed_steps, streams) + streams / DOUBLING
             least = _LEAST_OF_PROMPTS * new.mixed_seconds
             seconds = max(new.mixed_seconds - steps * load.step_s, least)
-            load.token_s = _moved(load.token_s, new.prompts, seconds)
+            speed = self._prompt_steps.setdefault(server, _PromptSteps())
+            speed.took(new.mixed_steps, new.prompts, seconds)
+            load.launch_s, load.token_s = speed.launch_s, speed.token_s

@@ -24,6 +24,9 @@ _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 _PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
 
 
+_STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
+_SIZES = 5  # of prompts, each four times as long as the one before
+
 Depths = dict[int, float]  # by server: how many blocks of a prompt it has
 
 
@@ -36,10 +39,13 @@ class Load:
         prompts: that wait or are being computed there.
         free_at: when the prompts that it has will have been computed, in seconds of any clock.
         late_s: by how much predictions of `free_at` were too early, all added up.
+        queued_s: what the prompts of each size take that it has.
+        passed_s: of that, what a prompt of each size does not wait for, as it is much shorter.
         running: streams that are generated there.
         held: tokens of KV that these streams have.
         capacity: tokens of KV; None while it has not said.
         token_s: what it takes for one token of a prompt, in seconds.
+        launch_s: what it takes besides for a step with prompts.
         step_s: what a step of one stream takes; more add to that, see `step_s`.
         target_s: what a step with streams may take there; None: see Limits.
     """
@@ -48,12 +54,21 @@ class Load:
     prompts: int = 0
     free_at: float = float("-inf")
     late_s: float = 0.0
+    queued_s: list[float] = field(default_factory=lambda: [0.0] * _SIZES)
+    passed_s: list[float] = field(default_factory=lambda: [0.0] * _SIZES)
     running: int = 0
     held: int = 0
     capacity: int | None = None
     token_s: float = _UNKNOWN_TOKEN_S
+    launch_s: float = 0.0
     step_s: float = 0.005
     target_s: float | None = None
+
+    def queue(self, size: int, seconds: float) -> None:
+        """It has a prompt of this size more, or less."""
+        self.queued_s[size] += seconds
+        under_way = _STEP_TOKENS * self.token_s
+        self.passed_s = [max(sum(self.queued_s[n + 2 :]) - under_way, 0.0) for n in range(_SIZES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +218,12 @@ class Ask:
     now: float = 0.0
     text: bytes = field(default=b"", repr=False)
 
+    @property
+    def size(self) -> int:
+        """See Load. Servers begin a prompt before one that is four times as long, if that has 1,024
+        tokens: two sizes more."""
+        return min(max(self.tokens.bit_length() - 9, 0) // 2, _SIZES - 1)
+
     def uncached(self, depth: float) -> int:
         """Tokens to compute where so many blocks are cached; the last one always is."""
         return max(int(self.tokens - depth * self.block_tokens), 1)
@@ -256,6 +277,7 @@ def _cheapest_prefill(
 ) -> tuple[int, float, float]:
     """That, when it would have computed the prompt, and what is lost by that, in seconds."""
     best, least, most, now, block = 0, float("inf"), 0.0, ask.now, ask.block_tokens
+    size = ask.size
     if depths:
         most = max([depths.get(each.index, 0) for each in servers])
         if (anywhere := max(depths.values())) > 2 * most:  # it lacks more than the last answers
@@ -272,8 +294,8 @@ def _cheapest_prefill(
             saved = _saved_s(ask, server, depths, lent, limits)
             again = (most - depths.get(server.index, 0)) * block * server.token_s
             seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
-        if server.free_at > now:
-            seconds += server.free_at - now
+        if (begun_at := server.free_at - server.passed_s[size]) > now:
+            seconds += begun_at - now
         if server.running:
             seconds += min(server.running, _CROWD) * _INTERRUPTED_S
         if seconds < least:
@@ -324,7 +346,7 @@ def _cheapest_alone(
     that: how late its first token feels, and what streams lose, those included that are `coming`
     from prefill servers. One loop with hardly a call: it is taken for each request."""
     best, least, wanted, now = 0, float("inf"), ask.tokens + ask.answer, ask.now
-    block, most = ask.block_tokens, max(depths.values(), default=0)
+    block, most, size = ask.block_tokens, max(depths.values(), default=0), ask.size
     tokens, copied = ask.tokens, most * block * _COPY  # of one that has none of it
     for place, server in enumerate(servers):
         seconds = tokens * server.token_s
@@ -350,8 +372,8 @@ def _cheapest_alone(
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:
                 seconds += _room_s(ask, server)
-        if server.free_at > now:
-            seconds += server.free_at - now
+        if (begun_at := server.free_at - server.passed_s[size]) > now:
+            seconds += begun_at - now
         cost = lost + seconds
         if cost < least:
             cost += (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S

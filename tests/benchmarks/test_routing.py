@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import routing
-from benchmarks.loads import MIXES, Request
+from benchmarks.loads import MIXES, Loaded, Request
 from proxy.knowledge import Totals
-from proxy.placement import Limits
+from proxy.placement import Ask, Limits
 
 
 @pytest.fixture
@@ -69,6 +69,51 @@ def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_pref
         computed = sum(each.computed for each in fleet.requests) - 48 * 560
         shares.append(computed / (4 * (512 + 24 * 48)))
     assert statistics.mean(shares) <= 1.02 and max(shares) <= 1.1
+
+
+class Split(routing.Knowing):
+    """A fixed share of the prompts goes to the decode server alone."""
+
+    share, turns = 0.0, 0.0
+
+    def computes(self, request: Request) -> routing.Engine:
+        ask = Ask(request.tokens, request.hashes, routing.BLOCK, request.answer)
+        self.turns += self.share
+        alone, self.turns = self.turns >= 1.0, self.turns % 1.0
+        return self._take(request, ask, self._in_turn[alone], True, alone)
+
+
+def served(shape: tuple[int, int], router: type[routing.Knowing], load: Loaded) -> routing.Fleet:
+    num, times = sum(shape), routing.Times()
+    engines = [routing.Engine(i, i < shape[0], times, 0.025) for i in range(num)]
+    fleet = routing.Fleet(engines, times, load[1])
+    fleet.router = router(fleet, "auto", "auto", Limits())
+    fleet.run(load[0])
+    return fleet
+
+
+def took_s(fleet: routing.Fleet) -> float:
+    """From the burst's beginning to the end."""
+    return fleet.now - max(each.arrival for each in fleet.requests)
+
+
+def test_prompts_that_come_at_once_are_split_about_as_well_as_can_be():
+    """Speeds are as believed at first, or as short prompts of a minute and long ones taught."""
+    splits = [type("", (Split,), {"share": share}) for share in (0.2, 0.25, 0.3)]
+    best = min(took_s(served((1, 1), split, MIXES["burst"](1.0, 256))) for split in splits)
+    both = took_s(served((0, 2), routing.Knowing, MIXES["burst"](1.0, 256)))
+    burst = [Request(30.0, 1024, 256, ()) for _ in range(256)]
+    for lengths in ([], [8], [16, 128], [2048, 128], [8192, 30]):
+        known = [Request(i * 0.1, n, 64, ()) for i in range(200) for n in lengths]
+        alone = served((1, 1), routing.Knowing, ([*known, *burst], lambda request, now: None))
+        assert took_s(alone) <= min(1.05 * best, 1.1 * both), lengths
+
+
+def test_streams_are_left_alone_while_the_prefill_server_bears_the_prompts():
+    fleet = served((1, 1), routing.Knowing, MIXES["documents"](1.0, 0))
+    gaps, late = fleet.decodes[0].gaps, 100  # of 0.1 ms
+    assert sum(n for gap, n in gaps.items() if gap > late) < 0.005 * gaps.total()
+    assert not any(each.alone for each in fleet.requests if each.tokens == 8192)
 
 
 @given(st.integers(0, 2**32))

@@ -25,8 +25,10 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
     """Tokens computed, of the fewest that are possible: `each` prompts of so many groups come in
     turn, many at once, to servers whose speed is known."""
     make = [start_prefill] * num_prefills + [start_decode] * (4 - num_prefills)
-    with started(*(partial(m, model, "--kv-cache-tokens", "32768") for m in make)) as servers:
-        argv = ("--itl-target-s", "0.5", "--disaggregate", "auto", "--max-queue-s", "600")
+    patient = "--max-queue-s", "600"
+    argv = "--kv-cache-tokens", "32768", *patient
+    with started(*(partial(m, model, *argv) for m in make)) as servers:
+        argv = "--itl-target-s", "0.5", "--disaggregate", "auto", *patient
         proxy = start_proxy(servers[:num_prefills], servers[num_prefills:], *argv)
         with running(proxy):
             for _ in range(2):

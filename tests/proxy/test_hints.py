@@ -51,6 +51,7 @@ class Fleet:
         for had, computes, generates in legs:
             work = self.knowledge.begin(had, ask(TURN_1), computes=computes, generates=generates)
             self.clock.now += 1.0
+            self.knowledge.answered(work)
             self.knowledge.ended(work)
 
     def named(self, reader: Server, messages: Any = TURN_2) -> str | None:
@@ -120,6 +121,7 @@ def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
     knowledge, turn_2 = Knowledge("auto", "auto", clock=fleet.clock), ask(TURN_2)
     work = knowledge.begin("d", ask(TURN_1), computes=False, generates=True)
     fleet.clock.now += 1.0
+    knowledge.answered(work)
     knowledge.ended(work)
     assert knowledge.goes_alone(turn_2, ["p"], ["d", "e"])
     assert knowledge.first(["e", "d"], turn_2, computes=True, generates=True) == "d"

@@ -24,13 +24,13 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_
         (having,) = (fake for fake in rig.prefill if fake.calls)
         (other,) = (fake for fake in rig.prefill if not fake.calls)
         held = having.behave = Waits(prefills)
-        busy = asyncio.create_task(rig.complete(prompt=LONG + "and much more " * 50_000))
+        busy = asyncio.create_task(rig.complete(prompt=LONG + "and much more " * 3_500))
         await until(lambda: len(having.calls) == 5)
         await rig.complete(prompt=LONG + "short")
         assert len(other.calls) == 1
         held.go.set()
         await busy
-        await rig.complete(prompt=LONG + "and much more " * 50_000)
+        await rig.complete(prompt=LONG + "and much more " * 3_500)
         assert len(having.calls) == 6  # idle again
 
 
@@ -131,6 +131,19 @@ def test_the_speed_of_a_server_is_what_its_steps_say():
         knowledge.told("d", 1000, totals)
     assert step_s(knowledge.loads["d"]) == pytest.approx(0.012, rel=0.01)
     assert knowledge.loads["d"].token_s == pytest.approx(4e-4, rel=0.01)
+
+
+def test_short_prompts_do_not_make_a_server_look_slow():
+    """Whose steps with prompts take 13 ms at least; one for each of these lengths, in any order."""
+    rng, knowledge, totals = random.Random(1), Knowledge("auto", "auto"), Totals()
+    for step in range(400):
+        tokens = rng.choice([1, 1, 16, 128, 128, 2048, 8192]) if step < 200 else 1
+        seconds = max(0.013, tokens * 25e-6)
+        new = Totals(1, tokens, tokens, seconds, 1, tokens, seconds)
+        totals = Totals(*(a + b for a, b in zip(totals, new, strict=True)))
+        knowledge.told("p", 1000, totals)
+        if 50 < step < 250:
+            assert 20e-6 < knowledge.loads["p"].token_s < 35e-6, step
 
 
 def test_a_server_of_both_kinds_is_known_once():

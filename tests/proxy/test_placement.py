@@ -69,6 +69,18 @@ def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone():
     assert found is not None and found.prefill is None
 
 
+def test_a_short_prompt_waits_for_no_long_one_that_is_not_under_way():
+    prefill, decode = Load(0, free_at=0.8), Load(1, running=32, held=32_000)
+    for _ in range(4):
+        prefill.queue(Ask(8192).size, 0.2)
+    for tokens, expected in ((128, 0), (2048, None), (8192, None)):
+        found = place(Ask(tokens), [prefill], [decode], {})
+        assert found is not None and found.prefill == expected, tokens
+    for _ in range(4):
+        prefill.queue(Ask(8192).size, -0.2)
+    assert prefill.passed_s == Load(1).passed_s
+
+
 @pytest.mark.parametrize(("queued", "alone"), [(0, False), (200_000, True)])
 def test_decode_servers_help_while_prefill_servers_are_the_bottleneck(queued, alone):
     found = place(

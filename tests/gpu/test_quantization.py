@@ -10,7 +10,7 @@ from model.quantization import products
 from model.quantization.quantized import quantise
 from tests.model.quantised_files import FORMATS, rewrite
 from tests.model.random_models import make
-from tests.model.test_quantization import logits_of
+from tests.model.test_quantization import IDS, logits_of
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -69,5 +69,5 @@ def test_a_model_that_stays_quantised_says_what_the_cpu_says(tmp_path, name):
     config = load_config(tmp_path)
     expected = logits_of(load_model(config, tmp_path, dtype=torch.float32))
     model = load_model(config, tmp_path, dtype=BF16, device="cuda")
-    found = logits_of(model, "cuda").cpu()
+    found = logits_of(model, IDS.cuda()).cpu()
     assert (found - expected).norm() / expected.norm() < 0.1

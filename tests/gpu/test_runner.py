@@ -50,7 +50,7 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 
 @contextmanager
-def runner_for(folder: Path, *, num_blocks: int = 256, **options: Any) -> Iterator[ModelRunner]:
+def runner_for(folder: Path, *, num_blocks: int = 512, **options: Any) -> Iterator[ModelRunner]:
     runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
     runner.allocate(num_blocks)
     runner.capture_graphs()
@@ -61,7 +61,12 @@ def runner_for(folder: Path, *, num_blocks: int = 256, **options: Any) -> Iterat
 
 def tables_for(num_tokens: int, num_groups: int = 1) -> np.ndarray:
     width = -(-num_tokens // 16) * num_groups
-    order = 1 + np.random.default_rng(3).permutation(255)[: width * len(PROMPTS)]
+    order = (
+        1
+        + np.random.default_rng(3).permutation(max(255, width * len(PROMPTS)))[
+            : width * len(PROMPTS)
+        ]
+    )
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 

@@ -22,13 +22,15 @@ from tests.model.dense import DenseAttention
 from tests.model.quantised_files import FORMATS, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
 
+IDS = torch.arange(3, 19)
 WIDE = {"intermediate_size": 192}  # of several groups for each of two ranks
 
 
-def logits_of(model, device="cpu") -> Tensor:
+def logits_of(model, ids: Tensor = IDS) -> Tensor:
+    """[T, vocab]: of each token of a sequence."""
     with torch.inference_mode():
-        ids = torch.arange(3, 19, device=device)
-        return model.logits(model.forward(ids, ids - 3, DenseAttention(model.attention_spec)))
+        at = torch.arange(len(ids), device=ids.device)
+        return model.logits(model.forward(ids, at, DenseAttention(model.attention_spec)))
 
 
 @pytest.fixture(params=FORMATS)

@@ -61,12 +61,7 @@ def runner_for(folder: Path, *, num_blocks: int = 512, **options: Any) -> Iterat
 
 def tables_for(num_tokens: int, num_groups: int = 1) -> np.ndarray:
     width = -(-num_tokens // 16) * num_groups
-    order = (
-        1
-        + np.random.default_rng(3).permutation(max(255, width * len(PROMPTS)))[
-            : width * len(PROMPTS)
-        ]
-    )
+    order = 1 + np.random.default_rng(3).permutation(511)[: width * len(PROMPTS)]
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 

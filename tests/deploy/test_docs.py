@@ -99,8 +99,10 @@ def test_every_command_of_a_text_is_accepted(path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "as the texts say before")
     text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
     command = re.compile(r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)")
-    for name, options in command.findall(text):
-        load(ALL_PROGRAMS[name], shlex.split(options))
+    commands = command.findall(text)
+    assert commands or not re.search(r"(?m)^ {4}(?:[\w-]+\$ )?baton ", text)
+    for name, options in commands:
+        assert isinstance(load(ALL_PROGRAMS[name], shlex.split(options)), ALL_PROGRAMS[name])
 
 
 def test_the_arguments_of_make_are_accepted():
@@ -128,16 +130,16 @@ def test_make_refuses_variables_that_it_would_not_read(given, code):
 def test_the_requests_of_the_readme_are_accepted():
     text = (ROOT / "README.md").read_text()
     (body,) = re.findall(r"-d '(\{.*\})'", text)
-    validate(CompletionRequest, json.loads(body))
+    asked = validate(CompletionRequest, json.loads(body))
+    assert asked.prompt == "The capital of France is"
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (create,) = [
         node
         for node in ast.walk(ast.parse(program))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "create"
     ]
-    validate(
-        ChatRequest, {str(given.arg): ast.literal_eval(given.value) for given in create.keywords}
-    )
+    given = {str(each.arg): ast.literal_eval(each.value) for each in create.keywords}
+    assert len(validate(ChatRequest, given).messages) == len(given["messages"])
 
 
 def test_the_fields_of_responses_are_in_the_text():

@@ -138,6 +138,7 @@ def test_a_client_that_closes_its_stream_aborts_the_request(client, tiny_cluster
     wait_until(lambda: decode.metrics().get(aborted, 0) == before + 1)
     wait_until(lambda: decode.metrics()["baton_requests_running"] == 0)
     wait_until(decode.all_blocks_home)
+    assert decode.metrics()[aborted] == before + 1
 
 
 def test_servers_expose_the_metrics_of_the_docs_and_no_others(client, tiny_cluster):

@@ -1,4 +1,4 @@
-"""A TCP relay in front of a decode server, which does something to it at a given token of a stream.
+"""A TCP relay in front of a decode server, which holds requests up at a token of their streams.
 
 The bytes up to the frame with that token are passed on, this one only if the fault loses nothing.
 """
@@ -8,51 +8,61 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 _FRAME = re.compile(rb":baton [0-9a-f]{8} (\[\[[^\n]*\]\])\n")
+_ID = re.compile(rb"\r\nx-request-id: ([^\r]*)\r\n", re.IGNORECASE)
 _MAX_HELD_BYTES = 1 << 16  # of a frame's beginning
 AT_REQUEST = -2
 AT_ANSWER = -1
+HOLD_S = 120.0
 
 
 @dataclass
-class Fault:
-    """What happens, once, at whichever server is the first to send so many tokens of one stream.
+class Hold:
+    """Where one request is held up, once, at whichever server is the first to send so many tokens.
 
     Args:
-        act: gets the relay in front of it.
         after: tokens that are passed on before; or AT_REQUEST, AT_ANSWER: before any byte of it.
         loses: what is on its way back then.
+
+    Attributes:
+        asked, reached: a server was asked; it is held up.
+        go: set by whoever waited for that.
     """
 
-    act: Callable[["Cutter"], None]
     after: int
     loses: bool = True
-    happened: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def is_due(self, num_tokens: int) -> bool:
-        """True for one caller."""
+    def holds(self, num_tokens: int) -> bool:
+        """True for one caller, after a wait."""
         with self._lock:
-            if self.happened.is_set() or num_tokens <= self.after:
+            if self.reached.is_set() or num_tokens <= self.after:
                 return False
-            self.happened.set()
-            return True
+            self.reached.set()
+        return self.go.wait(HOLD_S)
+
+
+_Asked = list[Hold]  # of what a connection has asked for last; none: it is not to be held up
 
 
 class Cutter:
     """Relays connections to a port. `close` ends it.
 
+    Args:
+        holds: by the id of a request.
+
     Attributes:
-        fault: None: it only relays.
         target: the port, of connections from now on.
     """
 
-    def __init__(self, port: int) -> None:
-        self.fault: Fault | None = None
+    def __init__(self, port: int, holds: Mapping[bytes, Hold]) -> None:
+        self._holds = holds
         self.target = port
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()  # of these
@@ -107,32 +117,28 @@ class Cutter:
         with near, far:
             with self._lock:
                 self._open |= {near, far}
-            asks = threading.Event()  # while something is to be generated
-            told = near, far, asks
+            asked: _Asked = []
+            told = near, far, asked
             there = threading.Thread(target=self._pass_requests, args=told, daemon=True)
             there.start()
-            self._pass_answers(far, near, asks)
+            self._pass_answers(far, near, asked)
             there.join()
             with self._lock:
                 self._open -= {near, far}
 
-    def _is_due(self, num_tokens: int) -> Fault | None:
-        fault = self.fault
-        return fault if fault and fault.is_due(num_tokens) else None
-
-    def _pass_requests(self, near: socket.socket, far: socket.socket, asks: Any) -> None:
+    def _pass_requests(self, near: socket.socket, far: socket.socket, asked: _Asked) -> None:
         with _ending(near, far):
             while data := near.recv(1 << 16):
-                if data.startswith(b"GET "):
-                    asks.clear()
-                elif data.startswith(b"POST /v1/"):
-                    asks.set()
-                    if fault := self._is_due(AT_ANSWER):
-                        fault.act(self)
+                if data.startswith((b"GET ", b"POST ")):
+                    name = _ID.search(data) if data.startswith(b"POST /v1/") else None
+                    asked[:] = [self._holds[name[1]]] if name and name[1] in self._holds else []
+                    for hold in asked:
+                        hold.asked.set()
+                        hold.holds(AT_ANSWER)
                 self._passes.wait()
                 far.sendall(data)
 
-    def _pass_answers(self, far: socket.socket, near: socket.socket, asks: Any) -> None:
+    def _pass_answers(self, far: socket.socket, near: socket.socket, asked: _Asked) -> None:
         num_tokens, held, is_lost = 0, b"", False
         with _ending(far, near):
             while data := far.recv(1 << 16):
@@ -143,9 +149,9 @@ class Cutter:
                     num_tokens += sum(len(entry[1]) for entry in json.loads(frame[1]))
                     end = frame.end()
                 held = held[end:][-_MAX_HELD_BYTES:]
-                if asks.is_set() and (fault := self._is_due(num_tokens)):
-                    fault.act(self)
-                    is_lost = fault.loses
+                for hold in asked:
+                    if hold.holds(num_tokens):
+                        is_lost = hold.loses
                 self._passes.wait()
                 if not is_lost:
                     near.sendall(data)

@@ -143,17 +143,11 @@ class PDRequest:
         self._losses.begin()
         loss: Loss | None = None
         while loss is None or self._losses.take(loss, self._fleet.of[Kind.DECODE]):
-            if loss is not None:
-                self._trace.rotation, self._trace.decode_only = "pair", "-"
-                if loss.params is None:
-                    avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
-                    is_any = loss.has_begun or all(server in avoided for server in servers)
-                    await self._until_ready(() if is_any else avoided)
-                self._pool = self._own_pool()
             try:
-                await (
-                    self._go_on(loss) if loss and loss.params else self._generate_once(is_scored)
-                )
+                if loss is None:
+                    await self._generate_once(is_scored)
+                else:
+                    await self._generate_again(loss, is_scored)
                 return
             except Loss as another:
                 loss = another
@@ -161,12 +155,29 @@ class PDRequest:
                 if loss is None:
                     raise
                 self._losses.count("failed")
+                loss.params = None
                 if loss.has_begun or not self.reply.kept:
                     break
-                self.reply.kept, loss.params = Kept(), None  # it begins anew
+                self.reply.kept = Kept()  # it begins anew
+        if loss.params is not None:
+            self.upstreams.give_back(loss.server, self.headers, loss.params)
         if loss.event is None or not loss.has_begun:
             raise loss.told
         await self.reply.break_off(loss.event)
+
+    async def _generate_again(self, loss: Loss, is_scored: bool) -> None:
+        self._trace.rotation, self._trace.decode_only = "pair", "-"
+        if loss.params is None:
+            avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
+            is_any = loss.has_begun or all(server in avoided for server in servers)
+            await self._until_ready(() if is_any else avoided)
+        self._pool = self._own_pool()
+        if loss.params is None:
+            await self._generate_once(is_scored)
+            return
+        # Without another server that one itself does, as long as it lives.
+        readers = self._pool.readers_of(loss.server.health.kv_digest)
+        await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
 
     async def _until_ready(self, avoided: Sequence[Server]) -> None:
         """Until some decode server is, for as long as that may take one that broke a connection."""
@@ -177,13 +188,6 @@ class PDRequest:
 
     def _own_pool(self) -> Pool:
         return self._fleet.pool(bodies.model_of(self._plain))
-
-    async def _go_on(self, loss: Loss) -> None:
-        """Another server does with a stream that its server has handed over; without another one
-        that server itself, as long as it lives."""
-        assert loss.params is not None
-        readers = self._pool.readers_of(loss.server.health.kv_digest)
-        await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
 
     async def _generate_once(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):
@@ -424,12 +428,18 @@ class PDRequest:
         finally:
             await response.aclose()
             self.upstreams.release(server, leg.work)
+        if self.reply.finished:  # all that was missing is HTTP's own end
+            await self.reply.end()
+            return
         if not self._losses.may_go_on:
             raise error
         self._trace.num_moved += params is not None
         self._trace.num_lost += params is None
         has_begun = self.reply.status is not None
-        raise Loss(error, failure, server, event, has_begun=has_begun, params=params)
+        if params is not None and not self.reply.kept:  # of tokens that nobody can name any more
+            self.upstreams.give_back(server, self.headers, params)
+            params = None
+        raise Loss(error, failure, server, event, has_begun, params)
 
     async def _relay_refusal(self, answer: Response) -> None:
         self.upstreams.count("prefill", f"status_{answer.status}")

@@ -250,15 +250,18 @@ class Reply:
         if not is_framed:
             await self._begin_stream(response)
             self.kept.forget()
+        is_sent = True  # what came
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
+                is_sent = False
                 if complete := events.feed(chunk):
                     await self._begin_stream(response)
                     await self._body(complete, more=True)
+                is_sent = True
                 events.were_sent()
         except asyncio.CancelledError:
-            self.finished = events.has_ended  # many clients hang up at [DONE]
+            self.finished = is_sent and events.has_ended  # many clients hang up at [DONE]
             self.is_broken = events.has_failed
             raise
         except UpstreamError:
@@ -269,8 +272,12 @@ class Reply:
                 await self._body(rest, more=True)
         if events.has_ended:
             self.is_broken = events.has_failed
-            await self._body(b"", more=False)
+            await self.end()
         return events.has_ended
+
+    async def end(self) -> None:
+        """Ends a stream whose last event was sent."""
+        await self._body(b"", more=False)
 
     async def _begin_stream(self, response: Response) -> None:
         """Not before there is an event in a frame: what moves may be no stream to the client."""
@@ -303,6 +310,7 @@ def _is_framed(response: Response) -> bool:
     return any(name == _FRAMED for name, _ in response.headers)
 
 
+@dataclass(eq=False)
 class Loss(Exception):
     """A decode server did not come to the end of an answer.
 
@@ -313,19 +321,12 @@ class Loss(Exception):
         params: of the KV that the server has lent to who goes on.
     """
 
-    def __init__(
-        self,
-        told: BatonError,
-        reason: Failure,
-        server: Server,
-        event: bytes | None,
-        *,
-        has_begun: bool,
-        params: msgspec.Raw | None = None,
-    ) -> None:
-        super().__init__(told.message)
-        self.told, self.reason, self.server, self.event = told, reason, server, event
-        self.has_begun, self.params = has_begun, params
+    told: BatonError
+    reason: Failure
+    server: Server
+    event: bytes | None
+    has_begun: bool
+    params: msgspec.Raw | None
 
 
 class Losses:

@@ -1,5 +1,6 @@
 """Streams whose decode server is lost, in front of servers that frame what they send."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
 from proxy.relay import MAX_MOVES
-from tests.proxy.fakes import Behave, Call, Drop, Fake, Rig, decodes, fails, until
+from tests.proxy.fakes import LENT, Behave, Call, Drop, Fake, Rig, decodes, fails, until
 
 _SECRET = "a secret of sixteen bytes"
 _ORIGIN = {"id": "x", "created": 1, "seed": 2, "limits": [9], "digest": "d"}
@@ -127,6 +128,30 @@ async def test_a_server_that_only_broke_a_connection_goes_on_itself():
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_a_slow_client_is_told_the_end_of_a_server_that_is_lost_behind_it(is_written):
+    """Of an end that could not be written yet, that there is none."""
+    reads, end = asyncio.Event(), resume.frame(b"[]", _EVENTS[-1])
+    large = resume.frame(b"[]", b"data: %b\n\n" % (b"x" * (1 << 24)))
+
+    async def behave(call: Call) -> None:
+        await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
+        await call.write(large + end * is_written)
+        await reads.wait()
+        await call.write(end * (not is_written))
+        fakes[0].silent = True
+        await call.gone()
+
+    fakes, settings = _of(behave), {"health_timeout_s": 0.05, "read_timeout_s": 3600.0}
+    async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=0, **settings) as rig:
+        asked = {"model": "m", "prompt": "hello", "stream": True}
+        async with rig.client.stream("POST", "/v1/completions", json=asked) as answer:
+            reads.set()
+            await until(lambda: rig.in_flight() == 0)
+            told = (await answer.aread())[-1000:]
+        assert (b"[DONE]" in told, b"decode_server_lost" in told) == (is_written, not is_written)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_losses_have_a_limit(stream):
     async def breaks(call: Call) -> None:
@@ -166,6 +191,13 @@ def _moves(start: int, stop: int) -> Behave:
     return _sends(_framed(start, stop) + resume.frame(text, _ERROR))
 
 
+def _moves_whole() -> Behave:
+    """What is told of an answer that is no stream."""
+    told = [json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2))]
+    moved = resume.frame(resume.MOVED + json.dumps(_REFERENCE).encode(), _ERROR)
+    return _sends(b"".join([*(resume.frame(each, b"") for each in told), moved]))
+
+
 @pytest.mark.parametrize("others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []])
 async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others):
     """However many were lost before; where there is no other server, at its own."""
@@ -188,12 +220,8 @@ async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others
 @pytest.mark.parametrize("is_refused", [False, True])
 async def test_so_does_an_answer_that_is_no_stream(is_refused):
     """Or it begins anew, where nobody goes on."""
-    text = resume.MOVED + json.dumps(_REFERENCE).encode()
-    told = [json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2))]
-    frames = [(each, b"") for each in told] + [(text, _ERROR)]
     refusals = [fails(503, "resume_refused")] * 2 * is_refused
-    first = _sends(b"".join(resume.frame(*each) for each in frames))
-    both = _in_turn(first, *refusals, decodes)
+    both = _in_turn(_moves_whole(), *refusals, decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
@@ -205,6 +233,16 @@ async def test_so_does_an_answer_that_is_no_stream(is_refused):
         assert len(rig.prefill[0].calls) == 1 + is_refused
         assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
         assert rig.in_flight() == 0
+
+
+async def test_an_answer_of_which_too_much_was_told_begins_anew(monkeypatch):
+    """Its KV is of tokens that nobody knows."""
+    monkeypatch.setattr(resume, "MAX_KEPT_BYTES", 40)
+    both = _in_turn(_moves_whole(), decodes)
+    async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
+        assert (await rig.complete()).json() == {"text": "onetwo"}
+        given = [call.body["kv_transfer_params"] for fake in rig.decode for call in fake.calls]
+        assert given == [LENT, LENT]
 
 
 @pytest.mark.parametrize(("num", "reason"), [(3, "lost"), (40, "moved")])
@@ -223,6 +261,7 @@ async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
             for outcome in ("resumed", "spent")
         )
         assert moved == (3 if reason == "lost" else MAX_MOVES + 1)
+        await until(lambda: sum(len(fake.releases) for fake in rig.decode) == moved)
 
 
 _DROPS_LATER = _sends(_framed(1, 2), drops=True)

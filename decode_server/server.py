@@ -5,6 +5,7 @@ everything else about it (lease, peer, bytes) the engine finds out. Its first to
 if they were drawn as this request draws; otherwise the KV is pulled and they are drawn here.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from engine.serve import run_server
 from prefill_server.server import PrefillLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
-from protocol.kv_params import KVTransferParams
+from protocol.kv_params import KVTransferParams, Offer
 from protocol.messages import AddRequest, EngineInput, EngineReady, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings, parse
@@ -58,26 +59,15 @@ class Legs(PrefillLeg):
         offered = request.kv_transfer_params
         if kv_params.is_absent(offered):
             return adds
-        if kv_params.is_offer(offered):
-            return self._with_offer(adds, offered)
+        if offer := kv_params.offer_of(offered, self._secret, time.time()):
+            # Whoever made it still has the prefill server's answer, if it is refused here.
+            return _with_offer(adds, offer)
         # What is malformed is an error under any policy.
         references = kv_params.parse_list(offered, len(adds))
         lent = kv_params.sender_releases(offered)
         return [
             self._with_reference(add, params, lent, request.seed, ready.vocab_size)
             for add, params in zip(adds, references, strict=True)
-        ]
-
-    def _with_offer(self, adds: list[AddRequest], offered: object) -> list[AddRequest]:
-        """Their prompts are computed elsewhere at the same time."""
-        # Whoever offered it still has the prefill server's answer, if it is refused here.
-        offer = kv_params.parse_offer(offered)
-        offer.verify(self._secret)
-        if adds[0].num_prompt_logprobs is not None:
-            _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
-        return [
-            replace(add, remote=offer.to_remote(index, add.token_ids))
-            for index, add in enumerate(adds)
         ]
 
     def _with_reference(
@@ -106,9 +96,10 @@ class Legs(PrefillLeg):
 
     def _hinted(self, offered: object, adds: list[AddRequest]) -> list[AddRequest]:
         try:
-            hint = kv_params.hint_of(offered, self._secret)
+            hint = kv_params.hint_of(offered, self._secret, time.time())
         except KVParamsRejected as error:
-            if self._policy == "fail" or not (error.param or "").endswith("signature"):
+            is_malformed = not (error.param or "").endswith(("signature", "issued_s"))
+            if self._policy == "fail" or is_malformed:
                 raise
             return [replace(add, kv_rejected=error.message) for add in adds]
         return [replace(add, hint=hint) for add in adds] if hint else adds
@@ -126,6 +117,14 @@ class Legs(PrefillLeg):
         ours = kv_params.signed(kv_transfer_params, self._secret)
         remotes = map(kv_params.to_remote_prefill, ours)
         return [*super().refused(kv_transfer_params), *map(ReleaseRemote, remotes)]
+
+
+def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
+    """Their prompts are computed elsewhere at the same time."""
+    if adds[0].num_prompt_logprobs is not None:
+        _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
+    remotes = (offer.to_remote(index, add.token_ids) for index, add in enumerate(adds))
+    return [replace(add, remote=remote) for add, remote in zip(adds, remotes, strict=True)]
 
 
 def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -> None:

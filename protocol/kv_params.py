@@ -29,6 +29,7 @@ from protocol.messages import (
     SamplingParams,
     TokenLogprobs,
 )
+from protocol.registration import MAX_AGE_S
 from protocol.short_repr import short_repr
 
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
@@ -204,16 +205,12 @@ class Offer(Struct, frozen=True, kw_only=True):
     incarnation: _Text
     host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
     port: Annotated[int, Meta(ge=1, le=65535)]
+    issued_s: Annotated[int, Meta(ge=0)] = 0  # since 1970
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     def to_json(self, secret: bytes) -> dict[str, Any]:
         """The object for the decode leg's body."""
         return {"do_remote_prefill": True, "subscribe": sealed(self, secret)}
-
-    def verify(self, secret: bytes) -> None:
-        """Raises KVParamsRejected unless a holder of the cluster secret signed it."""
-        if not hmac.compare_digest(self.signature, _seal(self, secret)):
-            reject("subscribe.signature", "does not match: no proxy of this cluster made it")
 
     def to_remote(self, index: int, token_ids: Sequence[int]) -> RemotePrefill:
         """What the engine needs of it for the prompt of this index."""
@@ -242,33 +239,35 @@ def prompt_name(transfer_id: str, index: int) -> str:
     return f"{transfer_id[:100]}-{index}"
 
 
-def is_offer(obj: object) -> bool:
-    return isinstance(obj, dict) and obj.get("subscribe") is not None
-
-
-def parse_offer(obj: object) -> Offer:
-    """Raises KVParamsRejected, naming the field, its value and what is allowed."""
-    return convert(obj, _Offered).subscribe
-
-
-class _Offered(Struct):
-    subscribe: Offer
-
-
-class _Hinted(Struct):
+class _Said(Struct):
+    subscribe: Offer | None = None
     hint: KVHint | None = None
 
 
-def hint_of(obj: object, secret: bytes) -> KVHint | None:
-    """What some kv_transfer_params hint at; a hint that is wrong costs its reader one question.
-    Raises KVParamsRejected for what is malformed, or what nobody of this cluster signed."""
-    told = obj.get(HINT) if isinstance(obj, dict) else None
-    hint = convert({HINT: told}, _Hinted).hint
-    if hint is None:
+def offer_of(obj: object, secret: bytes, now_s: float) -> Offer | None:
+    """What some kv_transfer_params offer. Raises KVParamsRejected, as `hint_of`."""
+    offer: Offer | None = _said_of(obj, "subscribe", secret, now_s)
+    return offer
+
+
+def hint_of(obj: object, secret: bytes, now_s: float) -> KVHint | None:
+    """What they hint at; a hint that is wrong costs its reader one question. Raises
+    KVParamsRejected for what is malformed or old, or what nobody of this cluster signed."""
+    hint: KVHint | None = _said_of(obj, HINT, secret, now_s)
+    return hint and msgspec.structs.replace(hint, issued_s=0, signature="")
+
+
+def _said_of(obj: object, name: str, secret: bytes, now_s: float) -> Any:
+    given = obj.get(name) if isinstance(obj, dict) else None
+    said = getattr(convert({name: given}, _Said), name)
+    if said is None:
         return None
-    if not hmac.compare_digest(hint.signature, _seal(hint, secret)):
-        reject(f"{HINT}.signature", "does not match: only proxies of this cluster give hints")
-    return msgspec.structs.replace(hint, signature="")
+    if not hmac.compare_digest(said.signature, _seal(said, secret)):
+        reject(f"{name}.signature", "does not match: only proxies of this cluster say so")
+    if abs(age_s := now_s - said.issued_s) > MAX_AGE_S:
+        told = f"is {age_s:.0f} s old by this server's clock, {MAX_AGE_S:g} are the most"
+        reject(f"{name}.issued_s", f"{told}: it is a copy, or a clock is wrong")
+    return said
 
 
 def sealed(told: Offer | KVHint, secret: bytes) -> dict[str, Any]:

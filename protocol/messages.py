@@ -100,7 +100,8 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[str, Meta(min_length=1, max_length=128)]
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]  # that it may hold
-    signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""  # while it travels
+    issued_s: Annotated[int, Meta(ge=0)] = 0  # since 1970; for as long as it travels, as the next
+    signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

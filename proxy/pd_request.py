@@ -11,6 +11,7 @@ the way is replaced: see `_generate`.
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -236,9 +237,9 @@ class PDRequest:
         unfit += [s for s in decodes if not s.health.subscribes or s.url == prefill.url]
         if not pool.ready(Kind.DECODE, unfit):
             return None
-        offer = Offer(transfer_id=self._transfer_id, **asdict(channel)).to_json(secret)
+        told = {"transfer_id": self._transfer_id, "issued_s": int(time.time()), **asdict(channel)}
         self._trace.prefill = prefill.url
-        params = msgspec.Raw(msgspec.json.encode(offer))
+        params = msgspec.Raw(msgspec.json.encode(Offer(**told).to_json(secret)))
         call = replace(self._decode_call(params, whole_from=400), pool=pool)
         return self.upstreams.run(call, self._trace, unfit)
 

@@ -346,6 +346,7 @@ class Upstreams:
 
     async def _send_hinted(self, server: Server, call: UpstreamCall, told: KVHint) -> Response:
         """Without it once more, if the server does not believe it."""
+        told = msgspec.structs.replace(told, issued_s=int(time.time()))
         body = hinted(call.body, told, self.secret)
         response = await self._send(server, replace(call, body=body))
         if response.status == 400:
@@ -415,9 +416,9 @@ class Upstreams:
         """A decode server does not believe what this proxy signs: it is offered no more KV."""
         if self.secret:
             logger.warning(
-                "servers have another cluster secret than this proxy: decode servers are asked "
-                "when the prefill is done, not at once, and nobody is told whose KV to pull (give "
-                "all of them BATON_CLUSTER_SECRET)"
+                "servers have another cluster secret than this proxy, or another time: decode "
+                "servers are asked when the prefill is done, not at once, and nobody is told whose "
+                "KV to pull (give all of them BATON_CLUSTER_SECRET, and see to their clocks)"
             )
         self.secret, self.knowledge.pulls = b"", False
 

@@ -1,10 +1,13 @@
 """Which references to remote KV a decode server believes."""
 
+import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from decode_server.server import Legs
 from protocol import kv_params
@@ -200,18 +203,31 @@ def _hinted(hint: object, policy: str = "recompute", **params: Any) -> AddReques
     return Legs(_SECRET, policy).prepare(request, [add], _READY)[0]
 
 
+def _sealed(age_s: int = 0) -> dict[str, Any]:
+    return sealed(replace(_HINT, issued_s=int(time.time()) - age_s), _SECRET)
+
+
 @pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
 def test_a_signed_hint_goes_along_with_either_leg(leg):
-    prepared = _hinted(sealed(_HINT, _SECRET), **leg)
+    prepared = _hinted(_sealed(), **leg)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
 
 
-@pytest.mark.parametrize("changes", [{"port": 1}, {"host": "\ud800"}, {"signature": "00" * 32}])
-def test_a_hint_that_no_proxy_of_this_cluster_gave_is_refused(changes):
-    forged = {**sealed(_HINT, _SECRET), **changes}
+@pytest.mark.parametrize(
+    ("age_s", "changes", "told"),
+    [
+        (0, {"port": 1}, r"hint\.signature does not match"),
+        (0, {"host": "\ud800"}, r"hint\.signature does not match"),
+        (0, {"signature": "00" * 32}, r"hint\.signature does not match"),
+        (90, {}, r"hint\.issued_s is 9\d s old .* it is a copy, or a clock is wrong"),
+        (-90, {}, r"hint\.issued_s is -\d\d s old"),
+    ],
+)
+def test_a_hint_that_no_proxy_of_this_cluster_just_gave_is_refused(age_s, changes, told):
+    forged = {**_sealed(age_s), **changes}
     prepared = _hinted(forged)
-    assert prepared.hint is None and "hint.signature" in (prepared.kv_rejected or "")
-    with pytest.raises(KVParamsRejected, match=r"hint\.signature does not match"):
+    assert prepared.hint is None and re.search(told, prepared.kv_rejected or "")
+    with pytest.raises(KVParamsRejected, match=told):
         _hinted(forged, "fail")
     with pytest.raises(KVParamsRejected, match=r"hint\.port must be .*got \"x\""):
         _hinted({**forged, "port": "x"})

@@ -1,5 +1,6 @@
 """Servers take either leg of a request, whatever they were started as, and lend what they have."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -51,7 +52,7 @@ def hint_to(server: Server) -> dict[str, Any]:
     ready = httpx.get(f"{server.url}/ready", timeout=10).json()
     told = {name.removeprefix("side_channel_"): value for name, value in ready.items()}
     about = {name: told[name] for name in ("host", "port", "engine_id", "incarnation")}
-    return sealed(KVHint(num_tokens=999, **about), SECRET.encode())
+    return sealed(KVHint(num_tokens=999, issued_s=int(time.time()), **about), SECRET.encode())
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["as named", "the other way round"])

@@ -1,12 +1,13 @@
 """Both legs of a request at once, before servers that say that they can do that."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from protocol import kv_params
+from protocol.kv_params import Offer, offer_of
 from proxy import early_decode
 from tests.proxy.fakes import (
     LENT,
@@ -42,11 +43,9 @@ def params_of(call: Call) -> Any:
     return call.body["kv_transfer_params"]
 
 
-def offer(call: Call) -> kv_params.Offer:
-    """What a decode server is offered; the proxy has signed it."""
-    found = kv_params.parse_offer(call.body["kv_transfer_params"])
-    found.verify(SECRET.encode())
-    return found
+def offer(call: Call) -> Offer | None:
+    """What a decode server is offered, if anything; the proxy has signed it."""
+    return offer_of(params_of(call), SECRET.encode(), time.time())
 
 
 def refuses(call: Call) -> Any:
@@ -96,7 +95,10 @@ async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew():
         p.go.set()
         assert (await asked).json() == {"text": "onetwo"}
         await first.left.wait()
-        assert [offer(call).engine_id for call in rig.decode[0].calls] == ["P0", "P1"]
+        assert [found.engine_id for call in rig.decode[0].calls if (found := offer(call))] == [
+            "P0",
+            "P1",
+        ]
         await until(lambda: rig.in_flight() == 0)
 
 
@@ -109,7 +111,7 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal):
         for _ in range(2):
             response = await rig.client.post("/v1/completions", json=BODY)
             assert response.json() == {"text": "onetwo"}
-        early_ones = [kv_params.is_offer(params_of(call)) for call in d.calls]
+        early_ones = [offer(call) is not None for call in d.calls]
         assert early_ones == [True, False, refusal is not refuses]
 
 
@@ -157,9 +159,9 @@ async def test_so_many_decode_servers_are_given_a_request(outcomes, max_resumes,
         said = (await rig.client.post("/v1/completions", json=BODY)).json()
         assert told in (said.get("text"), said.get("error", {}).get("code"))
         calls = [call for d in rig.decode for call in d.calls]
-        early_ones = [kv_params.is_offer(params_of(call)) for call in calls]
+        early_ones = [offer(call) is not None for call in calls]
         assert sorted(early_ones) == sorted(map(bool, offers))
-        assert len({offer(c).transfer_id for c in calls if kv_params.is_offer(params_of(c))}) == 1
+        assert len({found.transfer_id for call in calls if (found := offer(call))}) == 1
         await until(lambda: bool(p.releases) == (told != "onetwo"))
         await until(lambda: rig.in_flight() == 0)
 

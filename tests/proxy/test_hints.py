@@ -1,6 +1,7 @@
 """Who is told of whom: the server that computes a prompt, of one that has more of it."""
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +139,7 @@ def fakes(count: int, behave: Any, kind: str) -> list[Fake]:
 
 def told(fake: Fake) -> KVHint | None:
     params = fake.calls[-1].body.get("kv_transfer_params")
-    return hint_of(params, SECRET.encode())
+    return hint_of(params, SECRET.encode(), time.time())
 
 
 async def turns(rig: Rig, count: int) -> None:

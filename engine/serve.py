@@ -154,8 +154,9 @@ class _Server:
             progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            how = self.hooks, fingerprint, prepared.defaults, self.secret
-            api = Api(client, tokenizer, self.settings, *how, self.door.metrics, self.door.access)
+            how = self.settings, self.hooks, self.door.metrics, self.door.access
+            told = fingerprint, prepared.defaults, self.secret
+            api = Api(client, tokenizer, *how, *told)
             api.on_drain = self._end
             app = create_app(api)
             try:

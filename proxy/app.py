@@ -174,8 +174,7 @@ class ProxyApp:
         method, path = scope["method"], scope["path"]
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
         if path in self._members.paths:
-            has_key = self.access.visit_of(scope).has_key
-            await self._members.answer(scope, receive, reply, has_key)
+            await self._members.answer(scope, receive, reply)
             return
         is_own = path in OWN_PATHS or path in self._site.paths
         allowed = ("GET", "HEAD") if is_read or is_own else ("POST",)

@@ -160,18 +160,17 @@ def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
     return _encode({**body, "kv_transfer_params": {**said, HINT: sealed(hint, secret)}})
 
 
-def _lent(params: msgspec.Raw) -> msgspec.Raw:
-    text = bytes(params).strip()
-    if text.startswith(b"["):
-        items = [bytes(_lent(item)) for item in _decode_items(text)]
-        return msgspec.Raw(b"[" + b",".join(items) + b"]")
-    members = text[1:].lstrip()
-    if not text.startswith(b"{") or members == b"}":
-        return params  # no reference: for the decode server to refuse
-    return msgspec.Raw(b'{"%s":true,' % SENDER_RELEASES.encode() + members)
+def _lent(params: msgspec.Raw) -> object:
+    try:
+        found = _decode_lent(params)
+    except msgspec.DecodeError:
+        return params  # for the decode server to refuse
+    if isinstance(found, list):
+        return [{SENDER_RELEASES: True, **each} for each in found]
+    return {SENDER_RELEASES: True, **found} if found else found
 
 
-_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_lent = msgspec.json.Decoder(Body | list[Body]).decode
 
 
 def ask(body: Body) -> Ask:

@@ -1,7 +1,7 @@
 """What all calls of one HTTP application share, and what each kind of server adds to it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -94,7 +94,6 @@ class Api:
         fingerprint: the `system_fingerprint` of answers.
         generation_config: the defaults for fields that a request leaves out.
         secret: of the cluster, with which proxies sign.
-        metrics, known_access: that were made before, together.
 
     Attributes:
         on_drain: has the server end in order.
@@ -104,15 +103,14 @@ class Api:
     tokenizer: Tokenizer
     settings: EngineSettings
     hooks: ServerHooks
+    metrics: ServerMetrics
+    access: Access
     fingerprint: str | None = None
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
     secret: bytes = b""
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    known_access: InitVar[Access | None] = None
+    on_drain: Callable[[], None] = field(default_factory=lambda: nothing, init=False)
 
-    def __post_init__(self, known_access: Access | None) -> None:
-        self.on_drain: Callable[[], None] = nothing
-        self.access = known_access or Access(self.settings, self.metrics)
+    def __post_init__(self) -> None:
         self.texts = TextEncoder(self.tokenizer)
         self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
 

@@ -39,6 +39,7 @@ from engine.http.middleware import (
 from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
+from protocol.http.access import check_operator
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -183,12 +184,12 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        self._api.access.check_operator(request.scope)
+        check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
-        self._api.access.check_operator(request.scope)
+        check_operator(request.scope)
         members, _ = await read_json(request, self._api.settings.max_body_bytes)
         try:
             asked = msgspec.convert(members, _Migrate)

@@ -166,10 +166,8 @@ class HttpRequestState:
         """Takes in what the client has of a stream, and returns what it has not of an answer."""
         pieces: list[ChoicePiece] = []
         names, n = list(self._prompts), self._parsed.num_candidates
-        for prompt in (
-            self._prompts.values() if self._parsed.num_prompt_logprobs is not None else ()
-        ):
-            if prompt.is_known:
+        for prompt in self._prompts.values():
+            if prompt.is_known and self._parsed.num_prompt_logprobs is not None:
                 prompt.add_logprobs([None] * len(prompt.ids))  # the client has them
         for number, frame in enumerate(resumed.frames, 1):
             fed = [

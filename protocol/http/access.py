@@ -92,11 +92,12 @@ def visit_of(scope: Mapping[str, Any]) -> Visit:
     return cast(Visit, scope.get(_VISIT, _EVERYBODY))
 
 
-def check_may_operate(scope: Mapping[str, Any]) -> None:
-    """Where there are no keys. Raises Forbidden for who is on another machine, and for other sites'
-    pages in a browser."""
+def check_operator(scope: Mapping[str, Any]) -> None:
+    """Whoever has no key, where none is needed, must be on this machine, and no other site's page
+    in a browser. Raises Forbidden. A key that may not was refused before."""
     is_page = any(name == b"origin" for name, _ in scope["headers"])
-    if is_page or not is_local((scope.get("client") or ("",))[0]):
+    is_here = is_local((scope.get("client") or ("",))[0])
+    if not visit_of(scope).has_key and (is_page or not is_here):
         raise Forbidden(f"{scope['path']} is for clients on this machine, and no browser")
 
 
@@ -142,11 +143,6 @@ class Access:
             for name in new:
                 self._metrics.begin("baton_key_requests", key=name, outcome=outcome)
         self._keys = keys
-
-    def check_operator(self, scope: Mapping[str, Any]) -> None:
-        """As check_may_operate, for who has no key: a key that may not was refused before."""
-        if not visit_of(scope).has_key:
-            check_may_operate(scope)
 
     def bare(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
         """What to say instead of details to who is no admin."""

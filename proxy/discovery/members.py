@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from protocol.http.access import check_may_operate
+from protocol.http.access import check_operator
 from protocol.http.connections import read_body
 from protocol.metrics import Metrics
 from protocol.openai.responses import model_card
@@ -69,9 +69,7 @@ class Members:
         if self._poller is not None:
             await self._poller.close()
 
-    async def answer(
-        self, scope: dict[str, Any], receive: Any, reply: Reply, has_key: bool = False
-    ) -> None:
+    async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
         """Answers a request to one of `paths`. Raises BatonError."""
         path, method = scope["path"], scope["method"]
         is_read = path == admin.MEMBERS_PATH and method in ("GET", "HEAD")
@@ -81,8 +79,7 @@ class Members:
         if path == Registry.path:  # signed
             told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
         else:
-            if not has_key:
-                check_may_operate(scope)
+            check_operator(scope)
             body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)
             told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
         await reply.answer_json(200, told)

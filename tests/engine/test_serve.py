@@ -106,8 +106,8 @@ async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_S
 async def _serve(
     server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
 ) -> int:
-    known = {"metrics": server.door.metrics, "known_access": server.door.access}
-    server.door.app = create_app(Api(engine, tokenizer, server.settings, server.hooks, **known))  # type: ignore[arg-type]
+    how = server.settings, server.hooks, server.door.metrics, server.door.access
+    server.door.app = create_app(Api(engine, tokenizer, *how))  # type: ignore[arg-type]
     serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
     return await server._serve(port, engine, serving, READY.side_channel_port)  # type: ignore[arg-type]

@@ -69,11 +69,11 @@ def test_the_decode_server_gets_what_the_client_sent(body):
 @pytest.mark.parametrize(
     ("params", "lent"),
     [
-        (b' { "a" : 1.10 } ', b'{"sender_releases":true,"a" : 1.10 }'),
+        (b' { "a" : 1.10 } ', b'{"sender_releases":true,"a":1.10}'),
         (b'[ {"a":1e400} , {"b":[{}]} ]',
          b'[{"sender_releases":true,"a":1e400},{"sender_releases":true,"b":[{}]}]'),
         (b"{}", b"{}"),
-        (b"[{ }, 7]", b"[{ },7]"),
+        (b"[{ }, 7]", b"[{ }, 7]"),
     ],
 )  # fmt: skip
 def test_a_decode_server_hears_that_the_lease_is_the_proxys_to_end(params, lent):

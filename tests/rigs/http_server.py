@@ -14,8 +14,10 @@ from pydantic import SecretStr
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
+from engine.http.request_stats import ServerMetrics
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from protocol.http.access import Access
 from protocol.http.connections import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
@@ -108,10 +110,9 @@ async def serving(
     settings = Settings(max_body_bytes=max_body, cors_origin=origins, **more)
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
-    api = Api(
-        engine, tokenizer, settings, hooks or ServerHooks(), fingerprint,
-        config or GenerationConfig(), SECRET,
-    )  # fmt: skip
+    metrics = ServerMetrics()
+    how = settings, hooks or ServerHooks(), metrics, Access(settings, metrics)
+    api = Api(engine, tokenizer, *how, fingerprint, config or GenerationConfig(), SECRET)
     options = ListenOptions(
         max_body_bytes=max_body, client_timeout_s=client_timeout_s, cors_origin=origins
     )

@@ -29,9 +29,9 @@ MAX_LINES = {
     "kvcache/transfer": 5473,
     "model": 4733,
     "prefill_server": 192,
-    "protocol": 6848,
-    "proxy": 5184,
-    "tests": 39980,
+    "protocol": 6850,
+    "proxy": 5183,
+    "tests": 39975,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

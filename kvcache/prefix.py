@@ -82,7 +82,9 @@ class PrefixIndex:
         """Blocks that can be found."""
         return len(self._nodes)
 
-    def match(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> list[int]:
+    def match(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, reach: int | None = None
+    ) -> list[int]:
         """The table of the longest known prefix of `token_ids` that can be gone on from; null where
         its last tokens' windows do not reach.
 
@@ -91,6 +93,7 @@ class PrefixIndex:
         Args:
             max_tokens: match no more than this many tokens (a whole prompt in the cache still
                 needs its last token computed).
+            reach: the fewest tokens that are gone on from, however many match; None: those.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
         blocks: list[int] = []
@@ -101,22 +104,29 @@ class PrefixIndex:
                 break
             blocks += child.blocks
             node = child
-        return self._usable(blocks) if self.groups.drops else blocks
+        return (
+            self._usable(blocks, limit if reach is None else reach) if self.groups.drops else blocks
+        )
 
-    def _usable(self, table: list[int]) -> list[int]:
-        """The longest part whose windows have no gap."""
-        count, size, longest = self.groups.count, self.block_size, 0
-        since, firsts = [0] * count, [0] * count  # the last gap; what a prefix needs
-        for at in range(len(table) // count):
-            for group, block in enumerate(table[at * count : (at + 1) * count]):
-                if block == NULL_BLOCK:
-                    since[group] = at + 1
-            needed = [self.groups.first_token(g, (at + 1) * size) // size for g in range(count)]
-            if all(gap <= first for gap, first in zip(since, needed, strict=True)):
-                longest, firsts = at + 1, needed
-        del table[longest * count :]
+    def _usable(self, table: list[int], reach: int) -> list[int]:
+        """The longest part whose windows have no gap. Looks at what windows see, from the end."""
+        groups, size, num = self.groups, self.block_size, len(table) // self.groups.count
+        while True:
+            stop = min(num * size, reach)
+            firsts = [groups.first_token(g, stop) // size for g in range(groups.count)]
+            gaps = (
+                at
+                for group, first in enumerate(firsts)
+                if groups.windows[group] is not None
+                for at in range(num - 1, first - 1, -1)
+                if table[at * groups.count + group] == NULL_BLOCK
+            )
+            if (gap := next(gaps, None)) is None:
+                break
+            num = gap
+        del table[num * groups.count :]
         for group, first in enumerate(firsts):
-            table[group : first * count : count] = [NULL_BLOCK] * first
+            table[group : first * groups.count : groups.count] = [NULL_BLOCK] * first
         return table
 
     def publish(

@@ -318,7 +318,8 @@ class Scheduler:
             max_tokens = min(max_tokens, sequence.num_prompt_tokens - 1)
         if sequence.is_scoring:
             max_tokens = len(sequence.prompt_logprobs or ()) - 1
-        return self.prefix.match(sequence.token_ids, max_tokens=max_tokens)
+        reach = self.tables.reach(sequence, len(sequence.token_ids))
+        return self.prefix.match(sequence.token_ids, max_tokens=max_tokens, reach=reach)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
@@ -329,6 +330,7 @@ class Scheduler:
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
         num_received = max(sequence.num_to_receive, sequence.num_computed)
+        self.tables.pulled(sequence)
         self.recompute_in_place(sequence)
         ends = [min(n, sequence.num_prompt_tokens) for n in (sequence.num_computed, num_received)]
         sequence.num_transferred = ends[1] - ends[0]
@@ -380,6 +382,7 @@ class Scheduler:
         child.num_computed = num_full * self.limits.block_size
         child.block_ids = self.tables.of_prefix(parent, child.num_computed)
         self.allocator.share(held(child.block_ids))
+        child.whole_from = parent.whole_from
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
         self._run(child)
 
@@ -434,7 +437,7 @@ class Scheduler:
         """Offers newly full blocks to the prefix index (I4), gives back what is needed no more."""
         num_full = sequence.num_computed // self.limits.block_size
         if self.prefix is not None and num_full != sequence.num_published_blocks:
-            full = self.tables.full(sequence, num_full)
+            full = self.tables.published(sequence, num_full)
             self.prefix.publish(sequence.token_ids, full, cursor=sequence.prefix_cursor)
             sequence.num_published_blocks = num_full
         self._release(sequence, self.tables.take_passed(sequence))

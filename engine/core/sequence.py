@@ -61,6 +61,7 @@ class Sequence:
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
     kept_from: list[int] = field(default_factory=list)  # as of KVGroups; what is before went home
+    whole_from: list[int] = field(default_factory=list)  # as of BlockTables.pulled
     num_computed: int = 0  # tokens whose KV is there: of finished steps, hits or pulls
     num_launched: int = 0  # tokens after those, in steps that have not finished
     num_awaited: int = 0  # outputs that these steps draw
@@ -257,7 +258,7 @@ class Sequence:
 
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
-        self.block_ids, self.kept_from = [], []
+        self.block_ids, self.kept_from, self.whole_from = [], [], []
         self.num_computed = self.num_launched = self.num_awaited = 0
         self.num_published_blocks = 0
         self.prefix_cursor = PrefixCursor()

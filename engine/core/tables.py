@@ -49,8 +49,8 @@ class BlockTables:
             return range(len(table), groups.count * -(-num_tokens // self._block_size))
         first = [range(tokens.start, min(num_tokens, tokens.start + budget))] * groups.count
         if sequence.remote is not None:
-            reach = self.pull_reach(sequence)
-            first = groups.spans(tokens.start, sequence.num_to_pull, reach)
+            stop = sequence.num_to_pull
+            first = groups.spans(tokens.start, stop, self.reach(sequence, stop))
         spans = [f if w else tokens for f, w in zip(first, groups.windows, strict=True)]
         return groups.missing(table, spans, self._block_size)
 
@@ -73,16 +73,38 @@ class BlockTables:
         """The table of so many full blocks of each group."""
         return sequence.block_ids[: num_full * self._groups.count]
 
+    def published(self, sequence: Sequence, num_full: int) -> list[int]:
+        """The same, without blocks of which a pull has filled a part only."""
+        table, count = self.full(sequence, num_full), self._groups.count
+        for group, (window, first) in enumerate(
+            zip(self._groups.windows, sequence.whole_from, strict=False)
+        ):
+            if window is not None:
+                partial = min(first, num_full)
+                table[group : partial * count : count] = [NULL_BLOCK] * partial
+        return table
+
     def fresh(self, sequence: Sequence) -> list[int]:
         """The blocks that hold nothing yet."""
         num_cached = sequence.num_computed // self._block_size
         return held(sequence.block_ids[num_cached * self._groups.count :])
 
-    def pull_reach(self, sequence: Sequence) -> int:
-        """The fewest tokens that are gone on from, once the KV is there: of n choices all but the
-        first compute their last block by themselves."""
-        stop = sequence.num_to_pull
-        return min(stop, self._fork_point(sequence)) if sequence.children else stop
+    def reach(self, sequence: Sequence, num_tokens: int) -> int:
+        """The fewest of so many tokens that anybody may go on from: of n choices all but the first
+        compute the prompt's last block by themselves, and so does who borrows a lent one."""
+        found = [num_tokens]
+        if self._groups.drops and sequence.request.retain_kv:
+            found.append(sequence.lent_reach)
+        if self._groups.drops and sequence.children:
+            found.append((sequence.num_prompt_tokens - 1) // self._block_size * self._block_size)
+        return max(0, min(found))
+
+    def pulled(self, sequence: Sequence) -> None:
+        """A pull has begun in the middle of a window's block: it is no block of the prefix."""
+        stop, size = sequence.num_to_pull, self._block_size
+        if self._groups.drops:
+            spans = self._groups.spans(sequence.num_computed, stop, self.reach(sequence, stop))
+            sequence.whole_from = [-(-span.start // size) for span in spans]
 
     def of_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table of who goes on from a prefix."""
@@ -90,21 +112,15 @@ class BlockTables:
 
     def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table that is lent of so many tokens."""
-        table, reach = sequence.block_ids, min(num_tokens, sequence.lent_reach)
-        if sequence.is_moving:
-            reach = num_tokens
-        return self._groups.of_prefix(table, num_tokens, self._block_size, reach)
+        reach = num_tokens if sequence.is_moving else self.reach(sequence, num_tokens)
+        return self._groups.of_prefix(sequence.block_ids, num_tokens, self._block_size, reach)
 
     def take_passed(self, sequence: Sequence) -> list[int]:
         """Takes out of the table the blocks before the windows of all who may go on from it."""
         groups = self._groups
         if not groups.drops:
             return []
-        reach = sequence.num_computed
-        if sequence.request.retain_kv:
-            reach = min(reach, sequence.lent_reach)
-        if sequence.children:
-            reach = min(reach, self._fork_point(sequence))
+        reach = self.reach(sequence, sequence.num_computed)
         before = sequence.kept_from or [0] * groups.count
         sequence.kept_from = groups.kept_from(reach, self._block_size)
         places = sorted(
@@ -116,7 +132,3 @@ class BlockTables:
         for at in places:
             sequence.block_ids[at] = NULL_BLOCK
         return passed
-
-    def _fork_point(self, sequence: Sequence) -> int:
-        """Where choices that have no token yet begin to compute."""
-        return (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size

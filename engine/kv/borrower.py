@@ -136,9 +136,10 @@ class Borrower(KVConnector):
             return False
         if hint.engine_id == self._engine_id:
             return False
-        wanted, index = sequence.num_prompt_tokens - 1, scheduler.prefix
-        here = index.match(sequence.token_ids, max_tokens=wanted) if index else []
-        cached, least = scheduler.tables.num_tokens(here), rates.least_tokens(key_of(hint))
+        tables, index, tokens = scheduler.tables, scheduler.prefix, sequence.token_ids
+        wanted = tables.reach(sequence, sequence.num_prompt_tokens - 1)
+        here = index.match(tokens, max_tokens=wanted) if index else []
+        cached, least = tables.num_tokens(here), rates.least_tokens(key_of(hint))
         is_asked = min(hint.num_tokens, wanted) - cached >= least
         told = "request %s: %d tokens here, perhaps %d on %s; a pull is quicker from %g on: %s"
         found = sequence.request_id, cached, hint.num_tokens, hint.engine_id, least
@@ -150,7 +151,7 @@ class Borrower(KVConnector):
         asked = Lookup(
             nonce=f"lookup-{new_id()}",
             incarnation=hint.incarnation,
-            token_ids=sequence.token_ids[:wanted],
+            token_ids=tokens[:wanted],
             min_tokens=cached + math.ceil(least),
         )
         self._coordinator.look_up(sequence.request_id, hint, asked)
@@ -194,7 +195,7 @@ class Borrower(KVConnector):
             scheduler.received(sequence)
             return
         blocks = scheduler.tables.full(sequence, -(-stop // scheduler.limits.block_size))
-        span, reach = (sequence.num_computed, stop), scheduler.tables.pull_reach(sequence)
+        span, reach = (sequence.num_computed, stop), scheduler.tables.reach(sequence, stop)
         self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks, reach=reach)
 
     def on_finish(self, sequence: Sequence) -> None:

@@ -25,6 +25,7 @@ from engine.kv.lender import Lender
 from engine.kv.rates import Borrow, Rates
 from engine.worker.memory import make_memory
 from engine.worker.runner import ModelRunner
+from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
@@ -43,6 +44,7 @@ from tests.rigs.memory_pair import Clock, compat, metadata
 from tests.rigs.memory_placer import MemoryPlacer
 from tests.rigs.shadow import (
     ShadowExecutor,
+    WindowedExecutor,
     add,
     assert_all_blocks_home,
     expected_output,
@@ -95,6 +97,21 @@ class PoolExecutor(ShadowExecutor):
             assert (values == values[:, :1]).all(), "parts of a slot belong to different tokens"
             tokens[own] = values[:, 0].astype(np.int64) - 1
         return tokens.tolist()
+
+
+class PooledSlots:
+    """Slots of a KV pool, which hold a number in each of their rows."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._words = pool.canonical.view(torch.int64)
+
+    def __setitem__(self, at: tuple[int, int], value: int) -> None:
+        self._words[at[0], :, :, :, at[1]] = value
+
+    def __getitem__(self, at: tuple[int, int]) -> int:
+        found = self._words[at[0], :, :, :, at[1]].unique()
+        assert len(found) == 1, "parts of a slot belong to different tokens"
+        return int(found) or -1
 
 
 @dataclass
@@ -253,6 +270,26 @@ class Engine:
         self.movers.resume()
         self._work.close()
         self.leases.close()
+
+
+class WindowedEngine(Engine):
+    """Of a model of several KV groups. A slot stands for all that its token has seen."""
+
+    def __init__(self, groups: KVGroups, **options: Any) -> None:
+        self.groups = groups
+        about = replace(COMPAT, num_layers=2 * groups.count, kv_windows=groups.to_wire())
+        super().__init__(compat=about, groups=groups, **{"num_blocks": 400, **options})
+
+    def make_pool(self, num_blocks: int, order: str, size: int, compat: CompatRecord) -> KVPool:
+        layout = KVLayout(order, num_blocks, 2, 2, 2, size, compat.head_dim, compat.kv_dtype)
+        return KVPool(layout, groups=self.groups)
+
+    def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
+        (pool,) = self.pools
+        sizes = pool.layout.num_blocks, pool.layout.block_size
+        executor = WindowedExecutor(*sizes, depth, self.groups)
+        executor.pool = PooledSlots(pool)
+        return executor
 
 
 class RealEngine(Engine):

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvcache.groups import deal
+from kvcache.layout import KVLayout
 from kvcache.transfer.move.place import place
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
-from kvcache.transfer.plan.endpoint import PlanError
+from kvcache.transfer.plan.endpoint import Endpoint, PlanError
+from kvcache.transfer.plan.plan import Planner
 from tests.rigs.examples import examples
 from tests.rigs.geometry import (
     COSTS,
@@ -40,6 +43,45 @@ def check_direct(case: Case, d_rank: int) -> None:
     if plan.bytes_read > plan.useful_bytes:
         tokens = np.concatenate([tokens, rest_of_block(case, d_rank)])
     assert plan.descriptors == fewest_descriptors(case, d_rank, tokens)
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_len", "heads", "head_dim", "window"),
+    [
+        ([128, None] * 12, 131_072, 8, 64, 128),  # gpt-oss-20b
+        (([1024] * 5 + [None]) * 10 + [1024] * 2, 131_072, 16, 128, 1024),  # Gemma 3 27B
+    ],
+)
+def test_of_a_long_prompt_local_layers_move_their_window_alone(
+    windows, max_len, heads, head_dim, window
+):
+    """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""
+    groups, dealt = deal(windows, max_len + 1)
+    size, stop = max(map(len, dealt)), max_len
+    moved = []
+    for p_size, d_size in ((16, 16), (64, 16), (16, 128)):
+        sizes = heads, size, 2
+        ends = [
+            Endpoint(
+                KVLayout("BHLCND", 1 << 18, *sizes, n, head_dim, "bfloat16"), 0, 1, (), 1, groups
+            )
+            for n in (p_size, d_size)
+        ]
+        tables = [
+            groups.of_prefix(range(1, stop // n * groups.count + 1), stop, n)
+            for n in (p_size, d_size)
+        ]
+        planner, found = Planner(ends[1], ends[:1], heads), 0
+        for group, span in enumerate(groups.spans(0, stop, stop)):
+            ours, theirs = (groups.of_group(table, group) for table in reversed(tables))
+            plan = planner.plan(planner.take((span.start, span.stop), ours, theirs), COSTS)
+            found += sum(read.nbytes for read in plan.reads)
+        moved.append(found)
+    of_layer = stop * heads * head_dim * 2 * 2
+    local = sum(w is not None for w in groups.windows) * size
+    whole = (groups.count * size - local) * of_layer
+    assert moved == [whole + local * of_layer * window // stop] * 3
+    assert moved[0] < (0.51 if window == 128 else 0.18) * len(windows) * of_layer
 
 
 @st.composite

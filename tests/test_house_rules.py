@@ -24,14 +24,14 @@ MAX_LINES = {
     "benchmarks": 2478,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11225,
-    "kvcache": 7890,
+    "engine": 11242,
+    "kvcache": 7900,
     "kvcache/transfer": 5473,
     "model": 4733,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5183,
-    "tests": 39975,
+    "tests": 40173,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

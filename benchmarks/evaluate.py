@@ -4,7 +4,8 @@
 
 Tasks are those in the folders of --include, and lm_eval's own, which download their data. The `hf`
 backend loads --model in float32 on this machine; --reference none leaves it out, --save keeps its
-answers for a later --reference. Texts and greediness must be equal, loglikelihoods to --tolerance.
+answers for a later --reference. Texts and greediness must be equal, loglikelihoods to --tolerance;
+of an endpoint that is quantised only what they score, as --accuracy says.
 Prints a table and one JSON line; the status is 1 when a document differs.
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reference", default="hf", help="`hf`, `none`, or a file that --save wrote")
     add("--save", type=Path, help="keeps the reference's answers in this file")
     add("--tolerance", type=float, default=1e-3, help="largest difference of loglikelihoods (nats)")
+    add("--accuracy", type=float, help="compare scores instead: their mean difference and two "
+        "standard errors of it are together at most this (0.05: five points)")  # fmt: skip
     add("--include", action="append", default=[], help="folder of further task files")
     add("--api-key", default="", help="sent as bearer token")
     return parser
@@ -64,6 +68,7 @@ class Document(msgspec.Struct, frozen=True):
     doc_id: int
     requests: list[list[str]]  # [prompt] or [context, continuation]
     answers: list[Answer]
+    scores: dict[str, float] = {}  # by metric, as TaskAnswers has their means
 
 
 class TaskAnswers(msgspec.Struct, frozen=True):
@@ -85,9 +90,12 @@ def documents_of(samples: Sequence[Mapping[str, Any]]) -> list[Document]:
     """Reads lm_eval's samples, which hold a document once for each of a task's filters."""
     found: dict[int, Document] = {}
     for sample in samples:
+        doc_id = sample["doc_id"]
         requests = [[a for a in given if isinstance(a, str)] for given in sample["arguments"]]
         answers = [_answer(responses[0]) for responses in sample["resps"]]
-        found[sample["doc_id"]] = Document(sample["doc_id"], requests, answers)
+        scores = found[doc_id].scores if doc_id in found else {}
+        scores |= _metrics({f"{m},{sample['filter']}": sample[m] for m in sample["metrics"]})
+        found[doc_id] = Document(doc_id, requests, answers, scores)
     return [found[doc_id] for doc_id in sorted(found)]
 
 
@@ -139,6 +147,31 @@ def compare(
     }
 
 
+def compare_scores(reference: TaskAnswers, got: TaskAnswers, most: float) -> dict[str, Any]:
+    """The mean of the documents' differences in each score, and its standard error.
+
+    An accuracy, 0 or 1 of a document, may differ by `most` with two standard errors added; other
+    scores are only told.
+    """
+    means, different = {}, []
+    for name in reference.metrics:
+        pairs = [
+            (each.scores[name], other.scores[name])
+            for each, other in zip(reference.documents, got.documents, strict=True)
+            if name in each.scores and name in other.scores
+        ]
+        if len(pairs) < len(got.documents):
+            continue  # one of all documents together
+        gaps, error = [have - want for want, have in pairs], math.inf
+        if len(gaps) > 1:
+            error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+        mean, _ = means[name] = statistics.fmean(gaps), error
+        is_accuracy = all(score in (0, 1) for pair in pairs for score in pair)
+        if is_accuracy and not abs(mean) + 2 * error <= most:
+            different.append(f"{name} differs by {mean:+.4f}, standard error {error:.4f}")
+    return {"score_differences": means, "differences": different}
+
+
 def _gap(want: Answer, have: Answer) -> float:
     """The difference of two loglikelihoods; 0 or infinity for what is the same or is not."""
     match want, have:
@@ -185,6 +218,8 @@ def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
         )
         differing = task.get("differing_documents", "")
         worst = f"{task['max_difference']:.1e}" if task.get("max_difference") else ""
+        means = task.get("score_differences", {}).items()
+        worst = ", ".join(f"{m} {x:+.4f} ± {error:.4f}" for m, (x, error) in means) or worst
         rows.append(f"| {name} | {task['documents']} | {ours} | {theirs} | {differing} | {worst} |")
     return "\n".join(rows)
 
@@ -318,6 +353,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if told := reference.get(name):
             same = not options.chat
             tasks[name] |= compare(told, task, options.tolerance, same_prompts=same)
+            if options.accuracy is not None:
+                tasks[name] |= compare_scores(told, task, options.accuracy)
     figures = {"benchmark": "evaluate", "model": served_model, "url": options.url}
     return {**figures, **settings, "tasks": tasks}
 

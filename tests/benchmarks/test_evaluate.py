@@ -15,6 +15,7 @@ from benchmarks.evaluate import (
     TaskAnswers,
     adds_bos,
     compare,
+    compare_scores,
     documents_of,
     load,
     save,
@@ -71,13 +72,33 @@ def test_a_document_seen_through_two_filters_is_one():
     def sample(doc_id: int, name: str) -> dict[str, Any]:
         arguments = [("context", " yes"), ("context", " no")]
         resps = [[(-1.0, True)], [(-2.0, False)]]
-        return {"doc_id": doc_id, "arguments": arguments, "resps": resps, "filter": name}
+        sample = {"doc_id": doc_id, "arguments": arguments, "resps": resps, "filter": name}
+        return {**sample, "metrics": ["acc", "words"], "acc": doc_id, "words": (-3.0, 2)}
 
     samples = [sample(1, "strict"), sample(0, "strict"), sample(1, "flexible")]
     documents = documents_of(samples)
     assert [document.doc_id for document in documents] == [0, 1]
     assert documents[0].requests == [["context", " yes"], ["context", " no"]]
     assert documents[0].answers == [(-1.0, True), (-2.0, False)]
+    assert documents[0].scores == {"acc,strict": 0}
+    assert documents[1].scores == {"acc,strict": 1, "acc,flexible": 1}
+
+
+def test_scores_are_compared_document_by_document_with_two_standard_errors():
+    def task(*scores: float) -> TaskAnswers:
+        documents = [Document(i, [["p"]], ["x"], {"acc": s}) for i, s in enumerate(scores)]
+        return TaskAnswers(documents, {"acc": sum(scores) / len(scores), "whole": 3.0})
+
+    half = [0.0, 1.0] * 50
+    lost_one = [0.0, 0.0, *half[2:]]  # 0.01, standard error 0.01
+    assert compare_scores(task(*half), task(*half), 0.0)["differences"] == []
+    found = compare_scores(task(*half), task(*lost_one), 0.031)
+    assert found == {"score_differences": {"acc": pytest.approx((-0.01, 0.01))}, "differences": []}
+    (told,) = compare_scores(task(*half), task(*lost_one), 0.029)["differences"]
+    assert told == "acc differs by -0.0100, standard error 0.0100"
+    # One document proves nothing, and perplexities are told alone.
+    assert len(compare_scores(task(1.0), task(1.0), 0.5)["differences"]) == 1
+    assert compare_scores(task(-2.5, -3.5), task(-9.0, -4.0), 0.1)["differences"] == []
 
 
 def test_saved_answers_come_back_and_know_their_settings(tmp_path):

@@ -28,9 +28,7 @@ class DoctorSettings(BatonSettings):
     """How KV would move between servers of this machine, how fast, and what is missing."""
 
     measure: bool = Field(True, description="move bytes; otherwise only look")
-    nbytes: int = Field(
-        64 << 20, ge=1 << 20, le=1 << 34, description="to move on each path (bytes)"
-    )
+    nbytes: int = Field(64 << 20, ge=1 << 20, le=1 << 34, description="to move each way (bytes)")
     as_json: bool = Field(False, description="print one JSON line instead of text")
 
 

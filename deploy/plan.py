@@ -12,11 +12,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import ByteSize, ConfigDict, Field
 
+from engine.geometry import kv_groups
+from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_of
-from kvcache.transfer.plan.plan import Planner, TransferPlan
+from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from model.config import load_config
+from model.sizes import check_parallelism
 from protocol.settings.options import (
     ContextParallelism,
     DType,
@@ -30,10 +33,11 @@ from protocol.settings.settings import BatonSettings, parse
 class Model(NamedTuple):
     """The part of a model that its KV cache shows."""
 
-    num_layers: int
+    num_layers: int  # of each group that shares blocks
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
     head_dim: int  # elements; for MLA kv_lora_rank + rope
+    windows: tuple[int | None, ...] = (None,)  # of each group, see KVGroups
 
 
 class Geometry(GeometryOptions):
@@ -51,20 +55,14 @@ class Geometry(GeometryOptions):
         return int(getattr(self, "dcp", 1))
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
-        """All ranks of such an engine, with room for `tokens` tokens; `dtype` is not auto.
-
-        Raises:
-            PlanError: the heads cannot be spread over the ranks.
-        """
+        """All ranks of such an engine, with room for `tokens` tokens; `dtype` is not auto."""
         heads, groups = model.total_kv_heads, self.tp // self.shared_by
-        if groups % heads and heads % groups:
-            what = f"tp is {self.tp}" if self.shared_by == 1 else f"tp / dcp is {groups}"
-            raise PlanError(f"{what}; use a divisor or a multiple of the {heads} KV heads")
-        blocks = self.num_blocks(tokens) + 1
+        blocks = self.num_blocks(tokens) * len(model.windows) + 1
         sizes = model.num_layers, model.num_components, self.block_size, model.head_dim
         held = [len(heads_of(rank // self.shared_by, groups, heads)) for rank in range(self.tp)]
         layouts = [KVLayout(self.kv_layout, blocks, count, *sizes, self.dtype) for count in held]
-        return [Endpoint(each, n, self.tp, dcp=self.shared_by) for n, each in enumerate(layouts)]
+        rest = self.tp, (), self.shared_by, KVGroups(model.windows)
+        return [Endpoint(each, n, *rest) for n, each in enumerate(layouts)]
 
     def num_blocks(self, tokens: int) -> int:
         """That a sequence of so many tokens takes; every rank has its part of each."""
@@ -78,9 +76,7 @@ class Geometry(GeometryOptions):
 class DecodeGeometry(Geometry):
     """How the engine that reads lays out its KV."""
 
-    dcp: ContextParallelism = Field(
-        1, description="decode context parallelism (ranks, a divisor of --decode.tp)"
-    )
+    dcp: ContextParallelism = Field(1, description="ranks that share tokens, a part of --decode.tp")
 
 
 class PlanSettings(LinkOptions, ModelName, BatonSettings):
@@ -98,7 +94,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     """The plan of every rank of D for one prompt, and what it costs, as JSON types.
 
     Raises:
-        PlanError: the two cannot be bridged, or a tp or dcp does not fit the heads.
+        PlanError: the two cannot be bridged.
     """
     hit, tokens = settings.hit_tokens, settings.tokens
     if hit > tokens:
@@ -108,12 +104,10 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     for name, side in sides.items():
         if side.dtype == "auto":
             sides[name] = side.model_copy(update={"dtype": auto_dtype})
-        try:
-            ends[name] = sides[name].endpoints(model, tokens)
-        except PlanError as error:
-            raise PlanError(f"{name} server: {error}") from error
-        tables[name] = _scattered(side.num_blocks(tokens))
-    costs = CostModel.configured(settings.transfer_costs, settings.device)
+        ends[name] = sides[name].endpoints(model, tokens)
+        tables[name] = _scattered(side.num_blocks(tokens) * len(model.windows))
+    configured = CostModel.configured(settings.transfer_costs, settings.device)
+    costs, groups = configured or DEFAULT_COSTS[settings.device], KVGroups(model.windows)
     ranks = []
     for end in ends["decode"]:
         planner = Planner(
@@ -121,8 +115,11 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
             staging_bytes=settings.staging_bytes,
             convert=settings.kv_convert,
         )
-        transfer = planner.take((hit, tokens), tables["decode"], tables["prefill"])
-        plan = planner.plan(transfer, costs or DEFAULT_COSTS[settings.device])
+        plans = []
+        for group, span in enumerate(groups.spans(hit, tokens, tokens)):
+            own = (tables[name][group :: groups.count] for name in ("decode", "prefill"))
+            plans.append(planner.plan(planner.take((span.start, span.stop), *own), costs))
+        plan = joined(plans)
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
         heads = _listed(end.heads(model.total_kv_heads))
         ranks.append({"rank": end.rank, "heads": heads, "tokens": whole - before} | _facts(plan))
@@ -156,10 +153,12 @@ def _facts(plan: TransferPlan) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """What `explain` found, for people."""
+    windows = [window or "all" for window in found["model"]["windows"]]
     lines = [
         f"P      {DecodeGeometry(**found['p'])}",
         f"D      {DecodeGeometry(**found['d'])}",
-        "model  {num_layers} layers, {total_kv_heads} KV heads of {head_dim} elements, "
+        f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} tokens, of "
+        "{num_layers} layers, {total_kv_heads} KV heads of {head_dim} elements, "
         "{num_components} component(s)".format(**found["model"]),
         f"prompt {found['tokens']} tokens, {found['hit_tokens']} of them already on D; blocks "
         "scattered on both sides",
@@ -199,7 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(PlanSettings, argv, prog="baton plan")
     try:
         config = load_config(settings.model, settings.revision)
-        model = Model(config.num_layers, config.kv_heads_total, config.kv_components, config.kv_dim)
+        for side in (settings.prefill, settings.decode):
+            check_parallelism(config, side.tp, side.shared_by)
+        groups, dealt = kv_groups(config)
+        sizes = max(map(len, dealt)), config.kv_heads_total, config.kv_components, config.kv_dim
+        model = Model(*sizes, groups.windows)
         found = explain(settings, model, "float32" if settings.device == "cpu" else config.dtype)
     except ValueError as error:
         print(f"baton plan: error: {error}", file=sys.stderr)

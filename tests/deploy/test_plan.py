@@ -84,6 +84,19 @@ def test_another_dtype_is_converted_on_demand():
     assert rank["path"] == "staged" and "float32 becomes bfloat16" in rank["why"]
 
 
+def test_of_a_window_only_what_is_still_seen_moves():
+    """Of 48 layers 8 see all tokens: so the bytes, not 6 times as many."""
+    windows = (None, *[1024] * 5)
+    gemma = Model(8, 8, 2, 128, windows)
+    found = explain(gemma, geometry(tp=2), geometry(), tokens=100_000, hit_tokens=1000)
+    (rank,) = found["ranks"]
+    layer_bytes = 8 * 2 * 128 * 2  # of a token
+    assert rank["useful_bytes"] == 8 * layer_bytes * (99_000 + 5 * 1024)
+    assert "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens" in plan.text(found)
+    hit = explain(gemma, geometry(), geometry(), tokens=100_000, hit_tokens=99_500)
+    assert of_ranks(hit, "useful_bytes") == [48 * layer_bytes * 500]
+
+
 def test_explaining_needs_no_torch():
     code = "import sys, deploy.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -132,12 +145,21 @@ def test_the_costs_of_the_link_decide_the_path(model, capsys):
     assert paths == ["staged", "direct"]
 
 
+def test_a_config_tells_the_windows(model, capsys):
+    windowed = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    Path(model, "config.json").write_text(json.dumps(windowed))
+    assert plan.main(["--model", model, "--tokens=500", "--as-json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["useful_bytes"] == 64 * 4 * HEAD_BYTES
+    assert plan.main(["--model", model, "--decode.tp=2", "--decode.dcp=2"]) == 1
+    assert "--dcp 2 does not serve sliding windows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
     [
-        (["--decode.tp=3"], 1, "decode server: tp is 3; use a divisor or a multiple of the 4"),
+        (["--decode.tp=3"], 1, "--tp 3 does not divide the model's 8 query heads; use 1 or 2 or"),
         (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
-        (["--decode.tp=6", "--decode.dcp=2"], 1, "tp / dcp is 3; use a divisor or a multiple of"),
         (["--prefill.block-size=128", *SHARED], 1, "block_size is 64 here and 128 on the"),
         (["--decode.tp=4", "--decode.dcp=3"], 2, "3 does not divide --decode.tp 4: use a divisor"),
         (["--prefill.tp=0"], 2, "--prefill.tp: must be greater than or equal to 1, not 0"),

@@ -1,13 +1,14 @@
 """How fast one rank prefills and decodes a model shape, beside what its memory and matrix units do.
 
     python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256] [--context 1024]
-                                [--prompt 8192 1024] [--device cuda]
+                                [--prompt 8192 1024] [--device cuda] [--quantization fp8] [--tp 4]
 
 Weights are dummies: speed does not depend on their values. The ceilings come from the same run: a
 copy between two buffers (bytes read plus bytes written) and a square matmul in the model's dtype,
 both on random data. A decode step cannot be faster than reading once what it must read (weights
-without the input embedding, and the KV of all contexts) at the copy's rate; a prefill not faster
-than its model FLOPs (causal attention counted by half) at the matmul's.
+without the input embedding, of experts those that are hit, and the KV that is seen) at the copy's
+rate; a prefill not faster than its model FLOPs (causal attention counted by half) at the matmul's.
+Of several ranks each has its share of both.
 
 Per step, "step" is the time from one step's drawn tokens to the next one's, a step being launched
 before the last one's tokens are read; "device" is the same step's graph alone, replayed back to
@@ -17,10 +18,15 @@ back. The last line is JSON.
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +38,13 @@ from engine.core.batch import StepInput
 from engine.worker.memory import size_pool
 from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
-from model.config import ModelConfig, parse_config
+from kvcache.blocks import NULL_BLOCK
+from model.config import ModelConfig, load_config
 from model.parallel import Parallel
-from model.sizes import implied_weights
+from model.sizes import Weights, implied_weights, weight_bytes
 from protocol.messages import SamplingParams
+
+_RANKS_TIMEOUT_S = 600.0  # of the slowest rank behind the fastest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -64,6 +73,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
     },
+    # Of its layers the last three, with experts, and one before them, without.
+    "deepseek-v3-4-layers": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 129280,
+        "max_position_embeddings": 32768,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -83,18 +117,43 @@ class Ceilings(NamedTuple):
     matmul_flops_per_s: float
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     args = _parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        source = args.shape
+        if source in SHAPES:
+            source, shape = folder, {"architectures": ["LlamaForCausalLM"], **SHAPES[source]}
+            Path(source, "config.json").write_text(json.dumps(shape))
+        config = load_config(source, quantization=args.quantization)
+        spawn, meeting = multiprocessing.get_context("spawn"), f"{folder}/ranks"
+        others = [
+            spawn.Process(target=_run, args=(args, config, rank, meeting), daemon=True)
+            for rank in range(1, args.tp)
+        ]
+        for each in others:
+            each.start()
+        _run(args, config, 0, meeting)
+        for each in others:
+            each.join()
+
+
+def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str) -> None:
+    """One rank; the first tells."""
+    if rank:
+        sys.stdout = open(os.devnull, "w")
     started_s = time.perf_counter()
-    config = parse_config({"architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]})
-    device = torch.device(args.device)
+    device = torch.device(args.device, rank if args.device == "cuda" else None)
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
-    runner, figures = _start(args, config)
+    ranks = Parallel.connect(
+        rank, args.tp, meeting=meeting, device=device, ep=args.ep, timeout_s=_RANKS_TIMEOUT_S
+    )
+    runner, figures = _start(args, config, ranks)
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
-    print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}))
+    print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}), flush=True)
+    ranks.close()
 
 
 def _told(name: str, **figures: float) -> dict[str, float]:
@@ -107,7 +166,7 @@ def _told(name: str, **figures: float) -> dict[str, float]:
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    add("--shape", default="llama-3.1-8b", help=f"{', '.join(SHAPES)}, or a config.json's folder")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--dtype", default="bfloat16")
     add("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
@@ -119,6 +178,9 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-cache-tokens", type=int, default=None)
     add("--kv-cache-dtype", default="auto")
     add("--attention-backend", default="auto")
+    add("--quantization", choices=["fp8"])
+    add("--tp", type=int, default=1, help="ranks")
+    add("--ep", type=int, default=1, help="parts of the experts, over these ranks")
     add("--enforce-eager", action="store_true")
     return parser.parse_args(argv)
 
@@ -153,25 +215,29 @@ def mean_s(call: Callable[[], object], repeats: int) -> float:
 # -- the engine's parts ----------------------------------------------------------------------
 
 
-def _start(args: argparse.Namespace, config: ModelConfig) -> tuple[ModelRunner, dict[str, Any]]:
+def _start(
+    args: argparse.Namespace, config: ModelConfig, ranks: Parallel
+) -> tuple[ModelRunner, dict[str, Any]]:
     started_s = time.perf_counter()
-    runner = ModelRunner(_engine_config(args), config, Parallel(0, 1))
+    runner = ModelRunner(_engine_config(args), config, ranks)
     size = size_pool(
         runner.config,
         block_bytes=runner.layout(num_blocks=2).block_bytes,
         model_max_len=config.max_position,
         free_bytes=kv_budget_bytes(runner) if runner.device.type == "cuda" else 2**30,
+        groups=runner.groups,
     )
     print(size.explanation, flush=True)
     runner.allocate(size.num_blocks)
     runner.capture_graphs()
-    start_s, kv_tokens = time.perf_counter() - started_s, (size.num_blocks - 1) * args.block_size
+    kv_tokens = (size.num_blocks - 1) // runner.groups.count * args.block_size
+    start_s = time.perf_counter() - started_s
     return runner, {**_told("start", start_s=start_s, kv_tokens=kv_tokens)}
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     told = ("device", "dtype", "block_size", "kv_layout", "kv_cache_tokens", "kv_cache_dtype",
-            "attention_backend", "enforce_eager")  # fmt: skip
+            "attention_backend", "enforce_eager", "quantization", "tp", "ep")  # fmt: skip
     return EngineConfig(
         **{name: getattr(args, name) for name in told},
         role="decode",
@@ -179,21 +245,27 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         incarnation="0",
         model_dir="",
         load_format="dummy",
-        devices=[0],
+        devices=list(range(args.tp)),
         max_num_seqs=max([*args.batch, 1]),
         max_num_batched_tokens=max([*args.prompt, 2048]),
     )
 
 
-def _tables(runner: ModelRunner, num_seqs: int, num_tokens: int) -> np.ndarray[Any, Any]:
-    """Scattered blocks from the whole pool, for `num_seqs` sequences."""
-    layout = runner.memory.pool.layout
-    width = layout.num_blocks_for(num_tokens) * runner.groups.count
-    needed = num_seqs * width
+def _tables(
+    runner: ModelRunner, num_seqs: int, num_tokens: int, reach: int = 0
+) -> np.ndarray[Any, Any]:
+    """Scattered blocks from the whole pool, for `num_seqs` sequences that go on from `reach`
+    tokens: of windows those that they still see."""
+    groups, layout = runner.groups, runner.memory.pool.layout
+    places = groups.missing([], groups.spans(0, num_tokens, reach), layout.block_size)
+    needed = num_seqs * len(places)
     if needed >= layout.num_blocks:
         raise SystemExit(f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch")
     order = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)[:needed]
-    return order.astype(np.int32).reshape(num_seqs, width)
+    width = layout.num_blocks_for(num_tokens) * groups.count
+    tables = np.full((num_seqs, width), NULL_BLOCK, np.int32)
+    tables[:, places] = order.reshape(num_seqs, -1)
+    return tables
 
 
 def _step(
@@ -224,7 +296,7 @@ def _decode(
     runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, batch: int
 ) -> dict[str, float]:
     config, itemsize = runner.model_config, getattr(torch, args.dtype).itemsize
-    tables = _tables(runner, batch, args.context + args.steps + 4)
+    tables = _tables(runner, batch, args.context + args.steps + 4, args.context)
     lens = iter(range(args.context + 1, args.context + args.steps + 5))
     for _ in range(3):
         runner.execute(_step(runner, tables, 1, next(lens)))
@@ -232,8 +304,10 @@ def _decode(
     device_s = step_s
     if runner.graphs is not None:  # of the graph that the last step ran
         device_s = mean_s(partial(runner.graphs.replay, batch), 50)
-    kv_bytes = batch * args.context * runner.layout(num_blocks=2).token_bytes
-    floor_s = (num_read_weights(config, batch) * itemsize + kv_bytes) / ceilings.copy_bytes_per_s
+    layout, on_gpu = runner.layout(num_blocks=2), runner.device.type == "cuda"
+    kv_bytes = batch * num_seen(config, args.context) * layout.token_bytes / layout.num_layers
+    weights = read_weight_bytes(config, batch, itemsize, keeps=on_gpu) / args.tp
+    floor_s = (weights + kv_bytes) / ceilings.copy_bytes_per_s
     return _told(
         "decode",
         batch=batch,
@@ -275,7 +349,7 @@ def _prefill(
             times.append(time.perf_counter() - started_s)
     step_s = statistics.median(times)
     flops = prefill_flops(runner.model_config, num_tokens)
-    floor_s = flops / ceilings.matmul_flops_per_s
+    floor_s = flops / args.tp / ceilings.matmul_flops_per_s
     return _told(
         "prefill",
         tokens=num_tokens,
@@ -286,34 +360,46 @@ def _prefill(
     )
 
 
-def num_read_weights(config: ModelConfig, batch: int = 1) -> float:
-    """Elements of weights that a decode step reads: all but the input embedding's other rows, and
-    of experts those that so many tokens hit on average, if all are equally likely."""
+def read_weight_bytes(config: ModelConfig, batch: int, itemsize: int, *, keeps: bool) -> int:
+    """Bytes of weights that a decode step reads: all but the input embedding's other rows, and of
+    experts those that so many tokens hit on average, if all are equally likely. `itemsize` and
+    `keeps`: of weights that are not kept quantised, and whether any are."""
     hit = 1.0
     if moe := config.moe:
         hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
-    return _num_weights(config, hit) + config.vocab_size * config.hidden_size
+
+    def share(weights: Weights) -> float:
+        if "embed_tokens" in weights.name:
+            return float(config.tie_embeddings)
+        return hit if _is_expert(weights) else 1.0
+
+    return weight_bytes(config, itemsize, keeps=keeps, share=share)
 
 
-def _num_weights(config: ModelConfig, share_of_experts: float) -> float:
-    """Elements of all layers' matrices."""
-    found = 0.0
-    for weights in implied_weights(config):
-        if weights.name.startswith("model.layers."):
-            is_expert = len(weights.shape) > 2 or ".experts." in weights.name
-            found += weights.elements * (share_of_experts if is_expert else 1.0)
-    return found
+def _is_expert(weights: Weights) -> bool:
+    return len(weights.shape) > 2 or ".experts." in weights.name
+
+
+def num_seen(config: ModelConfig, num_tokens: int) -> int:
+    """Tokens that the layers together look back to after so many."""
+    windows = map(config.window_of, range(config.num_layers))
+    return sum(min(num_tokens, window or num_tokens) for window in windows)
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Model FLOPs of one prompt: two per weight and token, causal attention, one row of logits."""
-    share = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1.0
-    weights = 2.0 * num_tokens * _num_weights(config, share)
-    pairs, dims = num_tokens * (num_tokens + 1) / 2, 2 * config.head_dim
+    hit = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1.0
+    weights = sum(
+        each.elements * (hit if _is_expert(each) else 1.0)
+        for each in implied_weights(config)
+        if each.name.startswith("model.layers.")
+    )
+    pairs = sum(num_seen(config, seen) for seen in range(1, num_tokens + 1))
+    dims = 2 * config.head_dim
     if config.mla:  # absorbed: over latents, whose rope part is in the keys alone
         dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    attention = 2.0 * pairs * config.num_heads * dims * config.num_layers
-    return weights + attention + 2.0 * config.vocab_size * config.hidden_size
+    attention = 2.0 * pairs * config.num_heads * dims
+    return 2.0 * num_tokens * weights + attention + 2.0 * config.vocab_size * config.hidden_size
 
 
 if __name__ == "__main__":

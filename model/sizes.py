@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -202,9 +203,15 @@ def num_elements(config: ModelConfig) -> int:
     return sum(weights.elements for weights in implied_weights(config))
 
 
-def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
-    """Of all matrices of the model; `itemsize` bytes an element of those that are not kept
-    quantised. What is told to be left out of quantisation is not looked for."""
+def weight_bytes(
+    config: ModelConfig,
+    itemsize: int,
+    *,
+    keeps: bool,
+    share: Callable[[Weights], float] = lambda weights: 1.0,
+) -> int:
+    """Of all matrices of the model, or of a share of each; `itemsize` bytes an element of those
+    that are not kept quantised. What is told to be left out of quantisation is not looked for."""
     how = config.quantization if keeps else None
     part = ".experts." if how and how.stored == "mxfp4" else ""
 
@@ -212,7 +219,7 @@ def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
         return how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
 
     found = implied_weights(config)
-    return int(sum(weights.elements * bits_of(weights.name) for weights in found)) // 8
+    return int(sum(each.elements * bits_of(each.name) * share(each) for each in found)) // 8
 
 
 def largest(config: ModelConfig) -> Weights:

@@ -50,7 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=4, help="requests in flight")
     add("--max-length", type=int, default=2048, help="longest prompt and output together (tokens)")
     add("--reference", default="hf", help="`hf`, `none`, or a file that --save wrote")
-    add("--save", type=Path, help="keeps the reference's answers in this file")
+    add(
+        "--save",
+        type=Path,
+        help="keeps the answers of hf, or with --reference none of the endpoint",
+    )
     add("--tolerance", type=float, default=1e-3, help="largest difference of loglikelihoods (nats)")
     add("--accuracy", type=float, help="compare scores instead: their mean difference and two "
         "standard errors of it are together at most this (0.05: five points)")  # fmt: skip
@@ -347,7 +351,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if options.save:
             save(options.save, settings, reference)
     tasks: dict[str, dict[str, Any]] = {}
-    for name, task in runner.endpoint(served_model).items():
+    answers = runner.endpoint(served_model)
+    if options.reference == "none" and options.save:
+        save(options.save, settings, answers)
+    for name, task in answers.items():
         tasks[name] = {"documents": len(task.documents), "seconds": task.seconds}
         tasks[name]["metrics"] = task.metrics
         if told := reference.get(name):

@@ -41,7 +41,7 @@ from engine.worker.runner import ModelRunner
 from kvcache.blocks import NULL_BLOCK
 from model.config import ModelConfig, load_config
 from model.parallel import Parallel
-from model.sizes import Weights, implied_weights, weight_bytes
+from model.sizes import Weights, bits_of, implied_weights
 from protocol.messages import SamplingParams
 
 _RANKS_TIMEOUT_S = 600.0  # of the slowest rank behind the fastest
@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str)
     if rank:
         sys.stdout = open(os.devnull, "w")
     started_s = time.perf_counter()
-    device = torch.device(args.device, rank if args.device == "cuda" else None)
+    device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
     ranks = Parallel.connect(
         rank, args.tp, meeting=meeting, device=device, ep=args.ep, timeout_s=_RANKS_TIMEOUT_S
@@ -163,7 +163,7 @@ def _told(name: str, **figures: float) -> dict[str, float]:
     return rounded
 
 
-def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--shape", default="llama-3.1-8b", help=f"{', '.join(SHAPES)}, or a config.json's folder")
@@ -368,12 +368,12 @@ def read_weight_bytes(config: ModelConfig, batch: int, itemsize: int, *, keeps: 
     if moe := config.moe:
         hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
 
-    def share(weights: Weights) -> float:
-        if "embed_tokens" in weights.name:
-            return float(config.tie_embeddings)
-        return hit if _is_expert(weights) else 1.0
-
-    return weight_bytes(config, itemsize, keeps=keeps, share=share)
+    bits = 0.0
+    for each in implied_weights(config):
+        if "embed_tokens" not in each.name or config.tie_embeddings:
+            own = each.elements * bits_of(config, each.name, itemsize, keeps=keeps)
+            bits += own * hit if _is_expert(each) else own
+    return int(bits) // 8
 
 
 def _is_expert(weights: Weights) -> bool:

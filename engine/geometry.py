@@ -15,7 +15,6 @@ from model.sizes import (
     check_files,
     check_parallelism,
     largest,
-    num_elements,
     stored_elements,
     weight_bytes,
 )
@@ -62,12 +61,14 @@ def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[in
     mapped = sum(stored[name] for name, dtype in _STORED.items() if dtype == config.dtype)
     copied, fix = stored.total() - mapped, "use --no-pack-weights"
     if model.quantization:  # to be dequantised, and words hold several of them
-        copied = max(copied, num_elements(model) - mapped)
+        copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
     if copied > mapped:
         kept = max(_STORED, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
     if model.moe or (config.pack_weights and config.dtype == "float32"):  # experts are stacked
-        copied = max(copied, num_elements(model) - model.vocab_size * model.hidden_size)
+        copied = max(
+            copied, weight_bytes(model, 1, keeps=False) - model.vocab_size * model.hidden_size
+        )
     return copied, f"{fix}, or more memory: experts are copied" if model.moe else fix
 
 

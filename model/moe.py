@@ -49,7 +49,9 @@ class MoELayer:
         if declared.correction:
             name = f"{prefix}.{declared.correction}"
             self._correction = loader.load(name, shape[:1], dtype=torch.float32)
-        own = own_experts(moe, parallel)
+        share = moe.num_experts // parallel.ep
+        first = parallel.rank * parallel.ep // parallel.size * share
+        own = range(first, first + share)  # experts that this rank has a part of
         gate_up, down = load_experts(loader, prefix, config, parallel, own)
         biases = load_biases(loader, prefix, config, parallel, own) if declared.biased else None
         which = config.activation, own.start, moe.num_experts
@@ -210,13 +212,6 @@ def route(
     if config.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + _NOT_ZERO)
     return weights * config.routed_scaling_factor, experts
-
-
-def own_experts(config: MoEConfig, parallel: Parallel) -> range:
-    """Those that this rank has a part of."""
-    share = config.num_experts // parallel.ep
-    first = parallel.rank * parallel.ep // parallel.size * share
-    return range(first, first + share)
 
 
 def load_experts(

@@ -8,8 +8,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
 
+_OF_TEXT: Final = r"^(model\.)?language_model\."
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
 # Weights of what is never quantised: tables, routers, and MLA's absorbed projection.
@@ -198,28 +199,19 @@ def _gated(prefix: str, width: Size, hidden: Size, *, fused: bool = False) -> di
     return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
 
 
-def num_elements(config: ModelConfig) -> int:
-    """Elements of all matrices of the model."""
-    return sum(weights.elements for weights in implied_weights(config))
-
-
-def weight_bytes(
-    config: ModelConfig,
-    itemsize: int,
-    *,
-    keeps: bool,
-    share: Callable[[Weights], float] = lambda weights: 1.0,
-) -> int:
-    """Of all matrices of the model, or of a share of each; `itemsize` bytes an element of those
-    that are not kept quantised. What is told to be left out of quantisation is not looked for."""
+def bits_of(config: ModelConfig, name: str, itemsize: int, *, keeps: bool) -> float:
+    """Of an element of a weight; of those that are not kept quantised `itemsize` bytes. What is
+    told to be left out of quantisation is not looked for."""
     how = config.quantization if keeps else None
     part = ".experts." if how and how.stored == "mxfp4" else ""
+    return how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
 
-    def bits_of(name: str) -> float:
-        return how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
 
+def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
+    """Of all matrices of the model; see bits_of."""
     found = implied_weights(config)
-    return int(sum(each.elements * bits_of(each.name) * share(each) for each in found)) // 8
+    bits = (w.elements * bits_of(config, w.name, itemsize, keeps=keeps) for w in found)
+    return int(sum(bits)) // 8
 
 
 def largest(config: ModelConfig) -> Weights:
@@ -322,14 +314,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
-        found |= {_text_name(name): tensor for name, tensor in _header_of(path).items()}
+        # Weights of the text of a model that takes images, too, by their names in one of text.
+        found |= {re.sub(_OF_TEXT, r"\1", name): each for name, each in _header_of(path).items()}
     return found
-
-
-def _text_name(name: str) -> str:
-    """Weights of the text of a model that takes images, too, by their names in one of text."""
-    is_text = name.startswith(("language_model.", "model.language_model."))
-    return name.replace("language_model.", "", 1) if is_text else name
 
 
 def _weight_files(folder: Path) -> list[Path]:

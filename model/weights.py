@@ -5,12 +5,16 @@ no memory of their own and two engines on one host share them.
 """
 
 import math
+import queue
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +31,9 @@ _log = get_logger(__name__)
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
 # kv_scales.py, where they are wanted.
 _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
+# Of an upload: threads, buffers beside one for each, the least part of a tensor, and the largest.
+_THREADS, _MORE_SLOTS, _PART_BYTES, _SLOT_BYTES = 8, 4, 1 << 20, 1 << 23
+_new_event: Any = torch.cuda.Event
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
@@ -37,21 +44,26 @@ class SafetensorsSource:
         self,
         folder: Path,
         quantization: Quantization | None = None,
-        device: torch.device | str = "cpu",  # where quantised weights are unpacked
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._tensors = read_headers(folder)
-        self._stored = stored.StoredWeights(self._tensors, quantization, device)
+        self._tensors, self._upload = read_headers(folder), Upload(torch.device(device))
+        self._stored = stored.StoredWeights(self._tensors, quantization, self._upload)
 
     def names(self) -> set[str]:
         """Without what belongs to a quantised weight."""
         return self._stored.names()
 
-    def quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
-        """Rows of a matrix whose full shape must be `shape`, if it is quantised."""
-        return self._stored.read(name, shape, rows)
+    def quantised(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None = None
+    ) -> Quantized | None:
+        """As `part`, of a matrix that is quantised; None: it is not."""
+        if (found := self._stored.read(name, shape, rows)) is None:
+            return None
+        return (found if cols is None else found.columns(cols)).each(self._upload)
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
-        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`."""
+        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
+        device if that is a GPU, else where the file is mapped."""
         if (there := self._tensors.get(name)) is None:
             raise ModelLoadError(f"weight {name} is missing from the model's files")
         if there.shape != shape:
@@ -59,7 +71,7 @@ class SafetensorsSource:
                 f"weight {name} has shape {there.shape}, the config implies {shape}"
             )
         tensor = stored.mapped(name, there)[rows.start : rows.stop]
-        return tensor if cols is None else tensor[:, cols.start : cols.stop]
+        return self._upload(tensor if cols is None else tensor[:, cols.start : cols.stop])
 
 
 class DummySource:
@@ -76,7 +88,7 @@ class DummySource:
     def names(self) -> set[str]:
         return set()  # any can be made
 
-    def quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
+    def quantised(self, *_part: object) -> None:
         return None
 
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
@@ -103,6 +115,46 @@ class DummySource:
         bits.bitwise_and_(0xFFFFFFFF).bitwise_xor_(bits >> 16)
         # 24 bits are exact in float32, so every device and rank computes the same value.
         return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
+
+
+class Upload:
+    """Brings mapped tensors to a GPU, for the thread that made it: others copy a part each into
+    pinned memory, from where it goes on meanwhile. From pageable memory one thread would. On a
+    CPU tensors stay mapped, unless it `copies` there, too."""
+
+    def __init__(self, device: torch.device, *, copies: bool = False) -> None:
+        self._device, on_gpu = device, device.type == "cuda"
+        # The stream of whoever uses them; a thread that enters another device would make a context.
+        bind = partial(torch.cuda.set_stream, torch.cuda.current_stream(device)) if on_gpu else None
+        self._pool = ThreadPoolExecutor(_THREADS, "weights", bind)
+        self._slots = queue.SimpleQueue[Any]()  # with the end of the last copy out of each
+        for _ in range(_THREADS + _MORE_SLOTS if copies or on_gpu else 0):
+            slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+            self._slots.put((slot, _new_event() if on_gpu else None))
+        self._copies = not self._slots.empty()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        is_flat = tensor.is_contiguous()
+        if not self._copies or tensor.nbytes < _PART_BYTES or not (is_flat or tensor.dim() == 2):
+            return tensor.to(self._device)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        parts = [(each.view(-1) if is_flat else each).view(torch.uint8) for each in (tensor, out)]
+        nbytes = min(max(_PART_BYTES, tensor.nbytes // _THREADS), _SLOT_BYTES)
+        rows = max(1, nbytes * len(parts[0]) // tensor.nbytes)
+        list(self._pool.map(self._copy, *(torch.split(each, rows) for each in parts)))
+        return out  # there, for what is put on the stream from now on
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        slot, copied = self._slots.get()
+        if copied is not None:
+            copied.synchronize()
+        with torch.inference_mode():
+            staged = slot[: source.nbytes].view(source.shape)
+            np.copyto(staged.numpy(), source.numpy())
+            target.copy_(staged, non_blocking=True)
+            if copied is not None:
+                copied.record()
+        self._slots.put((slot, copied))
 
 
 class WeightLoader:
@@ -148,8 +200,8 @@ class WeightLoader:
         """
         self._note(name)
         rows = range(shape[0]) if rows is None else rows
-        if (found := self._source.quantised(name, shape, rows)) is not None:
-            found = (found if cols is None else found.columns(cols)).to(self.device, self.dtype)
+        if (found := self._source.quantised(name, shape, rows, cols)) is not None:
+            found = found.to(self.device, self.dtype)
             return self._dequantised(found, "a kind of product without a kernel").to(
                 dtype or self.dtype
             )
@@ -169,7 +221,7 @@ class WeightLoader:
         is a kernel to multiply by it. `transposed`: [..., in, out] where it is not quantised."""
         self._note(name)
         rows = range(shape[0]) if rows is None else rows
-        found = self._source.quantised(name, shape, rows)
+        found = self._source.quantised(name, shape, rows, cols)
         if found is None:
             if not (self.quantises or len(shape) > 2):
                 return self.load(name, shape, rows=rows, cols=cols)
@@ -179,8 +231,8 @@ class WeightLoader:
             whole = whole.mT if transposed else whole
             if not self.quantises:
                 return whole if cols is None else whole[..., cols.start : cols.stop]
-            found = quantise(whole)
-        found = (found if cols is None else found.columns(cols)).to(self.device, self.dtype)
+            found = quantise(whole) if cols is None else quantise(whole).columns(cols)
+        found = found.to(self.device, self.dtype)
         why = products.problem(found)
         return found if why is None else self._dequantised(found, why)
 

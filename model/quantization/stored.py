@@ -1,6 +1,9 @@
 """Quantised weights as safetensors files hold them, turned into our own order."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ _FLOATS: Final = {
 }  # fmt: skip
 _DTYPES: Final = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 _SCALES: Final = (".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale")
+_AHEAD_BYTES: Final = 1 << 28  # of a file, read while what is before is used
 _PER_WORD: Final = 8  # codes of 4 bits in an int32
 _MX_GROUP: Final = 32  # columns of MXFP4 that share an exponent
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the next code is
@@ -32,11 +36,12 @@ _ORDERS: Final = (".weight_g_idx", ".g_idx")  # which group a column is of
 
 
 class StoredWeights(NamedTuple):
-    """The weights of some files that are quantised; they are unpacked on `device`."""
+    """The weights of some files that are quantised; `take` brings to where it is unpacked what is
+    in words."""
 
     tensors: Mapping[str, StoredTensor]
     how: Quantization | None
-    device: torch.device | str
+    take: Callable[[Tensor], Tensor]
 
     def names(self) -> set[str]:
         """Those of all weights, as they were before something was quantised, without what belongs
@@ -110,7 +115,7 @@ class StoredWeights(NamedTuple):
         num_groups, words = -(-width // group), -(-height // _PER_WORD)
 
         def get(end: str, *expected: int) -> Tensor:
-            return self._get(base + end, *expected).to(self.device)
+            return self.take(self._get(base + end, *expected))
 
         # Two codes a byte, the first in the low half: so words are in our order.
         if self.how.stored == "packed":
@@ -131,7 +136,8 @@ class StoredWeights(NamedTuple):
             zeros = (zeros + self.how.zero_offset) & 15
         end = next((each for each in _ORDERS if base + each in self.tensors), None)
         if end is not None:
-            index, plain = get(end, width).long(), torch.arange(width, device=self.device) // group
+            index = get(end, width).long()
+            plain = torch.arange(width, device=index.device) // group
             if int(index.max()) >= num_groups:
                 raise ModelLoadError(f"weight {base}{end} names group {int(index.max())}")
             if index.min() >= 0 and not torch.equal(index, plain):  # columns are groups themselves
@@ -149,7 +155,16 @@ def mapped(name: str, stored: StoredTensor) -> Tensor:
     if stored.stop - stored.start != stored.size * dtype.itemsize:
         told = f"weight {name} has {stored.stop - stored.start} bytes"
         raise ModelLoadError(f"{stored.path} is not a safetensors file: {told}")
+    for part in range(stored.start // _AHEAD_BYTES, stored.stop // _AHEAD_BYTES + 2):
+        _read_ahead(stored.path, part)
     return torch.from_numpy(stored.content()).view(dtype).view(stored.shape)
+
+
+@lru_cache(4096)  # once for each part
+def _read_ahead(path: Path, part: int) -> None:
+    """Asks for a part of a file, that it be in memory when it is used; waits for nothing."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), part * _AHEAD_BYTES, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _unpacked(words: Tensor, order: Iterable[int] = range(_PER_WORD)) -> Tensor:

@@ -19,7 +19,7 @@ from engine.geometry import (
 )
 from model.config import load_config, parse_config
 from model.errors import InvalidParallelism, ModelLoadError
-from model.sizes import implied_weights, num_elements
+from model.sizes import implied_weights, weight_bytes
 from tests.make_models import ensure_model
 from tests.rigs.engines import make_config
 
@@ -122,7 +122,7 @@ def test_steps_over_latents_that_no_plan_holds_are_refused():
 
 
 def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic():
-    config, needed = _changed(load_format="dummy"), 4 * num_elements(_MODEL)
+    config, needed = _changed(load_format="dummy"), 4 * weight_bytes(_MODEL, 1, keeps=False)
     check_weights(config, _MODEL, needed)
     check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
     with pytest.raises(InvalidGeometry, match=r"take 0\.0 GiB in float32, .* use a smaller model"):
@@ -144,7 +144,7 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
     check_weights(mapped, model, 0)
     with pytest.raises(InvalidGeometry, match="--no-pack-weights"):
         check_weights(_changed(model_dir=str(folder)), model, 0)
-    check_weights(_changed(model_dir=str(folder)), model, 4 * num_elements(model))
+    check_weights(_changed(model_dir=str(folder)), model, 4 * weight_bytes(model, 1, keeps=False))
     with pytest.raises(InvalidGeometry, match="use --dtype float32, as which"):
         check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
     with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):

@@ -11,6 +11,7 @@ from model.quantization.quantized import quantise
 from tests.model.quantised_files import FORMATS, rewrite
 from tests.model.random_models import make
 from tests.model.test_quantization import IDS, logits_of
+from tests.model.test_weights import SHAPES, check_upload
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -71,3 +72,8 @@ def test_a_model_that_stays_quantised_says_what_the_cpu_says(tmp_path, name):
     model = load_model(config, tmp_path, dtype=BF16, device="cuda")
     found = logits_of(model, IDS.cuda()).cpu()
     assert (found - expected).norm() / expected.norm() < 0.1
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_what_is_uploaded_is_what_is_in_the_file(tmp_path, shape):
+    check_upload(tmp_path, "cuda", shape)

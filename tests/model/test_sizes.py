@@ -9,7 +9,7 @@ import torch
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
-from model.sizes import check_files, implied_weights, largest, num_elements
+from model.sizes import check_files, implied_weights, largest, weight_bytes
 from model.weights import DummySource
 from tests.model.random_models import make
 from tests.model.test_config import DEEPSEEK, LLAMA, V3
@@ -48,7 +48,7 @@ def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch)
     config = parse_config(raw)
     load_model(config, "", dtype=torch.float32, load_format="dummy")
     matrices = {name: shape for name, shape in asked.items() if len(shape) > 1}
-    assert sum(map(math.prod, matrices.values())) == num_elements(config)
+    assert sum(map(math.prod, matrices.values())) == weight_bytes(config, 1, keeps=False)
     for weights in implied_weights(config):
         assert matrices[weights.name] == tuple(size.value for size in weights.shape)
 
@@ -91,7 +91,7 @@ def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
         "model.layers.0.mlp.gate_proj.weight (intermediate_size 96 by hidden_size 64) in each of "
         "num_hidden_layers 1000000000000"
     )
-    assert num_elements(config) > 96 * 64 * 3 * 10**12
+    assert weight_bytes(config, 1, keeps=False) > 96 * 64 * 3 * 10**12
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
 from model.sizes import fingerprint, read_headers, stored_elements
-from model.weights import DummySource, SafetensorsSource, WeightLoader
+from model.weights import DummySource, SafetensorsSource, Upload, WeightLoader
 from tests.model.dense import greedy
 from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA
@@ -49,6 +49,26 @@ def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
     for tensor in (whole, rows):
         assert any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in of_file)
     assert columns.is_contiguous() and torch.equal(columns, whole[:, :32])
+
+
+SHAPES = {"flat": (3, 1_400_001), "experts": (3, 700, 1000), "columns": (5000, 2048), "small": (7,)}
+
+
+def check_upload(folder, device, shape):
+    """In parts of many sizes, more of them than there are buffers."""
+    tensors = {f"w{n}": torch.randn(shape, dtype=torch.bfloat16) for n in range(6)}
+    save_file(tensors, folder / "model.safetensors")
+    source, upload = SafetensorsSource(folder), Upload(torch.device(device), copies=True)
+    cols = range(512, 1536) if shape[-1] == 2048 else None
+    found = [upload(source.part(name, shape, range(shape[0]), cols)) for name in tensors]
+    for got, wanted in zip(found, tensors.values(), strict=True):
+        assert got.device.type == device
+        assert torch.equal(got.cpu(), wanted if cols is None else wanted[:, 512:1536])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_what_is_uploaded_is_what_is_in_the_file(tmp_path, shape):
+    check_upload(tmp_path, "cpu", shape)
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,17 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2579,
-    "benchmarks": 2478,
+    "benchmarks": 2608,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11242,
+    "engine": 11243,
     "kvcache": 7900,
     "kvcache/transfer": 5473,
-    "model": 4733,
+    "model": 4750,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5183,
-    "tests": 40173,
+    "tests": 40279,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import tokenizers
@@ -9,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.text.grammar import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
+from protocol.messages import Grammar
 from tests.make_models import ensure_model
 
 
@@ -28,9 +30,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
-    """For the tiny model, whose logits are 512 wide."""
+@contextmanager
+def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
+    """For the tiny model, whose logits are 512 wide; it has compiled these."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
+    for grammar in compiled:
+        compiler.compiled(grammar).exception()
     yield compiler
     compiler.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    with compiling() as made:
+        yield made

@@ -32,11 +32,14 @@ def add(num_tokens: int) -> AddRequest:
 class Queue:
     """A server's queue, and a server that takes `token_s` for a token, by a clock of their own."""
 
-    def __init__(self, max_queue_s: float = 10.0, max_queued_tokens: int = 10**6) -> None:
+    def __init__(self, token_s: float = 0.0, max_queue_s: float = 10.0, most: int = 10**6) -> None:
         self.now_s = 100.0
-        options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=max_queued_tokens)
+        options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=most)
         self.admission = Admission(options, lambda: self.now_s)
         self.places: list[tuple[Place, int]] = []
+        if token_s:  # it has served one already
+            self.ask()
+            self.serve(token_s)
 
     def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
         self.places.append((self.admission.enter(num_tokens, priority), num_tokens))
@@ -58,9 +61,7 @@ class Queue:
 
 
 def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
-    queue = Queue(max_queue_s=10.0)
-    queue.ask()
-    queue.serve(token_s=0.001)
+    queue = Queue(token_s=0.001)
     taken, error = queue.fill()
     assert taken == 11  # the last of them with 10 s before it
     assert error.retry_after_s == pytest.approx(6.0) and error.headers == {"retry-after": "6"}
@@ -72,9 +73,7 @@ def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
 
 
 def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
-    queue = Queue(max_queue_s=10.0)
-    queue.ask()
-    queue.serve(token_s=0.001)
+    queue = Queue(token_s=0.001)
     for _ in range(20):  # long ones, each of which takes that server two seconds
         queue.ask()
         queue.places[-1][0].is_of([replace(add(8000), remote=replace(REMOTE, transfer_id="t"))])
@@ -86,9 +85,7 @@ def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
 
 
 def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
-    queue = Queue(max_queue_s=10.0)
-    queue.ask()
-    queue.serve(token_s=0.0002)
+    queue = Queue(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
     queue.serve(token_s=0.002, count=3)
     assert 0.75 * 96 <= queue.admission.wait_s() <= 96  # as 47 or 48 prompts take 2 s each now
@@ -102,7 +99,7 @@ def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
 
 
 def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
-    queue = Queue(max_queued_tokens=5000)
+    queue = Queue(most=5000)
     queue.ask(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
         queue.ask(64)
@@ -121,9 +118,7 @@ def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
 
 
 def test_the_urgent_wait_only_for_the_urgent():
-    queue = Queue(max_queue_s=10.0)
-    queue.ask()
-    queue.serve(token_s=0.001)
+    queue = Queue(token_s=0.001)
     queue.fill()
     for _ in range(11):
         queue.ask(priority=-1)
@@ -138,7 +133,7 @@ def test_the_urgent_wait_only_for_the_urgent():
 )
 def test_the_books_add_up_whatever_comes_and_goes(moves):
     """0, 1: one more comes; 2: the oldest is served in part; 3: the newest leaves."""
-    queue = Queue(max_queue_s=3.0, max_queued_tokens=20_000)
+    queue = Queue(max_queue_s=3.0, most=20_000)
     left: dict[Place, int] = {}
     for num_tokens, priority, move in moves:
         queue.now_s += num_tokens / 5000

@@ -90,11 +90,9 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RealPair]:
-    pair = RealPair(ensure_model("gqa"), p_block_size=8, block_size=4)
-    yield pair
-    assert pair.p.core.is_idle and pair.d.core.is_idle
-    pair.settle()
-    pair.close()
+    with RealPair(ensure_model("gqa"), p_block_size=8, block_size=4) as pair:
+        yield pair
+        assert pair.p.core.is_idle and pair.d.core.is_idle
 
 
 Ask = Callable[[RealPair, AddRequest], MemoryTransport]

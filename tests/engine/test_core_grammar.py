@@ -16,6 +16,7 @@ from engine.text.grammar import _NUM_COMPILING, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import LeaseGone
 from protocol.messages import AbortRequest, AddRequest, Grammar, SamplingParams
+from tests.engine.conftest import compiling
 from tests.make_models import ensure_model
 from tests.rigs.shadow import (
     MemoryTransport,
@@ -40,9 +41,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
     """Has compiled nothing."""
-    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
-    yield compiler
-    compiler.close()
+    with compiling() as made:
+        yield made
 
 
 @pytest.fixture(params=[0, 1])
@@ -131,8 +131,8 @@ def test_more_grammars_may_be_waited_for_than_are_kept(depth, compiler, tokenize
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(150)]
     core.round([constrained(text, Grammar("choice", json.dumps([text]))) for text in texts])
-    for compiling in list(core.grammars.compiling.values()):
-        compiling.exception()
+    for work in list(core.grammars.compiling.values()):
+        work.exception()
     answered(core)
     for text in texts:
         assert tokenizer.decode(out.tokens(text)) == text

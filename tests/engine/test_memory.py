@@ -1,16 +1,20 @@
 """Sizing the KV pool: what decides, and what the refusals say."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from attention.support import UnsupportedPool
+from decode_server.service import KVFactory
 from engine.process.host_memory import free_host_bytes
 from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
 from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
+from engine.worker.rank import pool_size
 from engine.worker.runner import ModelRunner
+from kvcache.groups import ONE_GROUP
 from model.config import load_config
 from model.parallel import Parallel
 from model.sizes import StoredTensor
@@ -141,3 +145,13 @@ def test_a_start_tells_how_far_its_weights_are() -> None:
         now += 2.0
     at = "loading weights: 0.00 of 4.00 GiB, 0 of 4 tensors"
     assert told == [at, "loading weights: 2.00 of 4.00 GiB, 2 of 4 tensors, about 4 s left"]
+
+
+@pytest.mark.parametrize(("transfer", "staged"), [("auto", 64), ("nixl", 64), ("mapped", 0)])
+def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
+    monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 << 20)
+    layout, model = SimpleNamespace(block_bytes=1 << 20), SimpleNamespace(max_position=256)
+    runner: Any = SimpleNamespace(layout=lambda num_blocks: layout, groups=ONE_GROUP)
+    options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
+    config = _BASE.model_copy(update={"transfer": transfer, **options})
+    assert pool_size(config, model, runner, KVFactory()).num_blocks == 300 - staged - 4  # type: ignore[arg-type]

@@ -100,8 +100,9 @@ sampling = st.builds(
 @examples(60)
 @given(st.lists(sampling, min_size=1, max_size=6), st.integers(0, 1000), st.data())
 def test_a_row_does_not_depend_on_its_neighbours(params, logits_seed, data):
-    """Property: alone, in a batch, and in a batch of another order, the same token."""
+    """Property: alone, in a batch, in another order, beside no numbers: the same token."""
     logits = make_logits(logits_seed, len(params), vocab=400)
+    logits[: data.draw(st.integers(0, 1))] = math.nan
     positions = [i * 13 for i in range(len(params))]
     together = draw(logits, params, positions)
     order = data.draw(st.permutations(range(len(params))))
@@ -189,14 +190,6 @@ def test_logits_that_are_not_numbers(limits):
     assert out.token_ids.tolist() == [1, 1, 0, 0, 2]
     assert out.logprobs is not None and out.logprobs.chosen.tolist() == [0.0] * 5
     torch.testing.assert_close(logits, untouched, equal_nan=True, rtol=0, atol=0)
-
-
-def test_a_bad_neighbour_changes_nothing():
-    logits = make_logits(5, rows=2)
-    params = [SamplingParams(seed=1, top_p=0.7), SamplingParams(seed=2)]
-    good = draw(logits, params, [4, 4])
-    logits[0] = math.nan
-    assert draw(logits, params, [4, 4])[1] == good[1]
 
 
 def test_a_batch_without_rows():

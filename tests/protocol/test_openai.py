@@ -8,25 +8,10 @@ import pytest
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import neutral_fields, validate
-from protocol.openai.responses_request import parse_responses
+from protocol.openai.requests import neutral_fields
 from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import Tools
-
-USER = {"role": "user", "content": "Hi"}
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return validate(CompletionRequest, {"model": "m", "prompt": "Hello", **fields})
-
-
-def chat(**fields: Any) -> Any:
-    return validate(ChatRequest, {"model": "m", "messages": [USER], **fields})
-
-
-def responses(**fields: Any) -> Any:
-    return parse_responses({"model": "m", "input": "a", **fields})
-
+from tests.protocol.test_openai_mistakes import USER, chat, completion, responses
 
 RANKED = {"num_candidates": 4, "num_logprobs": 0, "wants_logprobs": False}
 LEG = {"do_remote_decode": True}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -375,6 +375,16 @@ class Group:
         self.until(lambda: all(engine.is_home() for engine in self.engines))
         for engine in self.engines:
             assert_all_blocks_home(engine.core)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.settle()
+        finally:
+            self.close()
 
     def close(self) -> None:
         for engine in self.engines:

@@ -17,10 +17,8 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
     with ExitStack() as stack:
 
         def make(**options: Any) -> Pair:
-            pair = Pair(depth=request.param, **options)
-            stack.callback(pair.close)
-            stack.callback(pair.settle)  # P's clock stands still: no lease has to expire
-            stack.callback(pair.d.movers.resume)
+            pair = stack.enter_context(Pair(depth=request.param, **options))
+            stack.callback(pair.d.movers.resume)  # P's clock stands still: no lease has to expire
             return pair
 
         yield make
@@ -36,9 +34,6 @@ def make() -> Iterator[Callable[..., Group]]:
     with ExitStack() as stack:
 
         def group(*options: dict[str, Any]) -> Group:
-            made = Group(*(Engine(**each) for each in options))
-            stack.callback(made.close)
-            stack.callback(made.settle)
-            return made
+            return stack.enter_context(Group(*(Engine(**each) for each in options)))
 
         yield group

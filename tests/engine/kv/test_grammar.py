@@ -9,6 +9,7 @@ import pytest
 from engine.text.grammar import _NUM_COMPILING, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AbortRequest, Grammar, SamplingParams
+from tests.engine.conftest import compiling
 from tests.make_models import ensure_model
 from tests.rigs.engine_pair import Pair
 from tests.rigs.shadow import expected_output
@@ -40,11 +41,10 @@ class Waiting:
 
 @pytest.fixture
 def waiting(pair: Pair) -> Iterator[Waiting]:
-    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
-    waiting = Waiting(pair, compiler)
-    yield waiting
-    waiting.go_on.set()
-    compiler.close()
+    with compiling() as compiler:
+        waiting = Waiting(pair, compiler)
+        yield waiting
+        waiting.go_on.set()
 
 
 @pytest.fixture(scope="module")

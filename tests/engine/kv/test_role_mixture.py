@@ -37,7 +37,7 @@ from protocol.messages import (
     SamplingParams,
     TokenDelta,
 )
-from tests.make_models import ensure_model
+from tests.engine.conftest import compiling
 from tests.rigs.fake_coordinator import FakeCoordinator
 from tests.rigs.offers import offer
 from tests.rigs.shadow import (
@@ -64,12 +64,8 @@ GRAMMARS = [
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    """Has compiled GRAMMARS."""
-    compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
-    for grammar in GRAMMARS:
-        compiler.compiled(grammar).exception()
-    yield compiler
-    compiler.close()
+    with compiling(*GRAMMARS) as made:
+        yield made
 
 
 def _expected(

@@ -4,13 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
 from msgspec.structs import replace
-from pydantic import SecretStr
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
@@ -22,7 +20,7 @@ from protocol.http.connections import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
 from protocol.openai.sampling import GenerationConfig
-from protocol.settings.options import ListenOptions
+from protocol.settings.settings import DecodeSettings, PrefillSettings
 from tests.rigs.brief_naps import take_brief_naps
 from tests.rigs.client import sse_events
 from tests.rigs.scripted_engine import ScriptedEngine, count_up
@@ -33,31 +31,6 @@ SECRET = b"the secret of a cluster"
 CONTEXT = 64
 MAX_BODY = 20_000
 READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_size=260)
-
-
-@dataclass(frozen=True)
-class Settings:
-    role: str = "prefill"
-    advertised_host: str | None = "127.0.0.1"
-    model: str = "folder/model"
-    served_model_name: str | None = "m"
-    max_body_bytes: int = MAX_BODY
-    max_num_seqs: int = 8
-    cors_origin: tuple[str, ...] = ()
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    grammar_timeout_s: float = 30.0  # three processes share two cores
-    max_queue_s: float = 30.0
-    max_queued_tokens: int = 2**20
-    request_timeout_s: float | None = None
-    api_key: tuple[SecretStr, ...] = ()
-    admin_key: tuple[SecretStr, ...] = ()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-
-    @property
-    def has_keys(self) -> bool:
-        return bool(self.api_key or self.admin_key)
 
 
 class Server:
@@ -104,21 +77,22 @@ async def serving(
     max_body: int = MAX_BODY,
     config: GenerationConfig | None = None,
     client_timeout_s: float = WAIT_S,
+    role: str = "prefill",
     **more: Any,
 ) -> AsyncIterator[Server]:
     """`more` are settings."""
-    settings = Settings(max_body_bytes=max_body, cors_origin=origins, **more)
+    usual = {"model": "folder/model", "served_model_name": "m", "max_num_seqs": 8}
+    usual |= {"max_body_bytes": max_body, "cors_origin": origins, "grammar_timeout_s": 30.0, **more}
+    kind = PrefillSettings if role == "prefill" else DecodeSettings
+    settings = kind(_cli_parse_args=[], client_timeout_s=client_timeout_s, **usual)
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
     metrics = ServerMetrics()
     how = settings, hooks or ServerHooks(), metrics, Access(settings, metrics)
     api = Api(engine, tokenizer, *how, fingerprint, config or GenerationConfig(), SECRET)
-    options = ListenOptions(
-        max_body_bytes=max_body, client_timeout_s=client_timeout_s, cors_origin=origins
-    )
     tls = api.access.certificate
     how = {"port": 0, "log_level": "warning", "lifespan": "off"}
-    server = HttpServer(create_app(api), options, tls, KV_PARAMS_BYTES, **how)
+    server = HttpServer(create_app(api), settings, tls, KV_PARAMS_BYTES, **how)
     listener = server.config.bind_socket()
     listener.listen()
     task = asyncio.create_task(server.serve(sockets=[listener]))

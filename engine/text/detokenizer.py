@@ -137,7 +137,6 @@ class StopFinder:
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found: str | None = None
 
@@ -154,7 +153,7 @@ class StopFinder:
             end, start = min(found)
             self.found = text[start:end]
             return text[: end if self._keeps_stop else start], True
-        keep = self._num_held(text)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -163,9 +162,8 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
-    def _num_held(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[len(text) - length :]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+
+def overlap(text: str, tag: str) -> int:
+    """The longest end of a text that is a beginning of a tag, in characters."""
+    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(tag[:size])), 0)

@@ -7,6 +7,7 @@ prompt ends with it. Blanks around the two texts belong to neither. Each charact
 from typing import Final, Literal
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.detokenizer import overlap
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
 from protocol.openai.sampling import GenerationRequest
@@ -70,7 +71,7 @@ class ReasoningParser:
         if not self.is_over and self.is_inside:
             said, tag, text = text.partition(CLOSE)
             if not tag:
-                keep = _overlap(said, CLOSE)
+                keep = overlap(said, CLOSE)
                 said, self._tail = said[: len(said) - keep], said[len(said) - keep :]
             reasoning = self._stripped(said)
             if tag:
@@ -115,9 +116,3 @@ class ReasoningParser:
         before, after = "".join(self._blanks), text[text.rfind(bare[-1]) + 1 :]
         self._blanks, self._has_text = [after], True
         return before + bare
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The longest end of a text that is a beginning of a tag, in characters."""
-    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(tag[:size])), 0)

@@ -17,11 +17,9 @@ from protocol.errors import QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
-from tests.rigs.http_server import Server, events, serving
+from tests.rigs.http_server import Server, ask, connected, events, serving
 from tests.rigs.memory_pair import REMOTE
 from tests.rigs.scripted_engine import count_up, hang
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 def add(num_tokens: int) -> AddRequest:
@@ -288,13 +286,8 @@ async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer, m
             await asyncio.sleep(0)
 
     async with serving(tokenizer, script) as server:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, (server.host, server.port))
-        body = b'{"prompt": "ab", "stream": true, "max_tokens": 60}'
-        await loop.sock_sendall(sock, HEAD % len(body) + body)
+        sock, loop = await connected(server), asyncio.get_running_loop()
+        await ask(sock, stream=True, max_tokens=60)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
         assert server.engine.num_open == 0

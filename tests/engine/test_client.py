@@ -27,6 +27,7 @@ from protocol.messages import (
     TokenDelta,
     encode,
 )
+from tests.proxy.fakes import until
 from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate, hang
 
 WAIT_S = 20.0
@@ -117,7 +118,7 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder, ho
         assert await remote.receive() == AbortRequest("r")
         remote.say(_delta("r", 2), _delta("r", finish="abort"))
         remote.transport.send_stats({"x": 1.0})
-        await _until(lambda: client.stats == {"x": 1.0})
+        await until(lambda: client.stats == {"x": 1.0})
         assert client.num_open == 0
 
 
@@ -143,7 +144,7 @@ async def test_a_dead_engine_ends_every_open_request(socket_folder, how):
     writer.write(framed(encode(SMALL_ENGINE)))
     await client.wait_ready(WAIT_S)
     answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
-    await _until(lambda: client.num_open == 2)
+    await until(lambda: client.num_open == 2)
     if how == "process":
         client.fail("out of memory")
     else:
@@ -174,7 +175,7 @@ async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder):
     for half in ("first", "second"):
         waiting = asyncio.create_task(client.wait_ready(WAIT_S))
         writer.write(framed(encode(EngineProgress(half))))
-        await _until(lambda half=half: half in told)  # type: ignore[misc]
+        await until(lambda half=half: half in told)  # type: ignore[misc]
         assert not waiting.done() and client.progress == half
         waiting.cancel()
     writer.close()
@@ -188,7 +189,7 @@ async def test_who_hangs_up_is_dead_to_the_other(socket_folder):
     async with connected(socket_folder) as (client, remote):
         assert not client.is_lost
         remote.transport.close()
-        await _until(lambda: client.is_lost)
+        await until(lambda: client.is_lost)
         with pytest.raises(EngineDied, match="not connected"):
             client.submit([add("r")])
     listener = socket.create_server(f"{socket_folder}/other", family=socket.AF_UNIX)
@@ -311,9 +312,3 @@ async def test_an_id_in_use_is_our_own_bug():
 
 def _delta(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
     return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
-
-
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)

@@ -1,7 +1,6 @@
 """How failures and clients that leave end a request, and what becomes of KV that it leased."""
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +18,7 @@ from protocol.messages import (
     KVUsage,
     TokenDelta,
 )
-from tests.rigs.http_server import WAIT_S, Server, end, events, scripted, serving
+from tests.rigs.http_server import WAIT_S, Server, ask, connected, end, events, scripted, serving
 from tests.rigs.scripted_engine import hang
 
 
@@ -206,21 +205,6 @@ class Refusing(ServerHooks):
         return [AbortRequest("a lease")]
 
 
-async def _connected(server: Server) -> socket.socket:
-    await server.http.get("/health")  # it listens from now on
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect((server.http.base_url.host, server.http.base_url.port))
-    client.setblocking(False)
-    return client
-
-
-async def _ask(client: socket.socket) -> None:
-    body = json.dumps({"model": "m", "prompt": "ab", "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    await asyncio.get_running_loop().sock_sendall(client, head + body)
-
-
 async def _until_let_go(server: Server) -> None:
     while server.engine.aborted != ([one.request_id for one in server.engine.added] or None):
         await asyncio.sleep(0.001)
@@ -245,8 +229,8 @@ async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer):
 
 async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(tokenizer):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
-        with await _connected(server) as client:
-            await _ask(client)
+        with await connected(server) as client:
+            await ask(client, max_tokens=1)
             await asyncio.get_running_loop().sock_recv(client, 100)
             assert server.engine.aborted == []
         await _until_let_go(server)
@@ -265,8 +249,8 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(tokenize
         yield TokenDelta(request_id=request.request_id, **end())
 
     async with serving(tokenizer, script, Retaining(10)) as server:
-        made.append(await _connected(server))
-        await _ask(made[0])
+        made.append(await connected(server))
+        await ask(made[0], max_tokens=1)
         await _until_let_go(server)
 
 

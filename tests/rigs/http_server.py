@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -53,6 +54,22 @@ class Server:
     async def chat(self, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "Hi"}]
         return await self.post("/v1/chat/completions", **{"messages": messages, **fields})
+
+
+async def connected(server: Server) -> socket.socket:
+    """A client with room for 4 kB that it does not read."""
+    await server.http.get("/health")  # it listens from now on
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((server.host, server.port))
+    client.setblocking(False)
+    return client
+
+
+async def ask(client: socket.socket, **fields: Any) -> None:
+    body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    await asyncio.get_running_loop().sock_sendall(client, head + body)
 
 
 class Running:

@@ -36,10 +36,6 @@ class Lender(KVConnector):
         self._named: dict[str, str] = {}  # whose a transfer id is: two requests may come with one
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
 
-    def on_add(self, sequence: Sequence) -> None:
-        self.expect(sequence)
-        self.core.enqueue(sequence)
-
     def expect(self, sequence: Sequence) -> None:
         """A prompt has come, which may be subscribed to."""
         if name := sequence.request.transfer_id:

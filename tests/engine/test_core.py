@@ -215,20 +215,6 @@ def test_first_tokens_come_in_the_order_of_the_choices():
     assert [d.choice for d in out.deltas[1:4]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("gone", [[0], [1], [2, 1], [0, 2, 1]])
-def test_single_choices_can_be_aborted(gone):
-    core, _, out = make_core(max_num_batched_tokens=5)
-    core.round([add("a", PROMPT, 8, num_choices=3)])
-    for choice in gone:
-        core.round([AbortRequest("a", choice), AbortRequest("a", 7), AbortRequest("unknown")])
-        core.round([])
-    run_until_idle(core)
-    ends = {d.choice: d.finish_reason for d in out.terminals("a")}
-    assert ends == {c: "abort" if c in gone else "length" for c in range(3)}
-    assert core.is_idle
-    assert_all_blocks_home(core)
-
-
 # -- logprobs of the prompt ----------------------------------------------------------------------
 
 

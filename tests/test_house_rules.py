@@ -24,14 +24,14 @@ MAX_LINES = {
     "benchmarks": 2608,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11243,
+    "engine": 11232,
     "kvcache": 7900,
     "kvcache/transfer": 5473,
     "model": 4750,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5183,
-    "tests": 40279,
+    "tests": 40167,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -71,7 +71,7 @@ class Engine:
         self.parked: deque[Request] = deque()  # computed elsewhere; there is no room for their KV
         self.streams: list[Request] = []
         self.held = 0
-        self.busy = False
+        self.busy, self.until = False, 0.0
         self.totals = Totals()
         self.gaps = Counter[int]()
         self.pace = pace.Pace(limit, times.mixed)
@@ -224,8 +224,9 @@ class Fleet:
         lacks = found - engine.depth(request.hashes)
         if lacks > 0:  # as the server reckons itself; while it comes it is not used
             engine.keep(request.hashes[:found])
-        sent_s = max(lacks, 0) * BLOCK * self.times.sent_token
-        self._at(self.now + self.times.looked_up + sent_s, partial(self._admit, engine, request))
+        sent_s = max(lacks, 0) * BLOCK * self.times.sent_token + self.times.looked_up
+        told = max(lender.until, self.now)  # between two steps
+        self._at(told + sent_s, partial(self._admit, engine, request))
 
     def _admit(self, engine: Engine, request: Request) -> None:
         engine.admit(request)
@@ -235,6 +236,7 @@ class Fleet:
         if not engine.busy and (engine.waiting or engine.streams):
             engine.busy = True
             end, computed = engine.step(self.now)
+            engine.until = end
             self._at(end, partial(self._end, engine, computed))
 
     def _end(self, engine: Engine, computed: list[Request]) -> None:

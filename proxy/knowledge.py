@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from proxy.placement import (
     DOUBLING,
+    STEP_TOKENS,
     USUAL,
     Ask,
     Depths,
@@ -206,10 +207,9 @@ class Knowledge:
         """Whether a decode server shall compute the prompt itself."""
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
-        ask = replace(ask, now=self._clock())
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         depths = self._depths(ask)
-        found = place(ask, p, d, depths, self._lent(ask, depths), limits=self._limits)
+        found = place(self._timed(ask, depths), p, d, depths, limits=self._limits)
         return found is not None and found.prefill is None
 
     def first(
@@ -218,10 +218,9 @@ class Knowledge:
         """The server to take; of equals the one that comes first."""
         if ask is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
-        ask = replace(ask, now=self._clock())
         loads = [self.loads[server] for server in servers]
         depths = self._depths(ask) if self._routing == "auto" else {}
-        known = ask, loads, depths, self._limits, self._lent(ask, depths)
+        known = self._timed(ask, depths), loads, depths, self._limits
         if not generates:
             return servers[cheapest_prefill(*known)]
         return servers[cheapest_decode(*known, alone=computes)]
@@ -239,18 +238,31 @@ class Knowledge:
         has most comes first."""
         if not self.pulls:
             return []
-        depths, size = self._depths(ask), ask.block_tokens
-        least = depths.get(self.loads[server].index, 0) + WORTH_A_HINT / max(size, 1.0)
-        found = [(depth, i) for i, depth in depths.items() if i in self._lenders and depth >= least]
-        return [(self._lenders[i], int(depth * size)) for depth, i in sorted(found, reverse=True)]
+        size, index = ask.block_tokens, self.loads[server].index
+        # What it is yet to compute may still be on its way to it from another server.
+        has = {i: self._computed_of(ask, i, depth) for i, depth in self._depths(ask).items()}
+        least = has.get(index, 0) + WORTH_A_HINT / max(size, 1.0)
+        able = [(depth, i) for i, depth in has.items() if i in self._lenders and depth >= least]
+        found = sorted((-depth, self._answers_s(self._lenders[i]), i) for depth, i in able)
+        return [(self._lenders[i], int(-depth * size)) for depth, _, i in found]
 
-    def _lent(self, ask: Ask, depths: Depths) -> float:
-        """Blocks that the server has computed which lends most of them."""
-        most = 0.0
+    def _timed(self, ask: Ask, depths: Depths) -> Ask:
+        """It now, and with the blocks that the server has computed which lends most of them."""
+        most, answers_s = 0.0, 0.0
         for index, depth in depths.items() if self.pulls else ():
-            if depth > most and index in self._lenders:
-                most = max(most, self._computed_of(ask, index, depth))
-        return most
+            if depth >= most and index in self._lenders:
+                computed, seconds = self._computed_of(ask, index, depth), 0.0
+                if computed >= most:
+                    seconds = self._answers_s(self._lenders[index])
+                    answers_s = seconds if computed > most else min(answers_s, seconds)
+                    most = computed
+        return replace(ask, now=self._clock(), lent=most, lent_s=answers_s)
+
+    def _answers_s(self, lender: object) -> float:
+        """Until a server can tell what it lends: between two steps."""
+        load = self.loads[lender]
+        step_s = self._limits.step_s if load.running else STEP_TOKENS * load.token_s
+        return min(max(load.free_at - self._clock(), 0.0), step_s)
 
     def _computed_of(self, ask: Ask, index: int, depth: float) -> float:
         """Of these blocks of a server, those that it has by now: they come in order."""

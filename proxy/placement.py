@@ -24,7 +24,7 @@ _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 _PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
 
 
-_STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
+STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
 _SIZES = 5  # of prompts, each four times as long as the one before
 
 Depths = dict[int, float]  # by server: how many blocks of a prompt it has
@@ -67,7 +67,7 @@ class Load:
     def queue(self, size: int, seconds: float) -> None:
         """It has a prompt of this size more, or less."""
         self.queued_s[size] += seconds
-        under_way = _STEP_TOKENS * self.token_s
+        under_way = STEP_TOKENS * self.token_s
         self.passed_s = [max(sum(self.queued_s[n + 2 :]) - under_way, 0.0) for n in range(_SIZES)]
 
 
@@ -209,6 +209,7 @@ class Ask:
         answer: tokens that it may generate.
         now: by the clock of Load.free_at.
         text: what the blocks are of.
+        lent, lent_s: blocks that a server would lend, and when it would, in seconds from `now`.
     """
 
     tokens: int
@@ -217,6 +218,8 @@ class Ask:
     answer: int = 256
     now: float = 0.0
     text: bytes = field(default=b"", repr=False)
+    lent: float = 0
+    lent_s: float = 0.0
 
     @property
     def size(self) -> int:
@@ -234,7 +237,6 @@ def place(
     prefills: Sequence[Load],
     decodes: Sequence[Load],
     depths: Depths,
-    lent: float = 0,
     *,
     limits: Limits = USUAL,
 ) -> Placement | None:
@@ -243,17 +245,16 @@ def place(
     Args:
         prefills, decodes: servers that may be given it, each pair of which is compatible.
         depths: of PrefixIndex, for `ask.hashes`.
-        lent: blocks that the server has which lends most of them.
     """
     if not decodes:
         return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
-    at, cost = _cheapest_alone(ask, decodes, depths, limits, lent, coming)
+    at, cost = _cheapest_alone(ask, decodes, depths, limits, coming)
     own = decodes[at]
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
-    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits, lent)
+    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits)
     p, seconds = prefills[at], seconds + _HANDOFF_S
     if cost < _felt_s(seconds) + lost:
         return alone
@@ -264,16 +265,16 @@ def place(
 
 
 def cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits = USUAL, lent: float = 0
+    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits = USUAL
 ) -> int:
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already. One with streams (it takes either leg) counts what
     these lose."""
-    return _cheapest_prefill(ask, servers, depths, limits, lent)[0]
+    return _cheapest_prefill(ask, servers, depths, limits)[0]
 
 
 def _cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits, lent: float
+    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits
 ) -> tuple[int, float, float]:
     """That, when it would have computed the prompt, and what is lost by that, in seconds."""
     best, least, most, now, block = 0, float("inf"), 0.0, ask.now, ask.block_tokens
@@ -290,8 +291,8 @@ def _cheapest_prefill(
             left = ask.tokens - depth * block
             seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
             seconds *= server.token_s
-        if lent:
-            saved = _saved_s(ask, server, depths, lent, limits)
+        if ask.lent:
+            saved = _saved_s(ask, server, depths, limits)
             again = (most - depths.get(server.index, 0)) * block * server.token_s
             seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
         if (begun_at := server.free_at - server.passed_s[size]) > now:
@@ -302,8 +303,8 @@ def _cheapest_prefill(
             best, least = place, seconds
     depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
     lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
-    if lent:
-        saved = _saved_s(ask, servers[best], depths, lent, limits)
+    if ask.lent:
+        saved = _saved_s(ask, servers[best], depths, limits)
         lost -= _WORK * saved + _COPY * min(saved, (most - depth) * block * token_s)
     lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
     return best, least - lost, lost
@@ -314,14 +315,13 @@ def cheapest_decode(
     servers: Sequence[Load],
     depths: Depths,
     limits: Limits,
-    lent: float = 0,
     *,
     alone: bool,
 ) -> int:
     """The place of the server with the least KV, which sets how long its steps take, that has room
     for more; `alone`: of the one that would compute the prompt itself at the least cost."""
     if alone:
-        return _cheapest_alone(ask, servers, depths, limits, lent)[0]
+        return _cheapest_alone(ask, servers, depths, limits)[0]
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
         if server.held >= least:
@@ -339,7 +339,6 @@ def _cheapest_alone(
     servers: Sequence[Load],
     depths: Depths,
     limits: Limits,
-    lent: float,
     coming: float = 0.0,
 ) -> tuple[int, float]:
     """The place of the decode server that would compute the prompt itself at the least cost, and
@@ -356,8 +355,8 @@ def _cheapest_alone(
             left = tokens - depth * block
             seconds = (left if left > 1 else 1) * server.token_s
             lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
-        if lent:
-            saved = _saved_s(ask, server, depths, lent, limits)
+        if ask.lent:
+            saved = _saved_s(ask, server, depths, limits)
             seconds -= saved
             lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:
@@ -382,10 +381,10 @@ def _cheapest_alone(
     return best, least
 
 
-def _saved_s(ask: Ask, server: Load, depths: Depths, lent: float, limits: Limits) -> float:
+def _saved_s(ask: Ask, server: Load, depths: Depths, limits: Limits) -> float:
     """Of what this server would compute, where it pulls what others lend if that is quicker."""
-    tokens = (lent - depths.get(server.index, 0)) * ask.block_tokens
-    return max(tokens * (server.token_s - limits.pulled_s) - _PULL_S, 0.0)
+    tokens = (ask.lent - depths.get(server.index, 0)) * ask.block_tokens
+    return max(tokens * (server.token_s - limits.pulled_s) - _PULL_S - ask.lent_s, 0.0)
 
 
 def _felt_s(seconds: float) -> float:

@@ -74,6 +74,27 @@ def test_whoever_lacks_something_is_told_of_who_has_it():
     assert found is not None and (found.host, found.port) == ("host-decode0", 7000)
 
 
+def test_what_a_server_is_yet_to_compute_it_neither_lends_nor_has():
+    fleet, prompt = Fleet(), [{"role": "user", "content": "other words " * 400}]
+    knowledge, leg = fleet.knowledge, {"computes": True, "generates": False}
+    computed = knowledge.begin(fleet.p, ask(prompt), **leg)
+    assert fleet.named(fleet.q, prompt) is None
+    knowledge.answered(computed)
+    assert fleet.named(fleet.q, prompt) == "engine prefill0"
+    pulling = knowledge.begin(fleet.q, ask(prompt), **leg)
+    assert fleet.named(fleet.q, prompt) == "engine prefill0", "it is on its way, for another prompt"
+    knowledge.answered(pulling)
+    assert fleet.named(fleet.q, prompt) is None
+    for busy, idle in ((fleet.p, "engine prefill1"), (fleet.q, "engine prefill0")):
+        work = knowledge.begin(busy, ask([{"content": "long " * 9000}]), **leg)
+        assert fleet.named(fleet.e, prompt) == idle, "who answers soonest"
+        knowledge.ended(work)
+    coming = knowledge.begin(fleet.d, ask(prompt), computes=False, generates=True)
+    assert fleet.named(fleet.d, prompt) == "engine prefill0"
+    knowledge.answered(coming)
+    assert fleet.named(fleet.d, prompt) is None
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -110,10 +131,10 @@ def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secr
 
 
 def test_a_prefix_that_can_be_pulled_need_not_be_queued_for():
-    turn, having, idle = Ask(8192), Load(0, free_at=0.3), Load(1)
+    having, idle = Load(0, free_at=0.3), Load(1)
     decode = Load(2, running=32, held=32_000)
     for lent, chosen in ((0, 0), (15, 1)):
-        found = place(turn, [having, idle], [decode], {0: 15}, lent)
+        found = place(Ask(8192, lent=lent), [having, idle], [decode], {0: 15})
         assert found is not None and found.prefill == chosen
 
 

@@ -13,12 +13,8 @@ CLIENTS = 12
 
 
 def _computed(server: Server) -> float:
-    """Tokens of prompts, so far: what was neither cached nor pulled."""
-    metrics = server.metrics()
-    if server.name == "decode_server":
-        return metrics['baton_kv_tokens_total{source="recomputed"}']
-    found = metrics["baton_prefix_cache_hit_tokens_total"]
-    return metrics["baton_prefix_cache_query_tokens_total"] - found
+    """Tokens of prompts in the server's steps, so far."""
+    return server.metrics()["baton_engine_step_prompt_tokens_total"]
 
 
 def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:

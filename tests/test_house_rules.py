@@ -21,7 +21,7 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2579,
-    "benchmarks": 2608,
+    "benchmarks": 2610,
     "decode_server": 331,
     "deploy": 900,
     "engine": 11232,
@@ -30,8 +30,8 @@ MAX_LINES = {
     "model": 4750,
     "prefill_server": 192,
     "protocol": 6850,
-    "proxy": 5183,
-    "tests": 40167,
+    "proxy": 5194,
+    "tests": 40290,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
-from kvcache.transfer.transports import GPU_FIX, Host, UcxRead, look, ucx_log
+from kvcache.transports import GPU_FIX, Host, UcxRead, look, ucx_log
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from kvcache.stripe import IntArray
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 _PACED_POST_BYTES = 64 << 20
@@ -23,7 +23,6 @@ _PACED_POST_BYTES = 64 << 20
 _PACED_BYTES_PER_S, _PACED_STAGED_BYTES_PER_S = 110e9, 33e9
 
 MemoryKind = Literal["DRAM", "VRAM"]
-Addresses = npt.NDArray[np.int64]
 
 
 class ReadState(Enum):
@@ -88,9 +87,9 @@ class TransferAgent(ABC):
     def read(
         self,
         peer: str,
-        local_addresses: Addresses,
-        remote_addresses: Addresses,
-        lengths: Addresses,
+        local_addresses: IntArray,
+        remote_addresses: IntArray,
+        lengths: IntArray,
         *,
         local_device: int = 0,
         remote_device: int = 0,

@@ -19,8 +19,9 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 # UCX keeps registrations of freed memory without bound otherwise, and grows.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
-from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
-from kvcache.transfer.transports import ucx_log
+from kvcache.stripe import IntArray
+from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.transports import ucx_log
 from protocol.errors import TransferFailed
 from protocol.process.logging import get_logger
 
@@ -110,9 +111,9 @@ class NixlAgent(TransferAgent):
     def read(
         self,
         peer: str,
-        local_addresses: Addresses,
-        remote_addresses: Addresses,
-        lengths: Addresses,
+        local_addresses: IntArray,
+        remote_addresses: IntArray,
+        lengths: IntArray,
         *,
         local_device: int = 0,
         remote_device: int = 0,
@@ -164,7 +165,7 @@ class NixlAgent(TransferAgent):
         del agent  # the last reference: UCX's sockets, queues and threads are gone with it
 
 
-def _descriptors(kind: MemoryKind, addresses: Addresses, lengths: Addresses, device: int) -> Any:
+def _descriptors(kind: MemoryKind, addresses: IntArray, lengths: IntArray, device: int) -> Any:
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
     return nixl.nixlXferDList(_SEGMENTS[kind], rows)

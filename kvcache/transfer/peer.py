@@ -34,7 +34,7 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel, Sample, fit_cos
 from kvcache.transfer.plan.endpoint import Endpoint, PlanError, endpoints_of, head_groups
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from kvcache.transfer.pulls.messages import PeerKey, Pull
-from kvcache.transfer.transports import UcxRead, ucx_log
+from kvcache.transports import UcxRead, ucx_log
 from protocol.errors import BatonError, PeerIncompatible, PeerUnreachable, TransferFailed
 from protocol.handshake import EngineMetadata
 from protocol.ipc.wire import allow_short_naps

@@ -184,10 +184,8 @@ class TransferWorker:
         jobs = self._jobs.values()
         is_idle = not self.digester.is_busy
         if is_idle and all(job.waits for job in jobs):
-            links = [peer.link for peer in self._peers.values()]
-            soon = [
-                link.deadline for link in links if link and not (link.is_ready or link.is_closing)
-            ]
+            links = [peer.link for peer in self._peers.values() if peer.link]
+            soon = [link.deadline for link in links if not (link.is_ready or link.is_closing)]
             return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
         if is_idle and all(job.is_stopping or job.waits for job in jobs):
             return _STUCK_NAP_S

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.stripe import IntArray
+
 Sums = Callable[[bytes], None]  # is told an engine's sums; empty: they cannot be computed
 U64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
 
 SAMPLED_LAYERS: Final = 16  # a sample has one layer in so many
 FACTORS: Final = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -45,7 +46,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def chunks(self) -> range:
         return range(self.start // self.chunk_tokens, -(-self.stop // self.chunk_tokens))
 
-    def layers(self, count: int) -> Int64s:
+    def layers(self, count: int) -> IntArray:
         """[chunks, layers], which of `count` layers are looked at in each chunk."""
         every = np.arange(count)
         if not self.samples:

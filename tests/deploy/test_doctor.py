@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deploy.doctor import Link, advice, main, measure, text, used
-from kvcache.transfer.transports import Host
+from kvcache.transports import Host
 
 GPU_HOST = Host(
     cores=16, gpus=("H200", "H200"), peer_access=((0, 1), (1, 0)),

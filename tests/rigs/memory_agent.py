@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from kvcache.transfer.agent import Addresses, MemoryKind, ReadHandle, ReadState, TransferAgent
+from kvcache.stripe import IntArray
+from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
 _living: dict[str, "MemoryAgent"] = {}  # by unique name: what a network is to real agents
@@ -100,9 +101,9 @@ class MemoryAgent(TransferAgent):
     def read(
         self,
         peer: str,
-        local_addresses: Addresses,
-        remote_addresses: Addresses,
-        lengths: Addresses,
+        local_addresses: IntArray,
+        remote_addresses: IntArray,
+        lengths: IntArray,
         *,
         local_device: int = 0,
         remote_device: int = 0,

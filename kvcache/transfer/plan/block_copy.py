@@ -220,12 +220,8 @@ def check_blocks(
     tokens: range,
     first: int = 0,
 ) -> IntArray:
-    """A block table as i64[n], once every block that the tokens lie in is known to exist.
-
-    Args:
-        name: for errors.
-        num_blocks: of the pool.
-        first: of its blocks; 1 where tables have gaps.
+    """A block table as i64[n], once every block that the tokens lie in is known to be one of the
+    pool's, from `first` on: 1 where tables have gaps. `name` is for errors.
 
     Raises:
         PlanError: the table is too short, or names a block outside the pool.

@@ -17,8 +17,7 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, descrip
 from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_BYTES, _GROWTH, _ENOUGH_S = 256 << 10, 4, 0.002
-_SHORT_RUNS = 512
-_SHORT_BYTES = 256
+_SHORT_RUNS, _SHORT_BYTES = 512, 256
 
 
 @dataclass(frozen=True)

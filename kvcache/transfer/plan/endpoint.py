@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
+from kvcache.stripe import IntArray as IntArray
 from kvcache.stripe import Stripe, StripeError
 from protocol.handshake import EngineMetadata
-
-IntArray = npt.NDArray[np.int64]
 
 
 def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:

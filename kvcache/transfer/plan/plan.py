@@ -30,7 +30,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import lcm
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,6 @@ from kvcache.transfer.plan.endpoint import (
     head_groups,
     scale_factors,
 )
-
-Path = Literal["direct", "staged"]
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64
@@ -404,10 +402,8 @@ class Planner:
             lanes = local.stripe.remote_blocks(lanes, theirs)
         wanted = range(start, stop)
         pool = local.layout.num_blocks, local.layout.block_size
-        pools, least = (
-            (min(end.layout.num_blocks for end in remote), theirs),
-            int(local.groups.drops),
-        )
+        pools = min(end.layout.num_blocks for end in remote), theirs
+        least = int(local.groups.drops)
         return Transfer(
             local,
             remote,
@@ -431,7 +427,7 @@ class Planner:
             return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
         way, seconds_per_token, reason = self._decide(transfer, costs)
         found = tuple(steps(transfer, way, costs, self._staging_bytes or 0))
-        path: Path = "staged" if way.staged else "direct"
+        path = "staged" if way.staged else "direct"
         return TransferPlan(path, transfer, found, seconds_per_token * len(transfer.tokens), reason)
 
     def _decide(self, transfer: Transfer, costs: CostModel) -> tuple[Way, float, str]:

@@ -96,10 +96,7 @@ class Peer:
 
 
 class PeerTable:
-    """
-    Args:
-        stripe: what a rank of ours wants to read of a sequence.
-    """
+    """All of them. `stripe` is what a rank of ours wants to read of a sequence."""
 
     def __init__(
         self, local: CompatRecord, settings: PullSettings, allow_convert: bool, stripe: Stripe
@@ -107,8 +104,7 @@ class PeerTable:
         self._local, self._settings = local, settings
         self._allow_convert, self._stripe = allow_convert, stripe
         self._peers: dict[PeerKey, Peer] = {}
-        # Ended handshakes by outcome: "ok", or the code of the error.
-        self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))  # of handshakes
 
     def of(self, remote: RemotePrefill | KVHint) -> Peer:
         """The peer as it is now."""
@@ -170,21 +166,16 @@ class PeerTable:
                 raise LeaseGone(f"{restarted} is at {peer.address[0]}:{peer.address[1]} now")
             check_consistent(metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
-            self._check_tokens(metadata)
+            self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
+        except StripeError as error:  # its blocks are none that ours can be cut from
+            self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
             for other in self.at(peer.address):
                 other.metadata = None  # it was restarted
             peer.is_asked, peer.metadata, peer.failures = False, metadata, 0
             self.outcomes["ok"] += 1
-
-    def _check_tokens(self, metadata: EngineMetadata) -> None:
-        """The peer's tokens are in blocks that our stripe can be cut from."""
-        try:
-            self._stripe.check_remote(metadata.ranks[0].layout.block_size)
-        except StripeError as error:
-            raise PeerIncompatible(str(error), param="block_size") from error
 
 
 def _backoff_s(settings: PullSettings, failures: int) -> float:

@@ -371,18 +371,17 @@ class PullState:
         return [*([] if is_ours else [SuspectPeer()]), *self.fail(error, now)]
 
     def _timed_out(self, now: float) -> list[Action]:
-        peer, settings = f"{self.remote.host}:{self.remote.port}", self._settings
-        if self.phase is Phase.READING and not self._reading and self._scope:
-            told = f"{peer} told no digest of its KV for {settings.pull_timeout_s} s"
-            return self._failed(PullTimeout(told), now)
-        if self.phase is Phase.READING and not self._reading:
-            told = f"{peer} computed no more of the prompt for {settings.pull_timeout_s} s"
+        peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.pull_timeout_s
+        if self.phase is Phase.READING and not (self._reading or self._scope):
+            told = f"{peer} computed no more of the prompt for {limit_s} s"
             return self.fail(PullTimeout(told), now)
         if self.phase is Phase.READING:
-            told = f"reading the KV from {peer} took longer than {settings.pull_timeout_s} s"
+            told = f"reading the KV from {peer} took longer than {limit_s} s"
+            if not self._reading:
+                told = f"{peer} told no digest of its KV for {limit_s} s"
             return self._failed(PullTimeout(told), now)
         if self.phase is Phase.FENCING:
-            told = f"{peer} did not confirm the lease within {settings.fence_timeout_s} s"
+            told = f"{peer} did not confirm the lease within {self._settings.fence_timeout_s} s"
             return self._failed(PeerUnreachable(told), now)
         self._timeout = _NEVER  # DRAINING: the grace is over
         return [PullStuck(self.pull_id)] if self._cancelled else [self._tell_failure(drained=False)]

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.transfer import transports as ucx_log
-from kvcache.transfer.transports import UcxLog, UcxRead, other_lines, parse
+from kvcache import transports as ucx_log
+from kvcache.transports import UcxLog, UcxRead, other_lines, parse
 from tests.rigs.process_pair import run_program
 
 # As UCX 1.23 prints it, with every table first and then those of the kind that is asked for.

@@ -25,13 +25,13 @@ MAX_LINES = {
     "decode_server": 331,
     "deploy": 900,
     "engine": 11232,
-    "kvcache": 7900,
-    "kvcache/transfer": 5473,
+    "kvcache": 7876,
+    "kvcache/transfer": 5240,
     "model": 4750,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5194,
-    "tests": 40290,
+    "tests": 40291,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

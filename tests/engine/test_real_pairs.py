@@ -5,7 +5,8 @@ paged KV. Of layers with a window the end of a prompt moves alone."""
 import pytest
 
 from model.architectures.table import ARCHITECTURES
-from protocol.messages import SamplingParams
+from protocol import kv_params
+from protocol.messages import Known, Migrate, SamplingParams
 from tests.model.random_models import continued, make
 from tests.model.test_against_transformers import CASES
 from tests.rigs.engine_pair import RealPair
@@ -50,7 +51,9 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
         moved = 0
         follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
         edges = [[*PROMPT[:at], 3, 1] for at in (48, 96, 104)]
-        for prompt in (PROMPT, follow_up, *edges):
+        # Ends where a block of the first pull does that began in the middle of another.
+        beside = [*PROMPT[: len(PROMPT) // size * size], 3]
+        for prompt in (PROMPT, beside, follow_up, *edges):
             # Choices but the first compute the prompt's last block anew: its window begins earlier.
             choices = 1 + (size == 16)
             out, stop = answered(pair, prompt, num_choices=choices), len(prompt)
@@ -66,3 +69,19 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
             moved += (whole + windows) * token_bytes
             told = pair.d.core.connector.stats()
             assert told["baton_kv_transfer_bytes"] == moved and told["baton_kv_verified_tokens"] > 0
+        assert moved_on(pair, PROMPT[::-1]) == continued(reference, PROMPT[::-1], NUM_TOKENS)
+
+
+def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
+    """The tokens of a sequence that D has begun and P goes on with."""
+    p, d = pair.engines
+    out = d.out = d.core.transport = MemoryTransport()
+    name = pair.begin(d, prompt, NUM_TOKENS)
+    pair.until(lambda: len(out.tokens(name)) >= 3)
+    d.core.round([Migrate(name)])
+    remote = kv_params.to_remote_prefill(kv_params.parse(pair.end_of(d, name).kv_transfer_params))
+    known = out.tokens(name)
+    theirs = pair.begin(p, prompt, NUM_TOKENS, remote=remote, known=[Known(known)])
+    tokens = pair.tokens_of(p, theirs)
+    assert len(known) >= 3 and p.kv(theirs)[1] == 0
+    return known + tokens

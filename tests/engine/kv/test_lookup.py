@@ -161,18 +161,6 @@ def test_a_lender_that_dies_costs_no_answer(make, at):
     assert group.tokens_of(b, name) == expected_output([*PROMPT, 1], 3)
 
 
-def test_an_abort_at_any_time_leaves_no_lease(make):
-    a, b = (group := make({}, {})).engines
-    group.ask(a, PROMPT)
-    for rounds in range(12):
-        name = group.begin(b, [*PROMPT, rounds], hint=a.hint(30))
-        group.round(rounds)
-        b.core.round([AbortRequest(name)])
-        group.end_of(b, name)
-    group.settle()
-    group.until(lambda: a.stat("baton_leases_held") == 0)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_workload_under_any_fault(make, seed):
     """Shared beginnings, hints that are right or wrong, pools that evict, READs that fail."""

@@ -106,6 +106,8 @@ class Chaos:
             pair.restart_prefill()
         elif dice < 0.79:
             pair.now_s += self.random.choice([1.0, 10.0, 1e4])
+            others = [self._token() for _ in range(40)]  # into what was leased, perhaps
+            pair.p.core.round([add(f"others{self.random.random()}", others, 1)])
         else:
             for _ in range(self.random.randrange(1, 6)):
                 pair.p.core.round([])

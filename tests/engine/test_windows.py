@@ -11,6 +11,7 @@ from engine.core.core import EngineCore
 from engine.core.scheduler import Plan
 from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
+from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from protocol.messages import AbortRequest
 from tests.rigs.shadow import (
     add,
@@ -67,11 +68,13 @@ def test_choices_fork_where_their_windows_are_still_there(length: int) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
-    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small."""
+    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small. An
+    engine takes no sequence that its pool cannot hold alone, with what it lends of its windows."""
     groups = data.draw(st.sampled_from(GROUPS))
     size = data.draw(st.integers(1, 5))
     step = data.draw(st.sampled_from([4, 7, 16]))
-    least = groups.num_blocks_for(40, step, size)
+    lends = data.draw(st.booleans())
+    least = groups.num_blocks_for(40, step + lends * MAX_BLOCK_SIZE_TOKENS, size)
     core, _, out = make_core(
         groups=groups, block_size=size, num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
         max_num_batched_tokens=step, max_num_seqs=data.draw(st.sampled_from([3, 8])),
@@ -85,7 +88,7 @@ def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
         prompt = [*range(shared), *(noise.randrange(3) for _ in range(noise.randrange(1, 8)))]
         num, choices = noise.randrange(1, 9), noise.choice([1, 1, 1, 3])
         asked[str(index)] = prompt, num, choices
-        members = {"retain_kv": noise.random() < 0.3}
+        members = {"retain_kv": lends and noise.random() < 0.5}
         core.round([add(str(index), prompt, num, num_choices=choices, **members)])
         for _ in range(noise.randrange(3)):
             core.round([])

@@ -37,6 +37,7 @@ from protocol.errors import (
     InternalError,
     KVCorrupt,
     LeaseGone,
+    PeerIncompatible,
     PeerUnreachable,
     PullTimeout,
     PullWithheld,
@@ -56,9 +57,9 @@ from protocol.handshake import (
 )
 from protocol.messages import RemotePrefill
 
-_MIN_RENEW_S = 0.02
+_MIN_RENEW_S, _SUBSCRIBE_S = 0.02, 1.0  # between renewals at least, of subscriptions at most
+_NO_FAULTS = InternalError.code, PullWithheld.code, PeerIncompatible.code  # of the peer
 _LEASE_FIELDS = "lease_id", "lease_s", "block_size"  # of Progress and of RemotePrefill
-_SUBSCRIBE_S = 1.0  # after which a subscription is said again, at most
 _NEVER = float("inf")
 
 
@@ -366,9 +367,8 @@ class PullState:
         return Complete(nonce=f"complete-{attempt_id}", attempt_id=attempt_id, **self._lease)
 
     def _failed(self, error: BatonError, now: float) -> list[Action]:
-        """A rank could not read: the peer's fault, unless the rank says that it is not."""
-        is_ours = error.code in (InternalError.code, PullWithheld.code)
-        return [*([] if is_ours else [SuspectPeer()]), *self.fail(error, now)]
+        """A rank could not read: the peer's fault, unless the rank says that it did not try."""
+        return [SuspectPeer()] * (error.code not in _NO_FAULTS) + self.fail(error, now)
 
     def _timed_out(self, now: float) -> list[Action]:
         peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.pull_timeout_s

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcache.groups import KVGroups
+from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import MOVED, Known, Migrate, RemotePrefill
 from tests.rigs.engines import Group, WindowedEngine
@@ -83,6 +84,20 @@ def test_what_has_other_windows_is_computed():
         a, b = group.engines
         answered(group, a, group.begin(a, PROMPT, 1))
         assert b.kv(went_on(group, b, PROMPT, {"hint": a.hint(40)})) == (0, len(PROMPT), 0)
+
+
+def test_who_lends_less_than_choices_need_is_trusted_all_the_same():
+    """As where a router asks its prefill leg for one choice: nothing is read, so nothing hangs."""
+    how = {"settings": PullSettings(backoff_min_s=60.0)}
+    with grouped(*(WindowedEngine(GROUPS[0], block_size=n, **how) for n in (2, 8))) as group:
+        a, b = group.engines
+        for at in range(4):
+            name = group.begin(a, prompt := [at, *PROMPT[1:]], 1, retain_kv=True)
+            answered(group, a, name)
+            (remote := reference(a, name)).first_tokens.clear()
+            name = group.begin(b, prompt, 2, remote=remote, num_choices=3 if at < 3 else 1)
+            answered(group, b, name, 3 if at < 3 else 1)
+            assert (b.kv(name)[0] > 0) is (at == 3)
 
 
 @given(st.integers(0, 1 << 30))

@@ -51,9 +51,7 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
         moved = 0
         follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
         edges = [[*PROMPT[:at], 3, 1] for at in (48, 96, 104)]
-        # Ends where a block of the first pull does that began in the middle of another.
-        beside = [*PROMPT[: len(PROMPT) // size * size], 3]
-        for prompt in (PROMPT, beside, follow_up, *edges):
+        for prompt in (PROMPT, follow_up, *edges):
             # Choices but the first compute the prompt's last block anew: its window begins earlier.
             choices = 1 + (size == 16)
             out, stop = answered(pair, prompt, num_choices=choices), len(prompt)

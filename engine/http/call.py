@@ -89,8 +89,8 @@ class HttpRequestState:
                 known: list[ChoicePiece] = []
                 if self.framing and self.framing.resumed:
                     known = await self._replay(self.framing.resumed)
-                if self.framing and not self._parsed.stream:
-                    self.let_move(self.framing)
+                if self.framing and self.framing.is_movable:
+                    self._let_move(self.framing)
                 pieces = await self.next_pieces()
                 if self._parsed.stream:
                     return EventStream(self, pieces)
@@ -99,11 +99,10 @@ class HttpRequestState:
             self.subscription.close()
             raise
 
-    def let_move(self, framing: Framing) -> None:
-        """The answer may go on at another server from now on, if it can."""
-        if framing.is_movable:
-            has_come = framing.resumed is not None
-            self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
+    def _let_move(self, framing: Framing) -> None:
+        """The answer may go on at another server from now on: who drains this one waits for it."""
+        has_come = framing.resumed is not None
+        self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
 
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
         merged: dict[int, ChoicePiece] = {}
@@ -292,8 +291,6 @@ class EventStream(Response):
             self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
-        if self._framing:
-            call.let_move(self._framing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -17,6 +17,7 @@ from tests.engine.test_http_responses import FLAT, SHOWS
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
 from tests.rigs.http_server import READY, SECRET, Server, serving, serving_4k, with_template
+from tests.rigs.scripted_engine import hang
 
 _CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -241,7 +242,8 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
 
 
 async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
-    async with serving(tokenizer, hang_after_one) as server:
+    """Those whose prompt is still computed, too: a server that ends listens until they have."""
+    async with serving(tokenizer, hang) as server:
         moves = {"prompt": "a"}
         stay = [
             {"prompt": "a", "echo": True, "logprobs": 1, "stream": False},
@@ -265,9 +267,3 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         await until(lambda: not (server.engine.moving or server.engine.num_open))
-
-
-async def hang_after_one(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    for choice in range(request.num_choices):
-        yield TokenDelta(request_id=request.request_id, choice=choice, token_ids=[70])
-    await asyncio.Event().wait()

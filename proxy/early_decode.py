@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from proxy.body import error_of
-from proxy.membership import Server
+from proxy.membership import Kind, Server
 from proxy.relay import Losses
-from proxy.upstream import Failure
 from proxy.upstream_call import Leg, LegFailed, Upstreams
 
 # For which an answer's head waits for the prefill server's, which is on its way by then, and tells
@@ -75,8 +74,8 @@ class EarlyDecode:
         may be given the request."""
         await asyncio.wait({answer})
         if failed := answer.exception():
-            has_failed = isinstance(failed, LegFailed) and failed.failure is Failure.ERROR
-            return has_failed and self._losses.take_failure()
+            may = isinstance(failed, LegFailed) and self._losses.take_failure(failed.failure)
+            return may and bool(self._upstreams.fleet.ready(Kind.DECODE))
         body = answer.result().response.body
         if body is None or not error_of(body, "param").startswith(_OFFER):
             return False

@@ -356,10 +356,11 @@ class Losses:
         """To how many servers the request may be given before one of them has begun to answer."""
         return max(1, 1 + self._limit - self._reply.trace.num_lost - self._failures)
 
-    def take_failure(self) -> bool:
-        """Whether another server may be given the request, after one that failed with it."""
-        self._failures += 1
-        return self._reply.trace.num_lost + self._failures <= self._limit
+    def take_failure(self, failure: Failure | None) -> bool:
+        """Whether another server may be given the request, after those that failed with it."""
+        self._failures += failure is Failure.ERROR
+        is_left = self._reply.trace.num_lost + self._failures <= self._limit
+        return is_left and failure is not Failure.TIMEOUT
 
     def headers(self) -> Headers:
         """By which a server of ours is asked for a stream that can go on elsewhere."""

@@ -115,6 +115,15 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal):
         assert early_ones == [True, False, refusal is not refuses]
 
 
+@pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
+async def test_a_server_that_is_offered_nothing_goes_on_with_the_reference(fails):
+    """Of another version, say, or the prefill server itself."""
+    async with early([fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]) as rig:
+        response = await rig.client.post("/v1/completions", json=BODY)
+        assert response.json() == {"text": "onetwo"}
+        assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
+
+
 @pytest.mark.parametrize(
     ("told", "asked"),
     [

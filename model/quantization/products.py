@@ -117,12 +117,13 @@ def _error(way: str, like: Like) -> float:
     exact, experts = weight.dequantise().float(), weight.each(lambda part: part.expand(3, -1, -1))
     experts = experts.to(weight.device, weight.dtype)
     for rows in _PROVED_ROWS:
-        x = torch.randn(rows, exact.shape[1], device=weight.device).to(weight.dtype)
+        count = rows * (3 if way == "kernel for experts" else 1)
+        x = torch.randn(count, exact.shape[1], device=weight.device).to(weight.dtype)
         expected = F.linear(x.float(), exact)
         if way == "kernel":
             found = _kernels().multiply(weight, x)
         elif way == "kernel for experts":
-            ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
+            ends = torch.tensor([rows, rows, count], dtype=torch.int32)  # tiles: by their mean
             found = multiply_groups(experts, x, ends.to(weight.device))
         elif way == "scaled product":
             found = _scaled(weight, x)

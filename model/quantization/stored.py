@@ -97,7 +97,7 @@ class StoredWeights(NamedTuple):
             )
         scales = mapped(found, self.tensors[found]).float()
         scales = scales.view(scales.shape[0] if scales.dim() else 1, -1)
-        whole = (shape[0] // max(1, scales.shape[0]), shape[-1])  # where each row has one, or all
+        whole = (1 if len(scales) == shape[0] else shape[0], shape[-1])  # each row has one, or all
         block = (self.how.block if self.how else None) or whole
         wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
         if len(shape) != 2 or tuple(scales.shape) != wanted:

@@ -76,6 +76,19 @@ def test_what_is_missing_of_a_quantised_weight_is_named(quantised):
         load(folder)
 
 
+def test_scales_of_parts_that_no_config_names_are_refused(tmp_path):
+    """Three of a fused matrix, say: which rows each is of, nobody tells."""
+    make("Qwen2ForCausalLM", tmp_path, **WIDE)
+    rewrite(tmp_path, *FORMATS["fp8 tensors"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.tensor([1.0, 2.0, 3.0])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelLoadError, match=r"up_proj.* has \(3, 1\) scales, and not one for each"
+    ):
+        load(tmp_path)
+
+
 def test_gpt_oss_in_mxfp4_is_the_plain_model_that_it_stands_for(tmp_path, tmp_path_factory):
     make("GptOssForCausalLM", tmp_path)
     exact = rewrite(tmp_path, {"quant_method": "mxfp4"}, mxfp4, of="_proj")

@@ -27,11 +27,11 @@ MAX_LINES = {
     "engine": 11229,
     "kvcache": 7876,
     "kvcache/transfer": 5240,
-    "model": 4750,
+    "model": 4790,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5194,
-    "tests": 40321,
+    "tests": 40334,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

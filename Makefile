@@ -51,6 +51,8 @@ warm: $(SERVE_STAMP)  ## compile and keep what `make serve` will need (MODEL= AR
 
 setup: $(TEST_STAMP)  ## everything installed, nothing run
 
+# Kernels run without a GPU, too.
+test-all: export TRITON_INTERPRET = 1
 # Kept in compiled form, whoever says otherwise: rewriting all asserts takes each process 10 s.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
@@ -59,8 +61,9 @@ test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (A
 	@$(PY) -m tests.make_models gqa mla moe > /dev/null
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
-test-all: lint  ## also the slow tests; the last line is JSON, for docs/performance.md
+test-all: lint  ## also the slow tests and kernels in an interpreter; the last line is JSON, for docs/performance.md
 	@mkdir -p build
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) -e '.[kernels]' $(BRIEFLY)
 	@$(PY) -m tests.make_models > /dev/null
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
 	  --hypothesis-profile=exploring --junitxml=build/test-all.xml $(ARGS) || status=$$?; \

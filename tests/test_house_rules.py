@@ -31,7 +31,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5194,
-    "tests": 40334,
+    "tests": 40460,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -33,6 +33,7 @@ Disaggregate = Literal["always", "auto", "never"]
 ServerT = TypeVar("ServerT")
 
 BLOCK_BYTES = 1024  # of a prompt's JSON text
+_MOST_BYTES = 2**22  # of it that are told apart: a million tokens
 _TOKEN_BYTES = 4.0  # of text, about
 _FASTEST_S = 1e-7  # of a token, and of a step
 _MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
@@ -51,10 +52,11 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
     is_tokens = text[:2].strip(b"[ ").isdigit()
     tokens = text.count(b",") + 1.0 if is_tokens else len(text) / _TOKEN_BYTES
     chained, hashes = hash(salt), []
-    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+    for start in range(0, min(len(text), _MOST_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
         chained = hash((chained, text[start : start + BLOCK_BYTES]))
         hashes.append(chained)
     block_tokens = tokens * BLOCK_BYTES / max(len(text), 1)
+    text = text if len(text) <= _MOST_BYTES else b""
     return Ask(max(int(tokens), 1), hashes, block_tokens, answer, text=text)
 
 
@@ -197,9 +199,10 @@ class Knowledge:
     def left(self, server: object) -> None:
         """It is no member any more, and has nothing to do."""
         load = self.loads.pop(server, None)
+        if load is not None and self._lenders.get(load.index) is server:
+            del self._lenders[load.index]
         if load is not None and not any(each is load for each in self.loads.values()):
             self._prefixes.forget(load.index)
-            self._lenders.pop(load.index, None)
         self._totals.pop(server, None)
         self._prompt_steps.pop(server, None)
 

@@ -140,9 +140,12 @@ class PrefixIndex:
                 self._num_blocks += 1
         while len(recent) > (max_blocks if max_blocks is not None else self._max_blocks):
             self._drop(server, next(iter(recent)))
-        while self._num_blocks > self._max_blocks and self._recent:
+        while (excess := self._num_blocks - self._max_blocks) > 0 and self._recent:
             largest = max(self._recent, key=lambda each: len(self._recent[each]))
-            self._drop(largest, next(iter(self._recent[largest])))
+            for _ in range(min(excess, len(self._recent[largest]))):
+                self._drop(largest, next(iter(self._recent[largest])))
+            if not self._recent[largest]:
+                del self._recent[largest]
 
     def forget(self, server: int) -> None:
         """It has restarted, or left. All at once would hold up streams for a tenth of a second: its
@@ -297,6 +300,8 @@ def _cheapest_prefill(
             seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
         if (begun_at := server.free_at - server.passed_s[size]) > now:
             seconds += begun_at - now
+        elif server.prompts and server.free_at < now:
+            seconds += now - server.free_at  # overdue: as long again, for all that is known
         if server.running:
             seconds += min(server.running, _CROWD) * _INTERRUPTED_S
         if seconds < least:
@@ -373,6 +378,8 @@ def _cheapest_alone(
                 seconds += _room_s(ask, server)
         if (begun_at := server.free_at - server.passed_s[size]) > now:
             seconds += begun_at - now
+        elif server.prompts and server.free_at < now:
+            seconds += now - server.free_at
         cost = lost + seconds
         if cost < least:
             cost += (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S

@@ -96,9 +96,9 @@ async def _watched(running: Cluster) -> tuple[list[dict[str, float]], dict[str, 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-async def test_the_page_grows_by_nothing_and_costs_hardly_any_of_the_proxys_time(tiny_model):
-    with cluster(tiny_model) as running:
-        (warm, end), costs, told = await _watched(running)
+def test_the_page_grows_by_nothing_and_costs_hardly_any_of_the_proxys_time(tiny_model):
+    with cluster(tiny_model) as running:  # for longer than a test that is a coroutine may take
+        (warm, end), costs, told = asyncio.run(_watched(running))
     print(json.dumps({"warm": warm, "end": end, **costs}))
     assert told == []
     assert costs["told"] + costs["open"] - costs["closed"] < 0.02

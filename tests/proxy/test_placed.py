@@ -162,6 +162,31 @@ def test_a_server_of_both_kinds_is_known_once():
     assert knowledge.first(["b", "a as d"], ask, computes=True, generates=False) == "a as d"
 
 
+def test_a_server_that_answers_nothing_is_not_taken_for_idle():
+    now = 1.0
+    knowledge, ask = Knowledge("auto", "auto", clock=lambda: now), ask_of(b"", b"x" * 4000, 9)
+    work = knowledge.begin("stuck", ask, computes=True, generates=False)
+    now += 5.0
+    new = ask_of(b"", b"y" * 4000, 9)
+    for generates in (False, True):
+        assert knowledge.first(["stuck", "b"], new, computes=True, generates=generates) == "b"
+    knowledge.answered(work)
+    assert knowledge.first(["stuck", "b"], new, computes=True, generates=False) == "stuck"
+
+
+def test_who_has_left_lends_nothing_though_its_twin_stays():
+    knowledge, ask = Knowledge("auto", "auto"), ask_of(b"", b"x" * 40_000, 9)
+    knowledge.pulls = True
+    knowledge.are_one("a as d", "a as p")
+    knowledge.lends("a as p", True)
+    knowledge.answered(knowledge.begin("a as d", ask, computes=True, generates=True))
+    assert [lender for lender, _ in knowledge.lenders("b", ask)] == ["a as p"]
+    knowledge.left("a as p")
+    assert knowledge.lenders("b", ask) == [] and "a as p" not in knowledge.loads
+    knowledge.lends("a as d", True)
+    assert [lender for lender, _ in knowledge.lenders("b", ask)] == ["a as d"]
+
+
 @given(st.integers(0, 2**32))
 def test_what_has_ended_in_any_order_leaves_nothing_behind(seed):
     rng, now = random.Random(seed), 0.0

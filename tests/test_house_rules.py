@@ -30,8 +30,8 @@ MAX_LINES = {
     "model": 4790,
     "prefill_server": 192,
     "protocol": 6850,
-    "proxy": 5194,
-    "tests": 40460,
+    "proxy": 5204,
+    "tests": 40485,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

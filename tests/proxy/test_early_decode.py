@@ -55,7 +55,12 @@ def refuses(call: Call) -> Any:
 
 async def test_the_decode_server_answers_while_the_prefill_server_has_not():
     p = Waits(prefills)
-    async with early([fake(p, "P")], [fake(decodes)]) as rig:
+
+    async def reads(call: Call) -> None:
+        await p.begun.wait()  # before it there is no KV
+        await decodes(call)
+
+    async with early([fake(p, "P")], [fake(reads)]) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
         assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
         (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls

@@ -298,9 +298,10 @@ class Scheduler:
         """Hits that were lost before the prompt was there are computed after all; what became one
         only since the first admission was computed here as well."""
         hits = min(sequence.num_computed, sequence.num_prompt_tokens)
+        was_there = sequence.num_transferred or sequence.num_recomputed
         if not sequence.was_admitted:
             sequence.num_skipped = hits
-        elif not (sequence.num_transferred or sequence.num_recomputed):
+        elif not (was_there or sequence.num_skipped == sequence.num_prompt_tokens):
             sequence.num_skipped = min(sequence.num_skipped, hits)
             if hits == sequence.num_prompt_tokens:
                 sequence.num_recomputed = hits - sequence.num_skipped

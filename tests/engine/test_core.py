@@ -18,6 +18,7 @@ from protocol.messages import (
     AbortRequest,
     EngineInput,
     FirstToken,
+    Known,
     KVUsage,
     RemotePrefill,
     SamplingParams,
@@ -172,6 +173,21 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth):
     run_until_idle(core)
     assert out.tokens("b") == expected_output(prompt, 2)
     assert out.terminals("b")[0].usage == KVUsage(recomputed=16)
+
+
+@either_depth
+def test_a_prompt_that_was_all_hits_is_not_called_computed_when_its_stream_is_preempted(depth):
+    core, _, out = make_core(depth=depth)
+    prompt = list(range(16))
+    run_until_idle(core, add("a", prompt, 8))
+    core.round([add("b", prompt, 8, known=[Known(out.tokens("a")[:5])])])
+    core.finish_steps(0)
+    core.scheduler._preempt(core.sequences["b"], Plan(0))
+    assert core.scheduler.prefix is not None
+    core.scheduler.prefix.clear()
+    run_until_idle(core)
+    assert out.tokens("b") == out.tokens("a")[5:]
+    assert out.terminals("b")[0].usage == KVUsage(skipped=16, cached_tokens=16)
 
 
 # -- choices -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import uvloop
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.starting import FrontDoor
 from engine.prepare import StartFailure, prepare, read_for_answers
-from engine.process.client import EngineClient
+from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
@@ -38,9 +38,6 @@ from protocol.settings.settings import EngineSettings, describe
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0  # of an engine, without progress
-_LEASES = "baton_leases_held"  # among an engine's stats
-_LEASES_POLL_INTERVAL_S = 0.02
-_SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
 _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
@@ -201,7 +198,10 @@ class _Server:
         hung.cancel()
         await leave()  # first of all: what proxies send from now on would be refused
         until = self.loop.time() + self.settings.shutdown_grace_s / 2
-        await self._hand_over(serving, client, until)
+        handing = asyncio.ensure_future(client.hand_over(until))
+        ends = {serving, self.failure, handing}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        handing.cancel()
         self.server.should_exit = True  # accepts nothing more; open requests may finish for a while
         await self._drain(serving, client, until)
         failed = self.failure.result() if self.failure.done() else None
@@ -223,19 +223,6 @@ class _Server:
         registrar.start()
         return registrar.leave
 
-    async def _hand_over(
-        self, serving: asyncio.Future[None], client: EngineClient, until: float
-    ) -> None:
-        """Has other decode servers go on with streams. It listens meanwhile: a stream for which
-        there is no other comes back, to end here."""
-        client.is_draining = True
-        settled = self.loop.time() + _SETTLE_S if client.migrate() else 0.0
-        while not (serving.done() or self.failure.done()) and self.loop.time() < until:
-            is_going = client.moving or (settled and client.stats.get(_LEASES, 0))
-            if self.loop.time() >= settled and not is_going:
-                return
-            await asyncio.sleep(_LEASES_POLL_INTERVAL_S)
-
     async def _drain(
         self, serving: asyncio.Future[None], client: EngineClient, until: float
     ) -> None:
@@ -244,10 +231,10 @@ class _Server:
         limit_s = max(0.0, until - self.loop.time())
         ends: set[asyncio.Future[Any]] = {serving, self.failure}
         await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        while client.stats.get(_LEASES, 0) and not self.failure.done():
+        while client.stats.get(LEASES, 0) and not self.failure.done():
             if self.loop.time() >= until:
                 return
-            await asyncio.sleep(_LEASES_POLL_INTERVAL_S)
+            await asyncio.sleep(LEASES_POLL_INTERVAL_S)
 
     async def _watch_for_hang(self, client: EngineClient) -> None:
         """Gives up an engine whose processes live but do not get on: a stopped rank, a GPU or a

@@ -37,6 +37,9 @@ from protocol.settings.options import QueueOptions
 
 log = get_logger(__name__)
 
+LEASES = "baton_leases_held"  # among an engine's stats
+LEASES_POLL_INTERVAL_S = 0.02
+_SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
 MAX_UNREAD = 1 << 14  # deltas of a choice whose client is too slow for it: some megabytes
 
 
@@ -100,10 +103,10 @@ class Subscription:
 
     def let_move(self, may_move: Callable[[], bool], *, has_come: bool) -> None:
         """Its one request may go on at another server while `may_move`: now, if this one is
-        drained and it has not just come as there is no other."""
+        handed over and it has not just come as there is no other."""
         if request_id := next(iter(self._open), None):
             self._engine.movable[request_id] = may_move
-            if self._engine.is_draining and not has_come:
+            if self._engine.hands_over and not has_come:
                 self._engine.migrate()
 
     def fail_at(self, at: float, error: BatonError) -> Callable[[], None]:
@@ -145,8 +148,9 @@ class EngineClient:
         progress: what the engine is busy with, until it is ready.
         on_progress: told that whenever it changes.
         movable: open requests that can go on at another server, and whether they may.
-        is_draining: all of these are to go.
         moving: those that are told to, and have not gone yet.
+        is_draining: the server ends.
+        hands_over: all that can is to go on elsewhere: the server still listens.
     """
 
     def __init__(self, address: str, queue: QueueOptions | None = None) -> None:
@@ -157,7 +161,8 @@ class EngineClient:
         self.on_progress: Callable[[str], None] = lambda text: None
         self.movable: dict[str, Callable[[], bool]] = {}
         self.moving: set[str] = set()
-        self.is_draining = False
+        self.is_draining = self.hands_over = False
+        self._settled_s = 0.0  # when the engine has told of the leases of the last that has moved
         self.failure: str | None = None  # why the engine cannot go on
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
@@ -254,10 +259,26 @@ class EngineClient:
             self.tell(Migrate(request_id))
         return len(chosen)
 
+    async def hand_over(self, until_s: float) -> None:
+        """Has all go on at other servers that can, and those that become able to meanwhile, until
+        their KV was fetched, or this time of the loop's clock. Whoever listens until then gets back
+        what no other takes; what comes to be later ends here."""
+        clock = asyncio.get_running_loop().time
+        self.is_draining = self.hands_over = True
+        self.migrate()
+        while (now_s := clock()) < until_s:
+            has_leases = self._settled_s and self.stats.get(LEASES, 0)
+            if not (self.moving or has_leases or now_s < self._settled_s):
+                break
+            await asyncio.sleep(LEASES_POLL_INTERVAL_S)
+        self.hands_over = False
+
     def forget(self, request_id: str) -> None:
         """Drops what may still come for a request."""
         self.movable.pop(request_id, None)
-        self.moving.discard(request_id)
+        if request_id in self.moving:
+            self.moving.remove(request_id)
+            self._settled_s = asyncio.get_running_loop().time() + _SETTLE_S
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:

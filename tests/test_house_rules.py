@@ -24,14 +24,14 @@ MAX_LINES = {
     "benchmarks": 2610,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11229,
+    "engine": 11238,
     "kvcache": 7876,
     "kvcache/transfer": 5240,
     "model": 4790,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5204,
-    "tests": 40485,
+    "tests": 40544,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -91,6 +91,11 @@ _ROWS: Final = 4  # of the matrix, of one program
 _GATED_ROWS: Final = 2  # of either half of a gated one: 2 and 4 take 4.01 and 4.09 ms a step of 8B
 _MAX_COLUMNS: Final = 1024  # loaded at a time
 _MIN_COLUMNS: Final = 128
+# Of FP8 more must be under way: all columns of 4 rows at once, where they are so many, else 1,024
+# of 8. Each thread adds up what it loads: products of an 8B layer take 63 us so, 100 us as 16 bits.
+_MAX_WHOLE: Final = 4096
+_FP8_ROWS: Final = 8
+_FOLDED: Final = 16  # elements of a load
 _ROW_WARPS: Final = 4
 
 
@@ -104,10 +109,20 @@ def _wait():  # type: ignore[no-untyped-def]
 _wait = triton.jit(_wait)
 
 
+def _folded(part, FOLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of FOLD neighbours in each row."""
+    if FOLD > 1:
+        part = tl.sum(tl.reshape(part, (part.shape[0], part.shape[1] // FOLD, FOLD)), 2)
+    return part
+
+
+_folded = triton.jit(_folded)
+
+
 def _one_row(  # type: ignore[no-untyped-def]
     x, weight, scales, out, norm, residual, eps, WIDTH: tl.constexpr, NUM_OUT: tl.constexpr,
     SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -116,9 +131,9 @@ def _one_row(  # type: ignore[no-untyped-def]
     if GATED:
         up_at = tile_at + NUM_OUT * WIDTH
         up_tile = tl.load(up_at, eviction_policy="evict_first")
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
     _wait()  # type: ignore[no-untyped-call]
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         more = start + COLUMNS < WIDTH
@@ -126,12 +141,12 @@ def _one_row(  # type: ignore[no-untyped-def]
         if NORM:
             squares += value * value
             value *= tl.load(norm + start + column).to(tl.float32)
-        sums += tile.to(tl.float32) * value[None, :]
+        sums += _folded(tile.to(tl.float32) * value[None, :], FOLD)
         tile = tl.load(
             tile_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
         )
         if GATED:
-            up += up_tile.to(tl.float32) * value[None, :]
+            up += _folded(up_tile.to(tl.float32) * value[None, :], FOLD)
             up_tile = tl.load(
                 up_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
             )
@@ -157,17 +172,23 @@ _one_row_kernel: Any = triton.jit(_one_row)
 def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
     """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU, perhaps of FP8
     with a scale for each row."""
-    if isinstance(weight, Quantized):
-        is_plain = weight.kind == "fp8" and weight.scales.shape[-1] == 1
-        return is_plain and one_row_works(weight.codes, gated=gated)
-    num_out, width = weight.shape
-    return weight.is_contiguous() and _columns(width) > 0 and num_out % (_ROWS << gated) == 0
+    matrix = weight if isinstance(weight, Tensor) else weight.codes
+    if isinstance(weight, Quantized) and (weight.kind != "fp8" or weight.scales.shape[-1] > 1):
+        return False
+    rows, columns, _ = _tile_of(weight, gated=gated)
+    fits = columns >= _MIN_COLUMNS and weight.shape[0] % (rows << gated) == 0
+    return fits and matrix.is_contiguous()
 
 
-def _columns(width: int) -> int:
-    """The largest power of two to load at a time that divides the width; 0: none will do."""
-    largest = min(width & -width, _MAX_COLUMNS)
-    return largest if largest >= _MIN_COLUMNS else 0
+def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
+    """Rows of a program, columns that it loads at a time and those that a thread adds up."""
+    width = weight.shape[1]
+    columns = width & -width  # the largest power of two that divides it
+    if isinstance(weight, Tensor):
+        return _GATED_ROWS if gated else _ROWS, min(columns, _MAX_COLUMNS), 1
+    if columns == width <= _MAX_WHOLE:
+        return _ROWS, columns, _FOLDED
+    return _ROWS if gated else _FP8_ROWS, min(columns, _MAX_COLUMNS), _FOLDED
 
 
 def one_row(
@@ -194,11 +215,11 @@ def one_row(
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
-    rows = _GATED_ROWS if gated else _ROWS
+    rows, columns, fold = _tile_of(weight, gated=gated)
     _one_row_kernel[(num_out // rows,)](
         x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
         SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        ROWS=rows, COLUMNS=_columns(width), num_warps=_ROW_WARPS, launch_pdl=True,
+        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=_ROW_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
 

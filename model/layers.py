@@ -105,6 +105,8 @@ class RowParallelLinear:
             fused_ops.kernels().one_row(x, self.weight, residual=out)
         elif self._weight_t is not None:
             out.addmm_(x, self._weight_t)
+        elif isinstance(self.weight, Quantized):
+            products.multiply(self.weight, x, residual=out)
         else:
             out += self._product(x)
 

@@ -1,6 +1,7 @@
 """The Triton kernel of products by quantised weights. Codes become numbers in registers, exact in
 16 bits; scales are applied to sums in float32: nothing but the input and the result is rounded."""
 
+import functools
 import math
 from typing import Any, Final
 
@@ -9,12 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.quantization.quantized import FP8, Quantized
+from model.quantization.quantized import FP8, FP8_MOST, TINY, Quantized
 
 MIN_DEPTH: Final = 32  # columns multiplied at a time
-_MAX_DEPTH: Final = 128
-# Rows of x of a program, columns of the result, warps and stages, by the rows of x at most.
-_TILES: Final = ((16, (16, 32, 4, 4)), (64, (64, 64, 4, 4)), (math.inf, (128, 128, 8, 3)))
+MAX_DEPTH: Final = 128
+# By the rows of x at most: of a program those, columns of the result, warps and stages; and how
+# many programs there should be, where fewer each multiply all columns of their own.
+_TILES: Final = (
+    (8, (8, 64, 4, 4, 264)), (16, (16, 64, 4, 6, 264)), (64, (64, 128, 8, 4, 132)),
+    (math.inf, (128, 128, 8, 3, 1)),
+)  # fmt: skip
+_MAX_SPLIT: Final = 16
 
 
 def _tile(ends, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -38,75 +44,162 @@ _tile = triton.jit(_tile)
 
 
 def _multiply(  # type: ignore[no-untyped-def]
-    x, codes, scales, zeros, out, ends, num_rows, num_out, num_experts,
+    x, codes, scales, zeros, out, ends, partial, counters, num_rows, num_out, num_experts,
     WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, EXPERTS: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """The weight is the left side, so that its numbers need not leave registers."""
     first, last, expert = _tile(ends, num_rows, num_experts, EXPERTS, ROWS)
     if first >= last:
         return
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = column < num_out
-    of_codes = (column + expert * num_out.to(tl.int64))[:, None]
-    of_scales = (column + expert * num_out.to(tl.int64)) * NUM_GROUPS
-    depth = tl.arange(0, DEPTH)[None, :]
-    half = tl.arange(0, DEPTH // 2)[None, :]
+    exists = (column < num_out)[:, None] & (row < last)[None, :]
+    place = row.to(tl.int64)[None, :] * num_out + column[:, None]
+    # What is outside is multiplied as what is inside, and not stored.
+    of_x = tl.minimum(row, last - 1).to(tl.int64)[None, :] * WIDTH
+    of_weight = tl.minimum(column, num_out - 1) + expert * tl.cast(num_out, tl.int64)
+    depth, half = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2)
+    OWN: tl.constexpr = WIDTH // SPLIT
     dtype: tl.constexpr = x.dtype.element_ty
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        inside = start + depth < WIDTH
-        left = tl.load(x + row * WIDTH + start + depth, mask=(row < last) & inside, other=0.0)
-        group = of_scales + start // GROUP
-        scale = tl.load(scales + group, mask=exists, other=0)
-        if scales.dtype.element_ty == tl.uint8:
-            scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in range(0, OWN, DEPTH):
+        start = tl.program_id(2) * OWN + step
+        right = tl.load(x + of_x + start + depth[:, None])
         if KIND == "fp8":
-            at = codes + of_codes * WIDTH + start + depth
-            right = tl.load(at, mask=exists[:, None] & inside, other=0.0).to(dtype)
+            left = tl.load(codes + of_weight[:, None] * WIDTH + start + depth[None, :]).to(dtype)
         else:
-            at = codes + of_codes * (WIDTH // 2) + start // 2 + half
-            pair = tl.load(at, mask=exists[:, None] & (start + 2 * half < WIDTH), other=0)
+            pair = tl.load(codes + of_weight[:, None] * (WIDTH // 2) + start // 2 + half[None, :])
             zero = tl.full((COLUMNS,), 8, tl.int32)
             if HAS_ZEROS:
-                zero = tl.load(zeros + group, mask=exists, other=0).to(tl.int32)
+                zero = tl.load(zeros + of_weight * NUM_GROUPS + start // GROUP).to(tl.int32)
             code = tl.interleave(pair & 15, pair >> 4).to(tl.int32)
             number = code - zero[:, None]
             if KIND == "fp4":  # twice what it says
                 size = code & 7
                 size = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16))
                 number = tl.where(code > 7, -size, size)
-            right = number.to(dtype)
-        factor = scale.to(tl.float32) * (0.5 if KIND == "fp4" else 1.0)
-        sums += tl.dot(left, tl.trans(right)) * factor[None, :]
-    place = out + row * num_out + column[None, :]
-    tl.store(place, sums.to(dtype), mask=(row < last) & exists[None, :])
+            left = number.to(dtype)
+        if NUM_GROUPS == 1:
+            sums = tl.dot(left, right, sums)
+        else:
+            factor = _factor(scales + of_weight * NUM_GROUPS + start // GROUP, KIND)
+            sums += tl.dot(left, right) * factor[:, None]
+    if SPLIT > 1:  # the last of the programs that share a tile adds up what each has found
+        size = num_rows.to(tl.int64) * num_out
+        tl.store(partial + tl.program_id(2) * size + place, sums, mask=exists)
+        tl.debug_barrier()
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(counter, 1) < SPLIT - 1:
+            return
+        tl.store(counter, 0)  # for the next product
+        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for part in range(SPLIT):
+            sums += tl.load(partial + part * size + place, mask=exists, cache_modifier=".cg")
+    if NUM_GROUPS == 1:
+        sums *= _factor(scales + of_weight, KIND)[:, None]
+    if ADD:
+        sums += tl.load(out + place, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(dtype), mask=exists)
 
 
+def _factor(at, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.load(at)
+    if at.dtype.element_ty == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32) * (0.5 if KIND == "fp4" else 1.0)
+
+
+_factor = triton.jit(_factor)
 _multiply_kernel: Any = triton.jit(_multiply, do_not_specialize=["num_rows", "num_experts"])
 
 
 def depth_of(weight: Quantized) -> int:
     """Columns that can be multiplied at a time: within one group, a power of two."""
-    return math.gcd(weight.group if weight.scales.shape[-1] > 1 else 0, _MAX_DEPTH)
+    group = weight.group if weight.scales.shape[-1] > 1 else 0
+    return math.gcd(group, weight.shape[-1], MAX_DEPTH)
 
 
-def multiply(weight: Quantized, x: Tensor, ends: Tensor | None = None) -> Tensor:
-    """x [T, in] -> [T, out]; with `ends` int32 [experts], each expert's rows end there."""
+@functools.cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """Zeros before and after each product: those of one stream follow each other to the end."""
+    return torch.zeros(max(tile[-1] for _, tile in _TILES), dtype=torch.int32, device=device)
+
+
+def multiply(
+    weight: Quantized, x: Tensor, ends: Tensor | None = None, residual: Tensor | None = None,
+    *, splits: bool = True,
+) -> Tensor:  # fmt: skip
+    """x [T, in] -> [T, out], a sum in `residual` where given; with `ends` int32 [experts], each
+    expert's rows end there. `splits`: whether several programs may share the columns of x."""
     num_rows, experts = len(x), 0 if ends is None else len(ends)
     *_, num_out, width = weight.shape
-    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
-    each = num_rows // max(1, experts)
-    rows, columns, warps, stages = next(tile for most, tile in _TILES if each <= most)
+    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    # By powers of two alone: what those have gone through, others need not compile.
+    each = triton.next_power_of_2(num_rows) // experts if experts else num_rows
+    depth = depth_of(weight)
+    rows, columns, warps, stages, programs = next(tile for most, tile in _TILES if each <= most)
     grid = (triton.cdiv(num_rows, rows) + experts, triton.cdiv(num_out, columns))
+    partial, counters = None, None
+    split = math.gcd(width // depth, _MAX_SPLIT) if splits and not experts else 1
+    while split > 1 and math.prod(grid) * split >= 2 * programs:
+        split //= 2
+    if split > 1:
+        partial = x.new_empty(split, num_rows, num_out, dtype=torch.float32)
+        stream = x.is_cuda and torch.cuda.current_stream(x.device).cuda_stream
+        counters = _counters(x.device, stream)
     codes = weight.codes.view(FP8) if weight.kind == "fp8" else weight.codes
-    _multiply_kernel[grid](
-        x.contiguous(), codes, weight.scales, weight.zeros, out, ends,
+    _multiply_kernel[(*grid, split)](
+        x.contiguous(), codes, weight.scales, weight.zeros, out, ends, partial, counters,
         num_rows, num_out, experts, WIDTH=width, NUM_GROUPS=weight.scales.shape[-1],
         KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros is not None,
         EXPERTS=triton.next_power_of_2(experts) if experts else 0,
-        ROWS=rows, COLUMNS=columns, DEPTH=depth_of(weight),
+        ADD=residual is not None, SPLIT=split, ROWS=rows, COLUMNS=columns, DEPTH=depth,
         num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _scale_rows(  # type: ignore[no-untyped-def]
+    x, out, of_rows, of_columns, width, MOST: tl.constexpr, LEAST: tl.constexpr,
+    ADD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tl.extra.cuda.gdc_wait()  # it begins while the kernel before it ends
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if of_columns is None:
+        scale = tl.maximum(tl.max(tl.abs(value), 0), LEAST) / MOST
+        tl.store(of_rows + row, scale)
+        value /= scale
+    else:
+        value *= tl.load(of_rows + row) * tl.load(of_columns + column, mask=inside, other=0.0)
+    if ADD:
+        value += tl.load(out + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+_scale_rows_kernel: Any = triton.jit(_scale_rows)
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, n] -> FP8 [T, n] and float32 [T, 1], the scale of each row by its largest element."""
+    (num_rows, width), columns = x.shape, triton.next_power_of_2(x.shape[1])
+    codes, scales = x.new_empty(x.shape, dtype=FP8), x.new_empty(num_rows, 1, dtype=torch.float32)
+    _scale_rows_kernel[(num_rows, 1)](
+        x.contiguous(), codes, scales, None, width, FP8_MOST, TINY, False, columns,
+        num_warps=min(16, max(1, columns // 512)), launch_pdl=True,
+    )  # fmt: skip
+    return codes, scales
+
+
+def rescaled(product: Tensor, of_rows: Tensor, of_columns: Tensor, to: Tensor | None) -> Tensor:
+    """product [T, n] by float32 [T, 1] and [n, 1], added to `to` where given, else in place."""
+    (num_rows, width), out, columns = product.shape, product if to is None else to, 1024
+    _scale_rows_kernel[(num_rows, triton.cdiv(width, columns))](
+        product, out, of_rows, of_columns, width, FP8_MOST, TINY, to is not None, columns,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -135,10 +135,12 @@ class Upload:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         is_flat = tensor.is_contiguous()
-        if not self._copies or tensor.nbytes < _PART_BYTES or not (is_flat or tensor.dim() == 2):
-            return tensor.to(self._device)
+        is_mapped = tensor.device.type == "cpu" and (is_flat or tensor.stride(-1) == 1)
+        if not self._copies or tensor.nbytes < _PART_BYTES or not is_mapped:
+            return tensor.to(self._device)  # words of 4 bits are there, for one
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        parts = [(each.view(-1) if is_flat else each).view(torch.uint8) for each in (tensor, out)]
+        last = -1 if is_flat else -2  # of the dimensions that are split as one
+        parts = [each.flatten(0, last).view(torch.uint8) for each in (tensor, out)]
         nbytes = min(max(_PART_BYTES, tensor.nbytes // _THREADS), _SLOT_BYTES)
         rows = max(1, nbytes * len(parts[0]) // tensor.nbytes)
         list(self._pool.map(self._copy, *(torch.split(each, rows) for each in parts)))
@@ -146,15 +148,17 @@ class Upload:
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         slot, copied = self._slots.get()
-        if copied is not None:
-            copied.synchronize()
-        with torch.inference_mode():
-            staged = slot[: source.nbytes].view(source.shape)
-            np.copyto(staged.numpy(), source.numpy())
-            target.copy_(staged, non_blocking=True)
+        try:
             if copied is not None:
-                copied.record()
-        self._slots.put((slot, copied))
+                copied.synchronize()
+            with torch.inference_mode():
+                staged = slot[: source.nbytes].view(source.shape)
+                np.copyto(staged.numpy(), source.numpy())
+                target.copy_(staged, non_blocking=True)
+                if copied is not None:
+                    copied.record()
+        finally:  # whoever waits for it ends as well
+            self._slots.put((slot, copied))
 
 
 class WeightLoader:

@@ -128,7 +128,7 @@ def load_model(
         dtype: to compute in; on the CPU weights of this dtype stay mapped from their file.
         load_format: "auto" reads safetensors, "dummy" makes weights from their names and `seed`.
         pack: on the CPU in float32, keep linear weights in a faster order instead of mapped.
-        on_load: told the name of each weight in the files as it is loaded.
+        on_load: told the name of each weight in the files as it is loaded or passed over.
 
     Raises:
         ModelError: the files do not fit the config, or tp does not fit the model.

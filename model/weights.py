@@ -166,7 +166,7 @@ class WeightLoader:
 
     Args:
         pack: whoever multiplies by a weight may keep a reordered copy of it (layers.Linear).
-        on_load: told the name of each weight when it is first asked for.
+        on_load: told the name of each weight when it is first asked for, or ignored.
     """
 
     def __init__(
@@ -257,7 +257,8 @@ class WeightLoader:
     def ignore(self, *names: str) -> None:
         """Declares weights that the model knows and does not need; those whose names begin with
         one that ends in a dot, too."""
-        self._used |= set(names)
+        for name in names:
+            self._note(name)
         if folders := tuple(name for name in names if name.endswith(".")):
             self._used |= {name for name in self._source.names() if name.startswith(folders)}
 

@@ -97,6 +97,7 @@ def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
 @pytest.mark.parametrize(
     "header",
     [
+        b"",
         b"[]",
         b'{"a": 1}',
         b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
+from model.parallel import Parallel
 from model.sizes import fingerprint, read_headers, stored_elements
 from model.weights import DummySource, SafetensorsSource, Upload, WeightLoader
 from tests.model.dense import greedy
@@ -109,6 +110,15 @@ def test_weights_that_do_not_fit_are_named(checkpoint, change, told):
     save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=told):
         load(checkpoint)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_rank_s_load_comes_to_the_end_of_the_files(tmp_path, ep):
+    """With experts that other ranks have, too: the time left is reckoned from them all."""
+    make("MixtralForCausalLM", tmp_path)
+    told, stored = set(), set(read_headers(tmp_path))
+    load(tmp_path, parallel=Parallel(1, 2, ep=ep), on_load=told.add)
+    assert told == stored
 
 
 def test_saved_rope_buffers_are_ignored(checkpoint):

@@ -27,11 +27,11 @@ MAX_LINES = {
     "engine": 11238,
     "kvcache": 7876,
     "kvcache/transfer": 5240,
-    "model": 4927,
+    "model": 4932,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5204,
-    "tests": 40635,
+    "tests": 40670,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -21,8 +21,8 @@ Who holds what:
   missing: a hit needs them only where the window of what comes next reaches. So their eviction
   leaves the node in place, and the next sequence that has computed them fills the gap.
 
-A cursor tells where publishing a sequence resumes, so a long decode hashes each of its tokens once.
-One thread owns an index, the allocator's.
+A cursor tells how far a sequence was found or published, so that each of its tokens is hashed once,
+however long it waits or decodes. One thread owns an index, the allocator's.
 """
 
 from array import array
@@ -52,8 +52,8 @@ class _Node:
 
 @dataclass(slots=True)
 class PrefixCursor:
-    """How far one sequence is published, kept by its owner between calls of `publish`: it saves
-    work. The sequence's tokens may grow but not change."""
+    """How far one sequence was found or published, kept by its owner between calls: it saves work.
+    The sequence's tokens may grow or be cut but not change."""
 
     node: _Node | None = None
 
@@ -83,7 +83,12 @@ class PrefixIndex:
         return len(self._nodes)
 
     def match(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, reach: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        reach: int | None = None,
+        cursor: PrefixCursor | None = None,
     ) -> list[int]:
         """The table of the longest known prefix of `token_ids` that can be gone on from; null where
         its last tokens' windows do not reach.
@@ -94,19 +99,34 @@ class PrefixIndex:
             max_tokens: match no more than this many tokens (a whole prompt in the cache still
                 needs its last token computed).
             reach: the fewest tokens that are gone on from, however many match; None: those.
+            cursor: the sequence's own, if it may have to ask again.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
-        blocks: list[int] = []
-        node = self._root
-        for at in range(limit // self.block_size):
+        cursor, stop = cursor or PrefixCursor(), limit // self.block_size
+        node = self._reached(cursor, stop)
+        for at in range(node.depth_blocks, stop):
             child = node.children.get(self._key(token_ids, at))
             if child is None:
                 break
-            blocks += child.blocks
             node = child
+        cursor.node, found = node, list[list[int]]()
+        while node.parent is not None:
+            found.append(node.blocks)
+            node = node.parent
+        blocks = [block for of_node in reversed(found) for block in of_node]
         return (
             self._usable(blocks, limit if reach is None else reach) if self.groups.drops else blocks
         )
+
+    def _reached(self, cursor: PrefixCursor, most: int) -> _Node:
+        """Where a cursor's sequence is still known to, by `most` blocks at most."""
+        node = cursor.node
+        if node is None or not node.blocks:
+            return self._root
+        while node.depth_blocks > most:
+            assert node.parent is not None
+            node = node.parent
+        return node
 
     def _usable(self, table: list[int], reach: int) -> list[int]:
         """The longest part whose windows have no gap. Looks at what windows see, from the end."""
@@ -150,9 +170,7 @@ class PrefixIndex:
                 f"{num_full} full blocks of {self.block_size} tokens cannot hold "
                 f"{len(token_ids)} tokens"
             )
-        node = cursor.node
-        if node is None or not node.blocks or node.depth_blocks > num_full:
-            node = self._root
+        node = self._reached(cursor, num_full)
         for at in range(node.depth_blocks, num_full):
             key = self._key(token_ids, at)
             child, blocks = node.children.get(key), list(block_ids[at * count : (at + 1) * count])

@@ -30,7 +30,7 @@ from engine.core.tables import SchedulerLimits as SchedulerLimits
 from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import held
-from kvcache.prefix import PrefixIndex
+from kvcache.prefix import PrefixCursor, PrefixIndex
 from protocol.metrics import stat_key
 
 _MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
@@ -274,18 +274,22 @@ class Scheduler:
         num_tokens = sequence.num_to_hold if is_remote else len(sequence.token_ids)
         table = self._match(sequence)
         start, hits = self.tables.num_tokens(table), held(table)
-        places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
-        self.allocator.share(hits)
-        most = self.tables.num_blocks_for(sequence, num_tokens) - len(hits)
+        idle = sum(self.allocator.state(block) is BlockState.CACHED for block in hits)
         # One spare block for each running sequence, so that admission does not cause preemption.
         spare = len(self.running) and len(self.running) + len(sequence.children)
-        if not self.allocator.can_allocate(max(most, len(places)) + spare):
-            self.allocator.release(hits)
+        room = self.allocator.num_available - idle - spare
+        if room < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
+            return False  # each round, so this is all that a long one takes
+        places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
+        if room < len(places):
             return False
+        self.allocator.share(hits)
         fresh = self.allocator.allocate(len(places))
         self.tables.fill(table, places, fresh)
         sequence.block_ids, sequence.num_computed = table, start
         sequence.num_published_blocks = start // self.limits.block_size
+        if self.limits.groups.drops:
+            sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill
         self._count_skipped(sequence)
         if sequence.remote is not None:
             self.allocator.receive(fresh)
@@ -320,7 +324,8 @@ class Scheduler:
         if sequence.is_scoring:
             max_tokens = len(sequence.prompt_logprobs or ()) - 1
         reach = self.tables.reach(sequence, len(sequence.token_ids))
-        return self.prefix.match(sequence.token_ids, max_tokens=max_tokens, reach=reach)
+        how = {"max_tokens": max_tokens, "reach": reach}
+        return self.prefix.match(sequence.token_ids, **how, cursor=sequence.prefix_cursor)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.connector import KVConnector
 from engine.core.scheduler import Plan
-from engine.core.sequence import Sequence
+from engine.core.sequence import Phase, Sequence
 from engine.core.waiting import MAX_OVERTAKEN
 from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
@@ -136,6 +136,34 @@ def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
     usages = [end.usage for name in names for end in out.terminals(name)]
     computed = sum(usage.recomputed for usage in usages if usage)
     assert computed <= 43 + 5 * 3, "the prefix once, and of each what is its own"
+    assert_all_blocks_home(core)
+
+
+class _Read(list[int]):
+    """Tokens, and how many of them were looked up."""
+
+    num = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.num += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+def test_a_prompt_that_waits_for_room_is_looked_up_once():
+    """Behind a prompt that is computed for many rounds, beside a stream, in a pool that is full."""
+    core, executor, out = make_core(num_blocks=31, max_num_batched_tokens=6, max_model_len=100)
+    prompt = list(range(60))
+    run_until_idle(core, add("a", prompt, 1))
+    core.round([add("s", prompt[:8], 20), add("p", range(60, 110), 1)])
+    core.round([add("b", [*prompt, 7, 8], 3)])
+    waits, num_steps = core.sequences["b"], executor.num_steps
+    waits.token_ids = read = _Read(waits.token_ids)
+    while waits.phase is Phase.WAITING:
+        core.round([])
+    assert executor.num_steps > num_steps + 5 and read.num <= 2 * len(read)
+    run_until_idle(core)
+    assert out.tokens("b") == expected_output([*prompt, 7, 8], 3)
     assert_all_blocks_home(core)
 
 

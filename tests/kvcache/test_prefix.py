@@ -103,7 +103,25 @@ class Running:
         self.cursor = PrefixCursor()
 
 
-class PrefixMachine(RuleBasedStateMachine):
+class LookUps(RuleBasedStateMachine):
+    """Some ask again and again, for more or fewer of their tokens."""
+
+    asked = Bundle("asked")
+    # Two tokens only, so that prefixes collide, diverge and recur.
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+    @rule(target=asked, tokens=tokens)
+    def ask(self, tokens: list[int]) -> object:
+        return tokens, PrefixCursor()
+
+    @rule(one=asked, limit=st.integers(0, 14))
+    def look_up(self, one: tuple[list[int], PrefixCursor], limit: int) -> None:
+        tokens, cursor = one
+        found = self.index.match(tokens, max_tokens=limit, cursor=cursor)
+        assert found == self.expected(tokens, min(limit, len(tokens)))
+
+
+class PrefixMachine(LookUps):
     """Sequences come, grow, publish, lease and go in a small pool that evicts all the time.
 
     `content` records for every block the exact token prefix whose KV was last written to it. Every
@@ -113,8 +131,7 @@ class PrefixMachine(RuleBasedStateMachine):
     index_type = PrefixIndex
     sequences = Bundle("sequences")
     leases = Bundle("leases")
-    # Two tokens only, so that prefixes collide, diverge and recur.
-    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+    tokens = LookUps.tokens
 
     @initialize(num_blocks=st.integers(4, 14), block_size=st.integers(1, 3))
     def start(self, num_blocks: int, block_size: int) -> None:
@@ -188,10 +205,6 @@ class PrefixMachine(RuleBasedStateMachine):
     def end_lease(self, blocks: list[int]) -> None:
         self.allocator.end_lease(blocks)
 
-    @rule(tokens=tokens)
-    def look_up(self, tokens: list[int]) -> None:
-        assert self.index.match(tokens) == self.expected(tokens, len(tokens))
-
     @rule(now=st.sampled_from([False] * 9 + [True]))
     def clear(self, now: bool) -> None:
         if now:
@@ -235,11 +248,11 @@ TestCollidingMachine = CollidingMachine.TestCase
 TestCollidingMachine.settings = MACHINE_SETTINGS
 
 
-class WindowMachine(RuleBasedStateMachine):
+class WindowMachine(LookUps):
     """Tables of several groups, whose windows drop blocks: a hit is the longest prefix that has all
     blocks that whoever goes on from it needs, found by brute force, and none but those."""
 
-    tokens = PrefixMachine.tokens
+    tokens = LookUps.tokens
 
     @initialize(
         num_blocks=st.integers(8, 30),
@@ -292,10 +305,6 @@ class WindowMachine(RuleBasedStateMachine):
             self.allocator.release(b for b in held(table) if b not in kept)
             table = kept
         self.allocator.release(held(table))
-
-    @rule(tokens=tokens)
-    def look_up(self, tokens: list[int]):
-        assert self.index.match(tokens) == self.expected(tokens, len(tokens))
 
     @invariant()
     def books_balance(self):

@@ -24,14 +24,14 @@ MAX_LINES = {
     "benchmarks": 2610,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11238,
-    "kvcache": 7876,
+    "engine": 11243,
+    "kvcache": 7894,
     "kvcache/transfer": 5240,
     "model": 4932,
     "prefill_server": 192,
     "protocol": 6850,
     "proxy": 5204,
-    "tests": 40670,
+    "tests": 40700,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -290,26 +290,12 @@ class Scheduler:
         sequence.num_published_blocks = start // self.limits.block_size
         if self.limits.groups.drops:
             sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill
-        self._count_skipped(sequence)
+        sequence.count_skipped()
         if sequence.remote is not None:
             self.allocator.receive(fresh)
             sequence.phase = Phase.RECEIVING
             self.receiving[sequence.request_id] = sequence
         return True
-
-    @staticmethod
-    def _count_skipped(sequence: Sequence) -> None:
-        """Hits that were lost before the prompt was there are computed after all; what became one
-        only since the first admission was computed here as well."""
-        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
-        was_there = sequence.num_transferred or sequence.num_recomputed
-        if not sequence.was_admitted:
-            sequence.num_skipped = hits
-        elif not (was_there or sequence.num_skipped == sequence.num_prompt_tokens):
-            sequence.num_skipped = min(sequence.num_skipped, hits)
-            if hits == sequence.num_prompt_tokens:
-                sequence.num_recomputed = hits - sequence.num_skipped
-        sequence.was_admitted = True
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks to start from. The last token is always computed: its logits are wanted,

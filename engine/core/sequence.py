@@ -256,6 +256,19 @@ class Sequence:
         self.num_transferred = parent.num_transferred
         self.num_recomputed = parent.num_recomputed
 
+    def count_skipped(self) -> None:
+        """At an admission. Hits that were lost before the prompt was there are computed after all;
+        what became one only since the first admission was computed here as well."""
+        hits = min(self.num_computed, self.num_prompt_tokens)
+        was_there = self.num_transferred or self.num_recomputed
+        if not self.was_admitted:
+            self.num_skipped = hits
+        elif not (was_there or self.num_skipped == self.num_prompt_tokens):
+            self.num_skipped = min(self.num_skipped, hits)
+            if hits == self.num_prompt_tokens:
+                self.num_recomputed = hits - self.num_skipped
+        self.was_admitted = True
+
     def forget_blocks(self) -> None:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
         self.block_ids, self.kept_from, self.whole_from = [], [], []

@@ -24,7 +24,7 @@ MAX_LINES = {
     "benchmarks": 2610,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11243,
+    "engine": 11242,
     "kvcache": 7894,
     "kvcache/transfer": 5240,
     "model": 4932,

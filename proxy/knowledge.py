@@ -186,6 +186,7 @@ class Knowledge:
         self._lenders: dict[int, object] = {}  # by index
         self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
         self._coming = set[tuple[int, int]]()  # blocks, and who has each by and by
+        self._placed: dict[int, Work] = {}  # by the id of its Ask, until its leg begins
         self.pulls = False  # servers are told whose KV to pull
 
     def forget(self, server: object) -> None:
@@ -207,13 +208,23 @@ class Knowledge:
         self._prompt_steps.pop(server, None)
 
     def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
-        """Whether a decode server shall compute the prompt itself."""
+        """Whether a decode server shall compute the prompt itself. One of them has it at once, as
+        others may be placed before its leg can begin: `begin` it then, and tell `unplaced`."""
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         depths = self._depths(ask)
         found = place(self._timed(ask, depths), p, d, depths, limits=self._limits)
-        return found is not None and found.prefill is None
+        if found is None or found.prefill is not None:
+            return False
+        server = next(server for server in decodes if self.loads[server].index == found.decode)
+        self._placed[id(ask)] = self.begin(server, ask, computes=True, generates=True)
+        return True
+
+    def unplaced(self, ask: Ask) -> None:
+        """What has not begun by now does not begin any more."""
+        if placed := self._placed.pop(id(ask), None):
+            self.ended(placed)
 
     def first(
         self, servers: Sequence[ServerT], ask: Ask | None, *, computes: bool, generates: bool
@@ -221,6 +232,8 @@ class Knowledge:
         """The server to take; of equals the one that comes first."""
         if ask is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
+        if generates and (placed := self._placed.get(id(ask))) is not None:
+            servers = [s for s in servers if self.loads[s] is placed.load] or servers
         loads = [self.loads[server] for server in servers]
         depths = self._depths(ask) if self._routing == "auto" else {}
         known = self._timed(ask, depths), loads, depths, self._limits
@@ -303,6 +316,10 @@ class Knowledge:
     def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
         load, now = self.loads[server], self._clock()
+        if placed := self._placed.pop(id(ask), None):
+            if placed.load is load and computes and generates:
+                return placed
+            self.ended(placed)
         takes_s, new = 0.0, list[tuple[int, int]]()
         if computes:
             depth = self._depths(ask).get(load.index, 0)

@@ -136,6 +136,7 @@ class PDRequest:
             if not (is_scoring and await self._score()):
                 await self._generate(is_scored=is_scoring)
         finally:
+            self.upstreams.knowledge.unplaced(self._ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     async def _generate(self, is_scored: bool) -> None:

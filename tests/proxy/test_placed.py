@@ -1,6 +1,7 @@
 """Where requests go by what the proxy knows: real servers over loopback, and its books."""
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -68,6 +69,24 @@ async def test_a_decode_server_computes_prompts_itself_while_nobody_minds():
         assert len(rig.prefill[0].calls) >= 1
         held.go.set()
         await asyncio.gather(beside, *others)
+
+
+async def test_prompts_that_come_at_the_same_moment_are_not_all_taken_by_one_server():
+    p, d = Waits(prefills), Waits(decodes)
+    async with Rig([Fake(p)], [Fake(d)], disaggregate="auto") as rig:
+        host, port = rig.listener.getsockname()
+        opened = [await asyncio.open_connection(host, port) for _ in range(64)]
+        for num, (_, writer) in enumerate(opened):  # all of them are read before any is sent on
+            body = json.dumps({"model": "m", "prompt": f"{num} {LONG}"}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n"
+            writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        await until(lambda: len(rig.prefill[0].calls) + len(rig.decode[0].calls) == 64)
+        assert 32 <= len(rig.prefill[0].calls) < 64
+        p.go.set()
+        d.go.set()
+        for reader, writer in opened:
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])
@@ -204,8 +223,14 @@ def test_what_has_ended_in_any_order_leaves_nothing_behind(seed):
             knowledge.answered(rng.choice(works)[1])
         elif works:
             knowledge.ended(works.pop(rng.randrange(len(works)))[1])
-        found = knowledge.first(SERVERS, ask_of(b"", b"y", 1), computes=True, generates=True)
-        assert found in SERVERS
+        ask = ask_of(b"", b"y" * rng.randrange(1, 5_000), 1)
+        alone = knowledge.goes_alone(ask, SERVERS[:1], SERVERS[1:])
+        found = knowledge.first(SERVERS, ask, computes=True, generates=True)
+        assert found in SERVERS[1:] or not alone
+        if rng.random() < 0.5:
+            chosen = rng.choice([found, *SERVERS])
+            works.append((chosen, knowledge.begin(chosen, ask, computes=True, generates=True)))
+        knowledge.unplaced(ask)
     for _, work in works:
         knowledge.answered(work)
         knowledge.ended(work)

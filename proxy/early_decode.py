@@ -76,10 +76,10 @@ class EarlyDecode:
         if failed := answer.exception():
             may = isinstance(failed, LegFailed) and self._losses.take_failure(failed.failure)
             return may and bool(self._upstreams.fleet.ready(Kind.DECODE))
-        body = answer.result().response.body
-        if body is None or not error_of(body, "param").startswith(_OFFER):
+        leg = answer.result()
+        if not error_of(leg.response.body or b"", "param").startswith(_OFFER):
             return False
-        self._upstreams.distrust_secret()
+        self._upstreams.distrust(leg.server)
         return True
 
     def _on_done(self, leg: "asyncio.Task[Any]") -> None:

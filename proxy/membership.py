@@ -18,7 +18,7 @@ from protocol.handshake import may_pair
 from protocol.messages import KVHint
 from protocol.short_repr import short_repr
 from proxy import health
-from proxy.health import Health, Said
+from proxy.health import Health, Said, SideChannel
 
 
 class Kind(Enum):
@@ -26,6 +26,7 @@ class Kind(Enum):
     DECODE = "decode"
 
 
+DOUBTED_S = 30.0  # for which a server that believed no signature is sent none, unless it restarts
 _TOLD = 64  # names in an error
 _MAX_TOKENS = 1 << 24
 _MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
@@ -43,6 +44,7 @@ class Server:
         sources: who names it; none: it leaves.
         drained: an operator took it out.
         in_flight: requests that it has from this proxy.
+        doubted: until when it may not believe what this proxy signs, and which of its starts.
     """
 
     kind: Kind
@@ -54,6 +56,13 @@ class Server:
     in_flight: int = 0
     circuit: str = "closed"
     has_left: bool = False
+    doubted: tuple[float, SideChannel | None] = (0.0, None)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Nobody names it KV to pull, nor streams to go on with."""
+        until, start = self.doubted
+        return time.monotonic() < until and start == self.health.side_channel
 
     @property
     def name(self) -> str:

@@ -235,7 +235,8 @@ class PDRequest:
             return None
         pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
         decodes = pool.ready(Kind.DECODE)
-        unfit += [s for s in decodes if not s.health.subscribes or s.url == prefill.url]
+        unfit += [s for s in decodes if s.is_doubted or s.url == prefill.url]
+        unfit += [s for s in decodes if not s.health.subscribes]
         if not pool.ready(Kind.DECODE, unfit):
             return None
         told = {"transfer_id": self._transfer_id, "issued_s": int(time.time()), **asdict(channel)}
@@ -366,6 +367,8 @@ class PDRequest:
         """A decode server generates, or goes on with what others have generated."""
         call = self._decode_call(params, **options)
         unfit = [*unfit, *self._losses.avoided]
+        if self.reply.kept:  # what is signed
+            unfit += [s for s in self._pool.of[Kind.DECODE] if s.is_doubted]
         await self._have_answered(self.upstreams.run(call, self._trace, unfit))
 
     def _decode_call(self, params: msgspec.Raw | None, **options: Any) -> UpstreamCall:

@@ -26,7 +26,7 @@ from protocol.process.logging import get_logger
 from proxy.body import error_of, hinted
 from proxy.errors import MethodNotAllowed
 from proxy.knowledge import Knowledge, Work
-from proxy.membership import Fleet, Kind, Pool, Server, hint
+from proxy.membership import DOUBTED_S, Fleet, Kind, Pool, Server, hint
 from proxy.placement import Ask
 from proxy.relay import LOSS_REASONS, RequestTrace
 from proxy.upstream import (
@@ -320,7 +320,7 @@ class Upstreams:
         self.fleet.begun(server)
         work = told = None
         if call.ask is not None:
-            if call.computes:
+            if call.computes and not server.is_doubted:
                 told = hint(server, self.knowledge.lenders(server, call.ask))
             work = self.knowledge.begin(
                 server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
@@ -351,7 +351,7 @@ class Upstreams:
         response = await self._send(server, replace(call, body=body))
         if response.status == 400:
             if error_of(await response.read(), "param").startswith(_HINT):
-                self.distrust_secret()
+                self.distrust(server)
                 return await self._send(server, call)
             return response
         self.metrics.inc("baton_proxy_hints", leg=server.kind.value)
@@ -412,15 +412,15 @@ class Upstreams:
             self._later(leg.response.aclose())
             self.release(leg.server, leg.work)
 
-    def distrust_secret(self) -> None:
-        """A decode server does not believe what this proxy signs: it is offered no more KV."""
-        if self.secret:
+    def distrust(self, server: Server) -> None:
+        """It does not believe what this proxy signs."""
+        if not server.is_doubted:
             logger.warning(
-                "servers have another cluster secret than this proxy, or another time: decode "
-                "servers are asked when the prefill is done, not at once, and nobody is told whose "
-                "KV to pull (give all of them BATON_CLUSTER_SECRET, and see to their clocks)"
-            )
-        self.secret, self.knowledge.pulls = b"", False
+                "%s has another cluster secret than this proxy, or another time (give all of them "
+                "BATON_CLUSTER_SECRET, see to their clocks): it is asked when a prefill "
+                "is done, not at once, and not told whose KV to pull, for a while", server
+            )  # fmt: skip
+        server.doubted = time.monotonic() + DOUBTED_S, server.health.side_channel
 
     def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
         """Counts a failure and lets the fleet know."""

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from protocol.kv_params import Offer, offer_of
-from proxy import early_decode
+from proxy import early_decode, upstream_call
 from tests.proxy.fakes import (
     LENT,
     P_KV,
@@ -118,6 +118,32 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal):
             assert response.json() == {"text": "onetwo"}
         early_ones = [offer(call) is not None for call in d.calls]
         assert early_ones == [True, False, refusal is not refuses]
+
+
+@pytest.mark.parametrize("doubted_s", [0.0, 1e6])
+async def test_a_server_that_believes_nothing_is_asked_late_until_it_restarts(
+    doubted_s, monkeypatch
+):
+    """Or for a while; the others are asked at once as before."""
+    monkeypatch.setattr(upstream_call, "DOUBTED_S", doubted_s)
+
+    async def behave(call: Call) -> None:
+        await (refuses if offer(call) else decodes)(call)
+
+    d, other = fake(behave), fake(decodes)
+    async with early([fake(prefills)], [d, other], routing="round_robin") as rig:
+
+        async def offers(num: int) -> list[int]:
+            for _ in range(num):
+                response = await rig.client.post("/v1/completions", json=BODY)
+                assert response.json() == {"text": "onetwo"}
+            return [sum(offer(call) is not None for call in each.calls) for each in (d, other)]
+
+        refused, begun = await offers(9)
+        assert refused > 1 if doubted_s == 0.0 else (refused, begun) == (1, 8)
+        d.told["incarnation"] = "j"
+        while (await offers(1))[0] == refused:
+            pass
 
 
 @pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])

@@ -25,7 +25,8 @@ _PULL_S = 0.01  # of a prefix that another server lends, however short: a questi
 
 
 STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
-_SIZES = 5  # of prompts, each four times as long as the one before
+_SIZES = 12  # of prompts, each twice as long as the one before
+_MUCH_LONGER = 6  # sizes: it is hardly delayed where another goes first
 
 Depths = dict[int, float]  # by server: how many blocks of a prompt it has
 
@@ -67,8 +68,10 @@ class Load:
     def queue(self, size: int, seconds: float) -> None:
         """It has a prompt of this size more, or less."""
         self.queued_s[size] += seconds
-        under_way = STEP_TOKENS * self.token_s
-        self.passed_s = [max(sum(self.queued_s[n + 2 :]) - under_way, 0.0) for n in range(_SIZES)]
+        longer_s = -STEP_TOKENS * self.token_s  # of which one step is under way
+        for longer in range(_SIZES - 1, _MUCH_LONGER - 1, -1):
+            longer_s += self.queued_s[longer]
+            self.passed_s[longer - _MUCH_LONGER] = max(longer_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +229,9 @@ class Ask:
 
     @property
     def size(self) -> int:
-        """See Load. Servers begin a prompt before one that is four times as long, if that has 1,024
-        tokens: two sizes more."""
-        return min(max(self.tokens.bit_length() - 9, 0) // 2, _SIZES - 1)
+        """See Load. Servers begin a prompt before those that are four times as long and have 1,024
+        tokens; it is reckoned with where that hardly delays them."""
+        return min(max(self.tokens.bit_length() - 6, 0), _SIZES - 1)
 
     def uncached(self, depth: float) -> int:
         """Tokens to compute where so many blocks are cached; the last one always is."""

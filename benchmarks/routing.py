@@ -288,7 +288,8 @@ class Knowing:
             self.knowledge.lends(each, True)
         self._fleet = fleet
         self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
-        self._work: dict[int, tuple[Work, Ask]] = {}
+        self._works: dict[int, tuple[Work, Work]] = {}  # the prompt's, and the answer's
+        self._generates: dict[int, Engine] = {}
         self._polled = 0.0
 
     def computes(self, request: Request) -> Engine:
@@ -296,30 +297,37 @@ class Knowing:
         ask = Ask(request.tokens, request.hashes, BLOCK, request.answer)
         prefills, decodes = self._in_turn
         alone = not prefills or self.knowledge.goes_alone(ask, prefills, decodes)
-        return self._take(request, ask, decodes if alone else prefills, True, alone)
+        return self._take_both(request, ask, alone)
+
+    def _take_both(self, request: Request, ask: Ask, alone: bool) -> Engine:
+        """Both legs begin at once."""
+        self.lender = None
+        prefills, decodes = self._in_turn
+        engine, work = self._take(ask, decodes if alone else prefills, True, alone)
+        stream = (engine, work) if alone else self._take(ask, decodes, False, True)
+        self._generates[id(request)], self._works[id(request)] = stream[0], (work, stream[1])
+        return engine
 
     def generates(self, request: Request) -> Engine:
-        _, ask = self._work[id(request)]
-        engine = self._take(request, ask, self._in_turn[1], False, True)
-        self.knowledge.answered(self._work[id(request)][0])
-        return engine
+        self.knowledge.answered(self._works[id(request)][1])
+        return self._generates[id(request)]
 
     def _take(
-        self, request: Request, ask: Ask, servers: list[Engine], computes: bool, generates: bool
-    ) -> Engine:
+        self, ask: Ask, servers: list[Engine], computes: bool, generates: bool
+    ) -> tuple[Engine, Work]:
         engine = self.knowledge.first(servers, ask, computes=computes, generates=generates)
         lenders = self.knowledge.lenders(engine, ask) if computes else []
-        self.lender = next((at for at, _ in lenders if isinstance(at, Engine)), None)
-        work = self.knowledge.begin(engine, ask, computes=computes, generates=generates)
-        self._work[id(request)] = work, ask
+        self.lender = self.lender or next((e for e, _ in lenders if isinstance(e, Engine)), None)
         servers.append(servers.pop(servers.index(engine)))
-        return engine
+        work = self.knowledge.begin(engine, ask, computes=computes, generates=generates)
+        return engine, work
 
     def told(self, request: Request, what: str) -> None:
-        work, _ = self._work[id(request)]
-        self.knowledge.answered(work)
-        if what == "ended" or not request.alone:
-            self.knowledge.ended(work)
+        prompt, stream = self._works[id(request)]
+        if what == "computed":
+            self.knowledge.answered(prompt)
+        if what == "ended" or prompt is not stream:
+            self.knowledge.ended(stream if what == "ended" else prompt)
 
     def _poll(self) -> None:
         if self._fleet.now >= self._polled + POLL_S:

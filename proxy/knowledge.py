@@ -117,6 +117,7 @@ class Work:
         takes_s: that, as predicted.
         end: of that, by what was known when it began; `load.late_s` is to be added.
         begun: when it was given.
+        is_coming: it is counted in `load.coming`, not in `load.running`: it has no first token.
         new: blocks that the server computes for it, each with the server's index.
     """
 
@@ -128,6 +129,7 @@ class Work:
     end: float
     begun: float
     new: Sequence[tuple[int, int]]
+    is_coming: bool
 
 
 class _End(NamedTuple):
@@ -332,9 +334,11 @@ class Knowledge:
             load.prompts += 1
             load.queue(ask.size, takes_s)
             self._has_prompt(load, ask)  # by the time of whatever comes after it
-        load.running += generates
+        is_coming, end = generates and not computes, load.free_at - load.late_s
+        load.coming += is_coming
+        load.running += generates and computes
         load.held += ask.tokens * generates
-        return Work(load, ask, computes, generates, takes_s, load.free_at - load.late_s, now, new)
+        return Work(load, ask, computes, generates, takes_s, end, now, new, is_coming)
 
     def wait_s(self, server: object) -> float:
         """Until the server has computed the prompts that it was sent, as predicted."""
@@ -344,10 +348,12 @@ class Knowledge:
         """The first token has come, or all of a prefill."""
         if not work.new and not work.computes:
             self._has_prompt(work.load, work.ask)
+        self._came(work)
         self._computed(work, late_s=self._clock() - work.end - work.load.late_s)
 
     def ended(self, work: Work) -> None:
         """The server has nothing more to do for it."""
+        self._came(work)
         self._computed(work, late_s=-work.takes_s)
         if work.generates:  # as many tokens as there was time for
             took_s = self._clock() - work.begun
@@ -355,6 +361,11 @@ class Knowledge:
             self._has_all(work.load, work.ask, num)
         work.load.running -= work.generates
         work.load.held -= work.ask.tokens * work.generates
+
+    def _came(self, work: Work) -> None:
+        work.load.coming -= work.is_coming
+        work.load.running += work.is_coming
+        work.is_coming = False
 
     def _computed(self, work: Work, late_s: float) -> None:
         """Its prompt waits no longer: what came after it is so much later than predicted."""

@@ -42,7 +42,8 @@ class Load:
         late_s: by how much predictions of `free_at` were too early, all added up.
         queued_s: what the prompts of each size take that it has.
         passed_s: of that, what a prompt of each size does not wait for, as it is much shorter.
-        running: streams that are generated there.
+        running: streams that are generated there, or whose prompts it computes itself.
+        coming: streams that will be, and whose prompts another server computes.
         held: tokens of KV that these streams have.
         capacity: tokens of KV; None while it has not said.
         token_s: what it takes for one token of a prompt, in seconds.
@@ -58,6 +59,7 @@ class Load:
     queued_s: list[float] = field(default_factory=lambda: [0.0] * _SIZES)
     passed_s: list[float] = field(default_factory=lambda: [0.0] * _SIZES)
     running: int = 0
+    coming: int = 0
     held: int = 0
     capacity: int | None = None
     token_s: float = _UNKNOWN_TOKEN_S
@@ -403,8 +405,11 @@ def _felt_s(seconds: float) -> float:
 
 
 def share_for_prompts(server: Load, limits: Limits) -> float:
-    """Of its time, while its streams keep within the limit."""
-    share = 1.0 - step_s(server) / (server.target_s or limits.step_s) if server.running else 1.0
+    """Of its time, while its streams keep within the limit, those that are coming too."""
+    if not server.running:
+        return 1.0
+    own_s = server.step_s * (1.0 + (server.running + server.coming) / DOUBLING)
+    share = 1.0 - own_s / (server.target_s or limits.step_s)
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 

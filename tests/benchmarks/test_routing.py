@@ -80,7 +80,7 @@ class Split(routing.Knowing):
         ask = Ask(request.tokens, request.hashes, routing.BLOCK, request.answer)
         self.turns += self.share
         alone, self.turns = self.turns >= 1.0, self.turns % 1.0
-        return self._take(request, ask, self._in_turn[alone], True, alone)
+        return self._take_both(request, ask, alone)
 
 
 def served(shape: tuple[int, int], router: type[routing.Knowing], load: Loaded) -> routing.Fleet:

@@ -136,7 +136,8 @@ def test_the_speed_of_a_server_is_what_its_steps_say():
         knowledge.told("p", 1000, Totals(*done, done[0], done[1], done[3]))
     assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
-        knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
+        work = knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
+        knowledge.answered(work)
     prompts, totals = random.Random(1), Totals()
     for _ in range(60):  # up to 100 tokens of prompts a step beside the streams
         tokens = prompts.randrange(100)
@@ -175,7 +176,8 @@ def test_a_server_of_both_kinds_is_known_once():
         knowledge.ended(work)
     assert knowledge.first(["b", "a as d"], ask, computes=True, generates=True) == "a as d", "it is"
     for _ in range(9):
-        knowledge.begin("a as d", ask_of(b"", b"", 9), computes=False, generates=True)
+        stream = knowledge.begin("a as d", ask_of(b"", b"", 9), computes=False, generates=True)
+        knowledge.answered(stream)
     assert knowledge.first(["a as p", "b"], new, computes=True, generates=False) == "b"
     knowledge.left("a as p")
     assert knowledge.first(["b", "a as d"], ask, computes=True, generates=False) == "a as d"
@@ -236,5 +238,5 @@ def test_what_has_ended_in_any_order_leaves_nothing_behind(seed):
         knowledge.ended(work)
     for server in SERVERS:
         load = knowledge.loads[server]
-        assert (load.running, load.held) == (0, 0)
+        assert (load.running, load.coming, load.held) == (0, 0, 0)
         assert load.free_at <= now + 1e-9

@@ -100,37 +100,17 @@ async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew():
         p.go.set()
         assert (await asked).json() == {"text": "onetwo"}
         await first.left.wait()
-        assert [found.engine_id for call in rig.decode[0].calls if (found := offer(call))] == [
-            "P0",
-            "P1",
-        ]
+        told = [found.engine_id for call in rig.decode[0].calls if (found := offer(call))]
+        assert told == ["P0", "P1"]
         await until(lambda: rig.in_flight() == 0)
 
 
-@pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
-async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal):
-    """A decode server of another secret is offered nothing more, one that failed is."""
-    behaviours = iter([refusal, decodes, decodes])
-    d = fake(lambda call: next(behaviours)(call))
-    async with early([fake(prefills)], [d]) as rig:
-        for _ in range(2):
-            response = await rig.client.post("/v1/completions", json=BODY)
-            assert response.json() == {"text": "onetwo"}
-        early_ones = [offer(call) is not None for call in d.calls]
-        assert early_ones == [True, False, refusal is not refuses]
-
-
 @pytest.mark.parametrize("doubted_s", [0.0, 1e6])
-async def test_a_server_that_believes_nothing_is_asked_late_until_it_restarts(
-    doubted_s, monkeypatch
-):
-    """Or for a while; the others are asked at once as before."""
+@pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
+async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal, doubted_s, monkeypatch):
+    """Who does not believe one is offered nothing until it restarts, or for a while."""
     monkeypatch.setattr(upstream_call, "DOUBTED_S", doubted_s)
-
-    async def behave(call: Call) -> None:
-        await (refuses if offer(call) else decodes)(call)
-
-    d, other = fake(behave), fake(decodes)
+    d, other = fake(lambda call: (refusal if offer(call) else decodes)(call)), fake(decodes)
     async with early([fake(prefills)], [d, other], routing="round_robin") as rig:
 
         async def offers(num: int) -> list[int]:
@@ -139,10 +119,10 @@ async def test_a_server_that_believes_nothing_is_asked_late_until_it_restarts(
                 assert response.json() == {"text": "onetwo"}
             return [sum(offer(call) is not None for call in each.calls) for each in (d, other)]
 
-        refused, begun = await offers(9)
-        assert refused > 1 if doubted_s == 0.0 else (refused, begun) == (1, 8)
+        told, begun = await offers(9)
+        assert (told, begun) == (1, 8) if refusal is refuses and doubted_s else told > 1
         d.told["incarnation"] = "j"
-        while (await offers(1))[0] == refused:
+        while (await offers(1))[0] == told:
             pass
 
 

@@ -21,7 +21,7 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2579,
-    "benchmarks": 2610,
+    "benchmarks": 2618,
     "decode_server": 331,
     "deploy": 900,
     "engine": 11242,
@@ -30,7 +30,7 @@ MAX_LINES = {
     "model": 4932,
     "prefill_server": 192,
     "protocol": 6850,
-    "proxy": 5204,
+    "proxy": 5253,
     "tests": 40700,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

@@ -129,12 +129,6 @@ class BlockAllocator:
     def state(self, block: int) -> BlockState:
         return self._states[block]
 
-    def num_uses(self, block: int) -> int:
-        return self._uses[block]
-
-    def num_leases(self, block: int) -> int:
-        return self._leases[block]
-
     def is_cached(self, block: int) -> bool:
         return self._cached[block]
 

@@ -46,7 +46,6 @@ from math import prod
 from protocol.handshake import AXES, ITEMSIZE, MAX_BYTES, LayoutRecord, check_order
 
 NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
-DEFAULT_ORDER = NAMED_ORDERS[0]
 MAX_BLOCK_SIZE_TOKENS = 256
 
 
@@ -146,11 +145,6 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes that one block takes, wherever they lie."""
         return self.block_size * self.token_bytes
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit: every block but the null block."""
-        return (self.num_blocks - 1) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens take, the last one perhaps partly filled."""

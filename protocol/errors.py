@@ -116,7 +116,6 @@ class QueueFull(RateLimited, phase="admission"):
     """Too much waits already; it has gone down far enough after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        self.retry_after_s = retry_after_s
         super().__init__(message, headers={"retry-after": str(max(1, math.ceil(retry_after_s)))})
 
 

@@ -80,11 +80,6 @@ class TransferWorker:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def native_id(self) -> int | None:
-        """Of the thread, as the system numbers it; None before it runs."""
-        return self._thread.native_id
-
     def close(self) -> None:
         """Ends the threads, and every READ."""
         self._stopping.set()

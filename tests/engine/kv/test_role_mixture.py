@@ -9,7 +9,6 @@ and in the end all is home. Everything is decided by a seed: there are no thread
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -24,6 +23,7 @@ from engine.core.sequence import Phase
 from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
+from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
     AbortRequest,
@@ -330,7 +330,7 @@ class _Mixture:
     def check_books(self) -> None:
         """Every use of a block is somebody's."""
         self.core.scheduler.check_integrity()
-        scheduler, wanted = self.core.scheduler, Counter[int]()
+        scheduler, wanted = self.core.scheduler, set[int]()
         for sequence in scheduler.running:
             assert sequence.phase is Phase.RUNNING
             wanted.update(sequence.block_ids)
@@ -343,8 +343,8 @@ class _Mixture:
         for _, block_ids in scheduler._deferred:
             wanted.update(block_ids)
         allocator = scheduler.allocator
-        uses = {block: allocator.num_uses(block) for block in range(1, allocator.num_blocks)}
-        assert {block: n for block, n in uses.items() if n} == dict(wanted)
+        blocks = range(1, allocator.num_blocks)
+        assert {b for b in blocks if allocator.state(b) is BlockState.USED} == wanted
 
     def _check(self, request: AddRequest) -> None:
         name = request.request_id

@@ -56,7 +56,8 @@ class EarlyDecode:
             self._news.clear()
             await self._news.wait()
         self._is_over = True
-        if self._answer is None or not _is_served(prefill) or await self._is_refused(self._answer):
+        is_lent = not prefill.done() or lender_of(prefill) is not None  # or is about to be
+        if self._answer is None or not is_lent or await self._is_refused(self._answer):
             self._cancel()
             return None
         await asyncio.wait({prefill}, timeout=HEAD_WAIT_S)
@@ -92,11 +93,6 @@ class EarlyDecode:
         if answer is None or answer.cancel() or answer.cancelled() or answer.exception():
             return
         self._upstreams.drop(answer.result())
-
-
-def _is_served(prefill: "asyncio.Task[Leg | None]") -> bool:
-    """Whether a prefill server computes the prompt, or has."""
-    return not prefill.done() or lender_of(prefill) is not None
 
 
 def lender_of(prefill: "asyncio.Task[Leg | None]") -> Server | None:

@@ -44,7 +44,7 @@ from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
 from protocol.openai.requests import validate
-from protocol.openai.responses import model_card, model_list
+from protocol.openai.responses import model_card
 from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
 
@@ -106,11 +106,12 @@ class _Pages:
         self._page = openapi.page(self._document)
 
     @property
-    def _max_model_len(self) -> int | None:
-        return self._client.ready.max_model_len if self._client.ready else None
+    def _card(self) -> dict[str, Any]:
+        length = self._client.ready.max_model_len if self._client.ready else None
+        return model_card(self._api.model_name, self._created, length)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(model_list([self._api.model_name], self._created, self._max_model_len))
+        return JSONResponse({"object": "list", "data": [self._card]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -118,7 +119,7 @@ class _Pages:
             own = short_repr(self._api.model_name)
             told = f"The model in the path is {short_repr(name, 200)}; this server has {own}."
             return error_response(ModelNotFound(told))
-        return JSONResponse(model_card(name, self._created, self._max_model_len))
+        return JSONResponse(self._card)
 
     async def health(self, request: Request) -> Response:
         if not self._client.healthy:

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.process.transport import path_of
 from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
 from protocol.http.admission import Admission, Place, num_queued
-from protocol.ipc.wire import framed
+from protocol.ipc.wire import framed, path_of
 from protocol.messages import (
     MOVED,
     AbortRequest,

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 
-from protocol.ipc.wire import Waker, Wire, WireClosed
+from protocol.ipc.wire import Waker, Wire, WireClosed, path_of
 from protocol.messages import (
     EngineInput,
     EngineOutput,
@@ -24,11 +24,6 @@ from protocol.messages import (
 MAX_BYTES = (1 << 32) - 1  # of a message: both ends are one server's
 MAX_UNSENT_BYTES = 1 << 26  # beyond, no step is taken: the HTTP process stands still
 _LINGER_S = 1.0  # how long unsent answers may outlive the core
-
-
-def path_of(address: str) -> str:
-    """The path of a Unix socket written as `ipc://PATH`."""
-    return address.removeprefix("ipc://")
 
 
 class EngineTransport:

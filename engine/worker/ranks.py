@@ -21,8 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
-from engine.process.transport import path_of
 from engine.worker.runner import ModelRunner
+from protocol.ipc.wire import path_of
 
 _JOIN_TIMEOUT_S = 600.0  # loading the model included
 _END_DELAY_S = 0.1  # for a rank to begin to end, where a collective heard of it first

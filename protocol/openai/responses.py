@@ -256,11 +256,6 @@ def _of_token(token: TokenText, logprob: float | None) -> dict[str, Any]:
     return {"token": token.text, "logprob": logprob, "bytes": list(token.raw)}
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int | None) -> dict[str, Any]:
-    """The body of /v1/models."""
-    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
-
-
 def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
     """One entry of /v1/models; `max_model_len` in tokens, None until the engine said."""
     about = {"object": "model", "created": created, "owned_by": "baton"}

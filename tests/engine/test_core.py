@@ -188,17 +188,20 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
     assert executor.max_tokens_in_step <= 8
 
 
+def lose_hits(core):
+    core.finish_steps(0)
+    core.scheduler._preempt(core.sequences["b"], Plan(0))
+    core.scheduler.prefix.clear()
+    run_until_idle(core)
+
+
 @either_depth
 def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth):
     core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
     prompt = list(range(16))
     run_until_idle(core, add("a", prompt[:8], 1))
     core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
-    core.finish_steps(0)
-    core.scheduler._preempt(core.sequences["b"], Plan(0))
-    assert core.scheduler.prefix is not None
-    core.scheduler.prefix.clear()
-    run_until_idle(core)
+    lose_hits(core)
     assert out.tokens("b") == expected_output(prompt, 2)
     assert out.terminals("b")[0].usage == KVUsage(recomputed=16)
 
@@ -209,11 +212,7 @@ def test_a_prompt_that_was_all_hits_is_not_called_computed_when_its_stream_is_pr
     prompt = list(range(16))
     run_until_idle(core, add("a", prompt, 8))
     core.round([add("b", prompt, 8, known=[Known(out.tokens("a")[:5])])])
-    core.finish_steps(0)
-    core.scheduler._preempt(core.sequences["b"], Plan(0))
-    assert core.scheduler.prefix is not None
-    core.scheduler.prefix.clear()
-    run_until_idle(core)
+    lose_hits(core)
     assert out.tokens("b") == out.tokens("a")[5:]
     assert out.terminals("b")[0].usage == KVUsage(skipped=16, cached_tokens=16)
 

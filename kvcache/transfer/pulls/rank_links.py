@@ -7,7 +7,7 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 
 from kvcache.transfer.pulls.messages import Command, Report, command_decoder, encode, report_decoder
-from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, nap_if_short
+from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, nap_if_short, path_of
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 _RETRY_S = 0.05
@@ -63,7 +63,7 @@ class WorkerLink:
     def _connect(self) -> Wire | None:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.connect(_path(self._address))
+            sock.connect(path_of(self._address))
         except OSError:  # rank 0 is not that far yet
             sock.close()
             return None
@@ -97,7 +97,7 @@ class RankLinks:
         self._wires: list[Wire] = []
         self._listener = socket.socket(socket.AF_UNIX)
         try:
-            self._listener.bind(_path(address))
+            self._listener.bind(path_of(address))
             self._listener.listen()
         except OSError:
             self._listener.close()
@@ -150,7 +150,3 @@ class RankLinks:
         self._selector.unregister(wire)
         self._wires.remove(wire)
         wire.close()
-
-
-def _path(address: str) -> str:
-    return address.removeprefix("ipc://")

@@ -143,9 +143,10 @@ def test_what_is_there_is_read_while_the_rest_is_computed(rig, at, subscribes_at
     assert prefill.outcomes() == ["completed"] and decode.wait(PullBegun)
 
 
-def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
+def subscribed(rig: Any, verify: str = "off", **settings: float) -> tuple[Prefill, Decode, Prompt]:
     """With one chunk of 16 tokens read."""
-    prefill, decode = rig(Prefill), rig(Decode, settings={**PATIENT, **settings})
+    prefill = rig(Prefill, digests=verify != "off")
+    decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})
     prompt = Prompt(prefill)
     decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
     decode.until(lambda: prefill.server.wanted("t") is not None)
@@ -155,12 +156,7 @@ def subscribed(rig: Any, **settings: float) -> tuple[Prefill, Decode, Prompt]:
 
 
 def test_a_wrong_bit_in_one_chunk_fails_the_pull(rig):
-    prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
-    prompt = Prompt(prefill)
-    decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
-    decode.until(lambda: prefill.server.wanted("t") is not None)
-    assert prompt.compute(16)
-    until_read(decode, prompt, 0, 16)
+    _, decode, prompt = subscribed(rig, "all")
     decode.agents[0].spoil()
     assert prompt.compute(8)
     error = decode.failed("a")

@@ -24,13 +24,13 @@ MAX_LINES = {
     "benchmarks": 2618,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11242,
-    "kvcache": 7894,
-    "kvcache/transfer": 5240,
+    "engine": 11237,
+    "kvcache": 7873,
+    "kvcache/transfer": 5231,
     "model": 4932,
     "prefill_server": 192,
-    "protocol": 6850,
-    "proxy": 5253,
+    "protocol": 6849,
+    "proxy": 5249,
     "tests": 40700,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

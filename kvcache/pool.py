@@ -46,10 +46,14 @@ class KVPool:
         assert len(scales) in (0, layout.num_layers * layout.num_components), len(scales)
         self.layout, self.groups = layout, groups
         self.scales = tuple(scales)
-        self.device = _resolved(torch.device(device))
-        self.shared = SharedMemory(layout.nbytes) if self.device.type == "cpu" else None
-        # uint8[nbytes]: the allocation as transfers see it
-        self.flat_bytes = _allocate(layout.nbytes, self.device, self.shared)
+        nbytes = layout.nbytes
+        self.shared = SharedMemory(nbytes) if torch.device(device).type == "cpu" else None
+        # zeroed uint8[nbytes], the allocation as transfers see it; it keeps the mapping alive
+        if self.shared is None:
+            self.flat_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        else:
+            self.flat_bytes = torch.frombuffer(self.shared.mapping, dtype=torch.uint8, count=nbytes)
+        self.device = self.flat_bytes.device  # with its index
         dtype = TORCH_DTYPES[layout.dtype]
         # dtype[...six axes in layout.order]
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
@@ -89,16 +93,3 @@ class KVPool:
     def component(self, layer: int, component: int) -> torch.Tensor:
         """[B, H, N, D] of one layer's keys (0) or values (1), strided, no copy."""
         return self.canonical[:, :, layer, component]
-
-
-def _resolved(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _allocate(nbytes: int, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
-    """Zeroed uint8[nbytes]; the tensor keeps the mapping alive."""
-    if shared is None:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes)

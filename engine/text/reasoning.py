@@ -6,7 +6,6 @@ prompt ends with it. Blanks around the two texts belong to neither. Each charact
 
 from typing import Final, Literal
 
-from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import overlap
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
@@ -31,7 +30,8 @@ def reasoning_begins(
     if option == "none" or not isinstance(request, ChatRequest):
         return None
     if option == "auto":
-        option = "qwen3" if _knows_tags(tokenizer.chat_template) else ""
+        template = tokenizer.chat_template
+        option = "qwen3" if template is not None and CLOSE in template.source else ""
     if not option:
         return None
     tail = tokenizer.decode_all(prompt_ids[-_TAIL_TOKENS:]).rstrip()
@@ -41,10 +41,6 @@ def reasoning_begins(
     if tail.endswith(CLOSE):
         return None
     return "open" if tail.endswith(OPEN) else _OPENS[option]
-
-
-def _knows_tags(template: ChatTemplate | None) -> bool:
-    return template is not None and CLOSE in template.source
 
 
 class ReasoningParser:

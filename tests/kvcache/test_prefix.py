@@ -120,6 +120,11 @@ class LookUps(RuleBasedStateMachine):
         found = self.index.match(tokens, max_tokens=limit, cursor=cursor)
         assert found == self.expected(tokens, min(limit, len(tokens)))
 
+    @invariant()
+    def books_balance(self) -> None:
+        self.allocator.check_integrity()
+        self.index.check_integrity()
+
 
 class PrefixMachine(LookUps):
     """Sequences come, grow, publish, lease and go in a small pool that evicts all the time.
@@ -211,11 +216,6 @@ class PrefixMachine(LookUps):
             self.index.clear()
             assert len(self.index) == 0
 
-    @invariant()
-    def books_balance(self) -> None:
-        self.allocator.check_integrity()
-        self.index.check_integrity()
-
     def teardown(self) -> None:
         if hasattr(self, "index"):
             self.index.clear()
@@ -305,11 +305,6 @@ class WindowMachine(LookUps):
             self.allocator.release(b for b in held(table) if b not in kept)
             table = kept
         self.allocator.release(held(table))
-
-    @invariant()
-    def books_balance(self):
-        self.allocator.check_integrity()
-        self.index.check_integrity()
 
 
 TestWindowMachine = WindowMachine.TestCase

@@ -119,10 +119,14 @@ class Clock:
     limit that is to end ends then, not when this machine has been slow for a moment."""
 
     def __init__(self) -> None:
-        self._skipped_s = 0.0
+        self._skipped_s, self._stands_at_s = 0.0, None
 
     def __call__(self) -> float:
-        return time.monotonic() + self._skipped_s
+        return (self._stands_at_s or time.monotonic()) + self._skipped_s
+
+    def stand(self, still: bool) -> None:
+        """No limit ends while it stands still."""
+        self._stands_at_s = time.monotonic() if still else None
 
     def skip(self, seconds: float) -> None:
         self._skipped_s += seconds

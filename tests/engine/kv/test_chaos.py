@@ -61,6 +61,23 @@ class Chaos:
         self.aborted: set[str] = set()
         self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
 
+    def lose_a_lease(self) -> None:
+        """Of a pull whose READs hang: P gives its blocks to others before they go on."""
+        pair, prompt = self.pair, [self._token() for _ in range(14)]
+        params = pair.prefill(prompt)
+        pair.d.clock.stand(True)
+        pair.d.movers.stall()
+        name = pair.ask(prompt, params)
+        pair.until(lambda: pair.d.movers.active > 0)
+        pair.now_s += 1e6
+        pair.until(pair.p.is_home)
+        assert pair.p.core.scheduler.prefix is not None
+        pair.p.core.scheduler.prefix.clear()
+        pair.end_of(pair.p, pair.begin(pair.p, prompt[::-1], 1))
+        pair.d.movers.resume()
+        assert pair.answer(name) == expected_output(prompt, 6)
+        pair.d.clock.stand(False)
+
     def run(self) -> None:
         for _ in range(self.random.randrange(20, 70)):
             self._event()
@@ -197,6 +214,8 @@ def _num_right(seed: int, **options: Any) -> int:
     try:
         if chaos.stays_hung:
             chaos.pair.d.movers.stall()
+        elif not chaos.pair.d.movers.placers:  # which read at once
+            chaos.lose_a_lease()
         chaos.run()
         for worker, placer in zip(chaos.pair.workers, chaos.pair.d.movers.placers, strict=False):
             assert worker.counters["internal_errors"] == placer.num_failed

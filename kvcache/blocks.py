@@ -108,6 +108,11 @@ class BlockAllocator:
         return len(self._free) + len(self._evictable)
 
     @property
+    def is_all_available(self) -> bool:
+        """Whether nobody holds a block."""
+        return self.num_available == self.capacity
+
+    @property
     def num_quarantined(self) -> int:
         """Blocks out of reach until READs that were given up have ended."""
         return self._counts[BlockState.QUARANTINED]

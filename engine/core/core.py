@@ -35,7 +35,7 @@ from engine.core.output_processor import SILENT_S, CoreStats, Draw, OutputProces
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from kvcache.blocks import BlockError
-from protocol.errors import BatonError, GrammarFailed, InternalError
+from protocol.errors import BatonError, GrammarFailed, InternalError, Overloaded
 from protocol.messages import (
     MOVED,
     AbortRequest,
@@ -323,6 +323,11 @@ class EngineCore(CoreServices):
         self.transport.wake()
 
     def _begin(self, plan: Plan) -> None:
+        for sequence in plan.stuck:
+            self.connector.on_abort(sequence)
+            num = self.scheduler.allocator.capacity
+            told = f"this request needs more than all {num} KV blocks: it would wait for ever"
+            self.fail(sequence, Overloaded(f"{told}; raise --kv-cache-tokens or shorten it"))
         for sequence in plan.admitted:
             self._stats.admitted(sequence)
             self._output.found_elsewhere(sequence)

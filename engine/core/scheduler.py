@@ -10,7 +10,8 @@ Policy, in order:
    written to, lets others pass until it does. So does one whose beginning a running sequence
    computes just now: it finds it in the index then.
 When a running sequence needs a block and there is none, the latest admitted one is preempted: it
-gives its blocks back and waits at the head of the queue. One that fits the pool alone always ends.
+gives its blocks back and waits at the head of the queue. One that fits the pool alone always ends;
+engines take no others (worker/memory.py), and one that is found not to fit all the same is `stuck`.
 
 A sequence with a `remote` reference is not computed: its new blocks become RECEIVING, a pull fills
 them, and `received`, `recompute_in_place` or `abandon` brings it back. It ends or times out alone.
@@ -76,6 +77,7 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)  # that got their blocks
     receiving: list[Sequence] = field(default_factory=list)  # those of them to be pulled
     preempted: list[Sequence] = field(default_factory=list)
+    stuck: list[Sequence] = field(default_factory=list)  # that the whole pool cannot hold
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduled.append(Scheduled.next_of(sequence, num_tokens))
@@ -182,6 +184,7 @@ class Scheduler:
                 plan.budget += item.num_tokens
             self._preempt(victim, plan)
             if victim is sequence:
+                plan.stuck += [sequence] * self.allocator.is_all_available
                 return False
         self.tables.fill(sequence.block_ids, places, self.allocator.allocate(needed))
         return True
@@ -219,6 +222,7 @@ class Scheduler:
                 passed += 1
                 continue
             if not self._admit(sequence, plan.budget):
+                plan.stuck += [sequence] * self.allocator.is_all_available
                 return
             del self.waiting[passed]
             plan.admitted.append(sequence)

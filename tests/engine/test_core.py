@@ -13,6 +13,7 @@ from engine.core.scheduler import Plan
 from engine.core.sequence import Phase, Sequence
 from engine.core.waiting import MAX_OVERTAKEN
 from kvcache.blocks import BlockState
+from kvcache.groups import ONE_GROUP, KVGroups
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
     AbortRequest,
@@ -215,6 +216,19 @@ def test_a_prompt_that_was_all_hits_is_not_called_computed_when_its_stream_is_pr
     lose_hits(core)
     assert out.tokens("b") == out.tokens("a")[5:]
     assert out.terminals("b")[0].usage == KVUsage(skipped=16, cached_tokens=16)
+
+
+@either_depth
+@pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups((None, 6))], ids=str)
+@pytest.mark.parametrize(("length", "num"), [(30, 1), (9, 30)], ids=["prompt", "outputs"])
+def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, length, num):
+    """No engine takes it, by what it says of its pool: else it would preempt itself for ever."""
+    core, _, out = make_core(depth=depth, groups=groups, num_blocks=6 * groups.count)
+    run_until_idle(core, add("a", range(length), num), add("b", [1, 2], 2))
+    (end,) = out.terminals("a")
+    assert end.error is not None and end.error.code == "overloaded"
+    assert len(out.tokens("b")) == 2 and out.terminals("b")[0].error is None
+    assert_all_blocks_home(core)
 
 
 # -- choices -------------------------------------------------------------------------------------

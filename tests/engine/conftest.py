@@ -44,3 +44,12 @@ def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
 def compiler() -> Iterator[GrammarCompiler]:
     with compiling() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def small_blocks() -> Iterator[None]:
+    """Other servers' blocks have fewer tokens than sequences here, as they do elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("core.sequence", "worker.memory"):
+            patch.setattr(f"engine.{module}.MAX_BLOCK_SIZE_TOKENS", 8)
+        yield

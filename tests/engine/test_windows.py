@@ -11,8 +11,8 @@ from engine.core.core import EngineCore
 from engine.core.scheduler import Plan
 from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
-from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from protocol.messages import AbortRequest
+from tests.rigs.engines import smallest
 from tests.rigs.shadow import (
     add,
     assert_all_blocks_home,
@@ -23,6 +23,7 @@ from tests.rigs.shadow import (
 
 HYBRID = KVGroups((None, 6, 6))
 GROUPS = [HYBRID, KVGroups((None, 3)), KVGroups((7,)), KVGroups((None, 2, 9))]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
@@ -68,13 +69,13 @@ def test_choices_fork_where_their_windows_are_still_there(length: int) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
-    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small. An
-    engine takes no sequence that its pool cannot hold alone, with what it lends of its windows."""
+    """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small for
+    all: from the smallest that an engine takes sequences of 40 tokens with. None is stuck there."""
     groups = data.draw(st.sampled_from(GROUPS))
     size = data.draw(st.integers(1, 5))
     step = data.draw(st.sampled_from([4, 7, 16]))
     lends = data.draw(st.booleans())
-    least = groups.num_blocks_for(40, step + lends * MAX_BLOCK_SIZE_TOKENS, size)
+    least = smallest(groups, step, size, 40)
     core, _, out = make_core(
         groups=groups, block_size=size, num_blocks=least + 1 + data.draw(st.integers(0, 2 * least)),
         max_num_batched_tokens=step, max_num_seqs=data.draw(st.sampled_from([3, 8])),

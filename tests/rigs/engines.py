@@ -23,7 +23,7 @@ from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.lender import Lender
 from engine.kv.rates import Borrow, Rates
-from engine.worker.memory import make_memory
+from engine.worker.memory import longest_in, make_memory
 from engine.worker.runner import ModelRunner
 from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
@@ -65,6 +65,12 @@ def make_config(**changes: Any) -> EngineConfig:
         "transfer_address": "inproc://pulls", **changes,
     }  # fmt: skip
     return EngineConfig(**fields)
+
+
+def smallest(groups: KVGroups, step: int, size: int, max_len: int) -> int:
+    """The fewest blocks with which an engine takes sequences of so many tokens."""
+    config = make_config(max_num_batched_tokens=step, block_size=size)
+    return next(n for n in itertools.count(1) if longest_in(config, groups, n, max_len) >= max_len)
 
 
 class PoolExecutor(ShadowExecutor):

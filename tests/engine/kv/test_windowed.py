@@ -15,9 +15,10 @@ from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import MOVED, Known, Migrate, RemotePrefill
-from tests.rigs.engines import Group, WindowedEngine
+from tests.rigs.engines import Group, WindowedEngine, smallest
 from tests.rigs.shadow import windowed_output
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 GROUPS = [KVGroups((None, 6, 6)), KVGroups((None, 3)), KVGroups((7,)), KVGroups((None, 2, 9))]
 KINDS = ["lend", "redraw", "resume", "hint", "move"]
 PROMPT = [(7 * i) % 50 for i in range(40)]
@@ -105,9 +106,13 @@ def test_who_lends_less_than_choices_need_is_trusted_all_the_same():
 @example(5)  # a pull began in the middle of a block, which was a hit of another prompt later
 @example(0)  # choices went on from before the window of a prefix that was found elsewhere
 def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
+    """In the smallest pools that engines take such sequences with."""
     pick, noise = (dice := random.Random(seed)).choice, dice.randrange
     groups, sizes = pick(GROUPS), [pick([1, 2, 3, 4, 8]) for _ in range(2)]
-    engines = (WindowedEngine(groups, block_size=n, depth=noise(2)) for n in sizes)
+    how = {"max_num_batched_tokens": (step := pick([4, 16])), "max_model_len": 50}
+    least = [smallest(groups, step, n, 50) + 1 for n in sizes]
+    pools = [{"block_size": n, "num_blocks": m} for n, m in zip(sizes, least, strict=True)]
+    engines = (WindowedEngine(groups, **how, **of, depth=noise(2)) for of in pools)
     with grouped(*engines) as group:
         stem = [noise(9) for _ in range(40)]
         for _ in range(8):

@@ -197,25 +197,22 @@ def lose_hits(core):
 
 
 @either_depth
-def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth):
-    core, _, out = make_core(depth=depth, max_num_batched_tokens=4)
+@pytest.mark.parametrize("known", [0, 5])
+def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, known):
+    """Nor is a prompt called computed that was all hits, as its stream had begun elsewhere."""
+    core, _, out = make_core(depth=depth, max_num_batched_tokens=16 if known else 4)
     prompt = list(range(16))
-    run_until_idle(core, add("a", prompt[:8], 1))
-    core.round([add("b", prompt, 2)])  # hits 8 tokens, computes 4
-    lose_hits(core)
-    assert out.tokens("b") == expected_output(prompt, 2)
-    assert out.terminals("b")[0].usage == KVUsage(recomputed=16)
-
-
-@either_depth
-def test_a_prompt_that_was_all_hits_is_not_called_computed_when_its_stream_is_preempted(depth):
-    core, _, out = make_core(depth=depth)
-    prompt = list(range(16))
-    run_until_idle(core, add("a", prompt, 8))
-    core.round([add("b", prompt, 8, known=[Known(out.tokens("a")[:5])])])
-    lose_hits(core)
-    assert out.tokens("b") == out.tokens("a")[5:]
-    assert out.terminals("b")[0].usage == KVUsage(skipped=16, cached_tokens=16)
+    run_until_idle(core, add("a", prompt[: 16 if known else 8], 8))
+    outputs = expected_output(prompt, 8)
+    core.round([add("b", prompt, 8, known=[Known(outputs[:known])] * bool(known))])
+    core.finish_steps(0)  # it hits 8 tokens and computes 4, or hits them all
+    core.scheduler._preempt(core.sequences["b"], Plan(0))
+    assert core.scheduler.prefix is not None
+    core.scheduler.prefix.clear()
+    run_until_idle(core)
+    assert out.tokens("b") == outputs[known:]
+    usage = KVUsage(skipped=16, cached_tokens=16) if known else KVUsage(recomputed=16)
+    assert out.terminals("b")[0].usage == usage
 
 
 @either_depth

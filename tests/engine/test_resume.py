@@ -13,16 +13,7 @@ from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
-from protocol.messages import (
-    MOVED,
-    AddRequest,
-    EngineStats,
-    ErrorInfo,
-    KVUsage,
-    Outputs,
-    TokenDelta,
-    TokenLogprobs,
-)
+from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
 from tests.engine.test_http_responses import FLAT, SHOWS
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
@@ -281,27 +272,29 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
 
 async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_there(tokenizer):
     """Else it goes on elsewhere, and the server listens until its KV was fetched."""
-    body = {"prompt": "a", "max_tokens": 1}
-    async with serving(tokenizer, hang) as server:
+    leave = asyncio.Event()
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        await leave.wait()
+        yield TokenDelta(request_id=request.request_id, finish_reason=MOVED)
+
+    async with serving(tokenizer, script) as server:
         engine = server.engine
-        asked = asyncio.create_task(_ask(server, _COMPLETIONS, body))
+        ask = lambda: asyncio.create_task(_ask(server, _COMPLETIONS, {"prompt": "a"}))  # noqa: E731
+        asked = [ask()]
         await until(lambda: bool(engine.movable))
         handing = asyncio.create_task(engine.hand_over(math.inf))
-        await until(lambda: bool(engine.moving))
-        more = asyncio.create_task(_ask(server, _COMPLETIONS, body))
+        asked.append(ask())
         await until(lambda: len(engine.moving) == 2)
-        for number, one in enumerate(engine.added):
-            leases = {"baton_leases_held": 2.0 - number}
-            engine.say(EngineStats(leases))
-            lent = {"finish_reason": MOVED, "kv_transfer_params": {"a": [1]}}
-            engine.say(Outputs([TokenDelta(request_id=one.request_id, **lent)]))
-            assert b"!moved" in (await (more if number else asked)).content
-        await asyncio.sleep(0)
+        engine.stats["baton_leases_held"] = 1.0
+        leave.set()
+        assert all(b"!moved" in one.content for one in await asyncio.gather(*asked))
         assert not handing.done()
-        engine.say(EngineStats({"baton_leases_held": 0.0}))
+        engine.stats.clear()
         await handing
-        late = asyncio.create_task(_ask(server, _COMPLETIONS, body))
+        leave.clear()
+        late = ask()
         await until(lambda: len(engine.added) == 3 and bool(engine.movable))
         assert not engine.moving
-        late.cancel()
-        await asyncio.gather(late, return_exceptions=True)
+        leave.set()
+        await late

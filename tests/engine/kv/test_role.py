@@ -112,21 +112,6 @@ def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
     assert list(local.since(0.0)) == ["admitted", "drawn"], "nothing was pulled"
 
 
-def test_an_expired_lease_is_noticed_by_the_fence(pair):
-    params = pair.prefill(PROMPT)
-    pair.d.movers.stall()
-    name = pair.ask(PROMPT, params)
-    pair.until(lambda: pair.d.movers.active > 0)
-    pair.now_s += 1e6  # P gives the blocks away and others write to them
-    pair.until(pair.p.is_home)
-    for first in range(3):
-        pair.p.core.round([add(f"other{first}", [first] * 40, 1)])
-        pair.end_of(pair.p, f"other{first}")
-    pair.d.movers.resume()
-    assert pair.answer(name) == expected_output(PROMPT, 6)
-    assert pair.d.kv(name) == (0, 14, 0)
-
-
 def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(make_pair):
     pair = make_pair(settings=HANGS)
     whole = PROMPT[:12]

@@ -28,18 +28,6 @@ either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
 @either_depth
-def test_a_sequence_longer_than_the_pool_would_hold_ends_if_its_windows_fit(depth: int) -> None:
-    groups = KVGroups((8,))
-    core, _, out = make_core(
-        num_blocks=9, depth=depth, max_model_len=200, groups=groups, max_num_batched_tokens=8
-    )
-    run_until_idle(core, add("a", range(100), 40), add("b", range(50, 90), 9))
-    assert out.tokens("a") == windowed_output(range(100), 40, groups)
-    assert out.tokens("b") == windowed_output(range(50, 90), 9, groups)
-    assert_all_blocks_home(core)
-
-
-@either_depth
 @pytest.mark.parametrize("evicted", [0, 1, 2, 3, 5, 40])
 def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) -> None:
     core, _, out = make_core(num_blocks=40, depth=depth, groups=HYBRID)

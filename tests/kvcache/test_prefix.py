@@ -68,20 +68,6 @@ def test_a_block_stands_for_all_its_tokens_and_for_no_others(tokens):
     index.check_integrity()
 
 
-def test_a_cursor_saves_reading_the_tokens_again(monkeypatch):
-    allocator, index = make(100)
-    tokens, cursor = list(range(160)), PrefixCursor()
-    published(index, tokens)
-    copies, read = allocator.allocate(40), list[int]()
-    original = PrefixIndex._key
-    monkeypatch.setattr(
-        PrefixIndex, "_key", lambda *args: [read.append(args[2]), original(*args)][1]
-    )
-    for full in range(1, 41):
-        index.publish(tokens, copies[:full], cursor=cursor)
-    assert read == list(range(40))
-
-
 def test_integrity_check_sees_marks_and_entries_that_differ():
     allocator, index = make()
     (block,) = allocator.allocate(1)

@@ -62,13 +62,16 @@ class Chaos:
         self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
 
     def lose_a_lease(self) -> None:
-        """Of a pull whose READs hang: P gives its blocks to others before they go on."""
+        """Of a pull whose READs hang: P gives its blocks to others before they go on. They hold up
+        nobody else."""
         pair, prompt = self.pair, [self._token() for _ in range(14)]
         params = pair.prefill(prompt)
         pair.d.clock.stand(True)
         pair.d.movers.stall()
         name = pair.ask(prompt, params)
         pair.until(lambda: pair.d.movers.active > 0)
+        pair.d.core.round([add("local", [1, 2, 3], 5)])
+        assert pair.answer("local") == expected_output([1, 2, 3], 5)
         pair.now_s += 1e6
         pair.until(pair.p.is_home)
         assert pair.p.core.scheduler.prefix is not None
@@ -123,8 +126,6 @@ class Chaos:
             pair.restart_prefill()
         elif dice < 0.79:
             pair.now_s += self.random.choice([1.0, 10.0, 1e4])
-            others = [self._token() for _ in range(40)]  # into what was leased, perhaps
-            pair.p.core.round([add(f"others{self.random.random()}", others, 1)])
         else:
             for _ in range(self.random.randrange(1, 6)):
                 pair.p.core.round([])

@@ -59,17 +59,6 @@ def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
     assert stats["baton_kv_verified_tokens"] == len(PROMPT)
 
 
-def test_a_stalled_pull_does_not_hold_up_the_running_batch(pair):
-    pair.d.movers.stall()
-    stalled = pair.ask(PROMPT)
-    pair.until(lambda: len(pair.d.out.tokens(stalled)) == 1)
-    pair.d.core.round([add("local", [1, 2, 3], 20)])
-    assert pair.answer("local") == expected_output([1, 2, 3], 20)
-    assert len(pair.d.out.tokens(stalled)) == 1
-    pair.d.movers.resume()
-    assert pair.answer(stalled) == expected_output(PROMPT, 6)
-
-
 @pytest.mark.parametrize(
     "refused",
     [

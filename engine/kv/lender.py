@@ -5,7 +5,7 @@ The lease server's thread owns the leases and answers borrowers without waiting 
 half grants leases and, each round, gives the blocks of ended ones back to the allocator.
 """
 
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
@@ -22,7 +22,8 @@ from protocol.messages import FirstToken, RemotePrefill
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS = 4  # answered between two steps
-_MAX_LENT_SHARE = 0.5  # of the pool, that lookups may keep from running sequences
+# Of the pool, that lookups may keep from running sequences, and where who waits needs no more.
+_MAX_LENT_SHARE = 0.5
 MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a server takes
 
 
@@ -177,7 +178,9 @@ class Lender(KVConnector):
             self._lookups["none"] += 1
             return None
         allocator = scheduler.allocator
-        room = allocator.capacity * _MAX_LENT_SHARE - allocator.counts()[BlockState.LEASED]
+        needed = [tables.num_blocks_for(s, len(s.token_ids)) for s in islice(scheduler.waiting, 1)]
+        most = min(allocator.capacity * _MAX_LENT_SHARE, allocator.capacity - sum(needed))
+        room = most - allocator.counts()[BlockState.LEASED]
         taken = accumulate(allocator.state(block) is BlockState.CACHED for block in found)
         block_ids = [block for block, num in zip(found, taken, strict=True) if num <= room]
         if scheduler.limits.groups.drops and len(block_ids) < len(found):

@@ -144,6 +144,21 @@ def test_lookups_keep_half_of_a_pool_at_most(make):
     assert [b.kv(name)[0] for name in names] == [28, 4, 0]
 
 
+def test_lookups_keep_no_blocks_from_who_waits_for_most_of_the_pool(make):
+    a, b = (group := make({"num_blocks": 18}, {})).engines
+    group.ask(a, PROMPT)
+    b.movers.stall()
+    first = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
+    group.until(lambda: len(b.core.scheduler.receiving) == 1)
+    waits = group.begin(a, long := [*range(40), 1, 2, 3])
+    later = group.begin(b, [*PROMPT, 2], hint=a.hint(30))
+    assert group.tokens_of(b, later) == expected_output([*PROMPT, 2], 3)
+    assert a.stat("baton_kv_lookups_answered", outcome="full") == 1
+    b.movers.resume()
+    assert group.tokens_of(a, waits) == expected_output(long, 3)
+    assert group.tokens_of(b, first) == expected_output([*PROMPT, 1], 3)
+
+
 @pytest.mark.parametrize("at", ["lookup", "pull"])
 def test_a_lender_that_dies_costs_no_answer(make, at):
     settings = PullSettings(lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01)

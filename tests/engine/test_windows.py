@@ -45,15 +45,6 @@ def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) 
     assert_all_blocks_home(core)
 
 
-@pytest.mark.parametrize("length", range(1, 20))
-def test_choices_fork_where_their_windows_are_still_there(length: int) -> None:
-    core, _, out = make_core(num_blocks=64, groups=HYBRID)
-    run_until_idle(core, add("a", range(length), 5, num_choices=3))
-    for choice in range(3):
-        assert out.tokens("a", choice) == windowed_output(range(length), 5, HYBRID, choice)
-    assert_all_blocks_home(core)
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:

@@ -6,9 +6,11 @@ torch if it says no: on the CPU or in float32.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _ROPE_HEAD_DIMS: Final = (64, 128, 256)
@@ -20,6 +22,14 @@ def kernels() -> Any:
     from model import fused_kernels
 
     return fused_kernels
+
+
+@functools.cache
+def experts() -> Any:
+    """kernels/experts.py; imported on first use, too."""
+    from model.kernels import experts as expert_kernels
+
+    return expert_kernels
 
 
 @functools.cache
@@ -37,3 +47,13 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
 def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return head_dim in _ROPE_HEAD_DIMS and works(device, dtype)
+
+
+def flaw(deviations: Callable[[], Tensor], most: float) -> str:
+    """What is wrong with kernels that deviate so from their definition, where they may by less than
+    `most`; "": nothing."""
+    try:
+        found = deviations().max().item()  # no number, if one is none
+    except Exception as error:  # of any kind, from compilers and drivers
+        return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
+    return "" if found < most else f"deviates by {found:.2g}, and not by less than {most}"

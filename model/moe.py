@@ -2,6 +2,7 @@
 
 import operator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,17 @@ from model.parallel import Parallel
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, changed, concatenated, plain, stacked
 from model.weights import WeightLoader
+from protocol.process.logging import get_logger
+
+_log = get_logger(__name__)
 
 # Tokens that the experts take at a time: each has copies of its own for every expert it goes to.
 _MAX_TOKENS = 4096
+_PROVED_TOKENS = 24
+_TOLERANCE = 0.02  # of a proof: twice the norm of what 16 bits make of both sides
 _NOT_ZERO = 1e-20  # sums of weights are divided by
 _ALIGNMENT_BYTES = 16  # of the rows that a grouped product reads
+_PROVED: dict[tuple[object, ...], bool] = {}  # whether kernels of ours take experts of a kind
 
 
 class MoELayer:
@@ -55,7 +62,9 @@ class MoELayer:
         gate_up, down = load_experts(loader, prefix, config, parallel, own)
         biases = load_biases(loader, prefix, config, parallel, own) if declared.biased else None
         which = config.activation, own.start, moe.num_experts
-        self._experts = Experts(gate_up, down, *which, biases=biases, clamps=moe.clamps)
+        self._experts = Experts(
+            gate_up, down, *which, biases=biases, clamps=moe.clamps, chosen=moe.experts_per_token
+        )
         self._shared, self._shared_gate = None, None
         if moe.num_shared_experts:
             width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
@@ -67,9 +76,8 @@ class MoELayer:
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
         x = hidden if norm is None else norm(hidden)
-        routed = route(
-            x, self._router, self._moe, self._correction, self._group_best, self._router_bias
-        )
+        which = self._router, self._moe, self._correction, self._group_best, self._router_bias
+        routed = route(x, *which, by_kernel=self._experts.has_kernels)
         out = self._experts(x, *routed)
         if self._shared is not None:
             gate = self._shared_gate(x).sigmoid_() if self._shared_gate else None
@@ -89,6 +97,7 @@ class Experts:
         first: id of the first of these, of the `total` that tokens are sent to; None: of them all.
         biases: of gate_up [experts, 2 width] and of down [experts, hidden].
         clamps: see MoEConfig.
+        chosen: how many every token goes through, where kernels are proved.
     """
 
     def __init__(
@@ -101,25 +110,59 @@ class Experts:
         *,
         biases: tuple[Tensor, Tensor] | None = None,
         clamps: tuple[float, float] | None = None,
+        chosen: int = 2,
     ) -> None:
         self._biases, self._clamps = biases, clamps
         are_grouped = _can_group(gate_up) and _can_group(down)
         self._gate_up, self._down = (w if are_grouped else plain(w) for w in (gate_up, down))
         self._activation, self._first = activation, first
         count = down.shape[0]
-        self._total = None if total == count else total
+        self._total, self._num = None if total == count else total, total or count
         self._ids = torch.arange(count, device=down.device)
         is_plain = activation == "silu" and clamps is None
         self._is_fused = is_plain and fused_ops.works(down.device, down.dtype)
-        self._sum = self._grouped if are_grouped else self._each
+        self._sum, self._most = self._grouped if are_grouped else self._each, _MAX_TOKENS
+        self.has_kernels = self._is_fused and biases is None and self._are_proved(chosen)
+        if self.has_kernels:
+            self._sum, self._most = self._by_kernels, 2 * _MAX_TOKENS  # which copy less
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
-        out = torch.empty_like(x)
-        for start in range(0, len(x), _MAX_TOKENS):
-            part = slice(start, start + _MAX_TOKENS)
-            out[part] = self._sum(x[part], weights[part], experts[part])
-        return out
+        parts = zip(*(torch.split(each, self._most) for each in (x, weights, experts)), strict=True)
+        found = [self._sum(*part) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _are_proved(self, chosen: int) -> bool:
+        """Whether kernels of ours take its matrices: of the first layer of a kind they are proved,
+        with each tile, against the other way; what is wrong is told in the log."""
+        gate_up, down = self._gate_up, self._down
+        if isinstance(gate_up, Quantized) or isinstance(down, Quantized):
+            return False
+        kind = (gate_up.shape, down.shape, down.dtype, down.device, self._num, chosen)
+        if kind not in _PROVED and (works := fused_ops.experts().works(gate_up, down)):
+            flaw = fused_ops.flaw(lambda: self._deviations(chosen), _TOLERANCE)
+            _PROVED[kind] = works and not flaw
+            if flaw:
+                _log.warning("the kernels for mixtures of experts: one %s: others are used", flaw)
+        return _PROVED.get(kind, False)
+
+    def _deviations(self, chosen: int) -> Tensor:
+        """Of the choice, and of each tile's sums: norms of differences by those of results."""
+        (count, width, _), kernels, like = self._down.shape, fused_ops.experts(), self._down
+        logits = torch.randn(_PROVED_TOKENS, self._num, device=like.device)
+        logits[::2, self._first : self._first + count] += 9  # as many as can be are this rank's
+        (weights, experts), (best, which) = kernels.choose(logits, chosen, 2.0), logits.topk(chosen)
+        choice = (weights - 2 * best.softmax(-1)).norm() + (experts != which).sum()
+        x = torch.randn(_PROVED_TOKENS, width, device=like.device).to(like.dtype)
+        found = [self._by_kernels(x, weights, experts, tiles) for _, tiles in kernels.TILES]
+        expected = self._sum(x, weights, experts).float()
+        sums: Tensor = (torch.stack(found) - expected).norm(dim=(1, 2)) / expected.norm()
+        return sums.add_(choice)
+
+    def _by_kernels(self, x: Tensor, weights: Tensor, experts: Tensor, tiles: Any = None) -> Tensor:
+        """As `_grouped`, of which the kernels gather, multiply and scatter at once."""
+        matrices, chosen = (self._gate_up, self._down), self._ids_here(experts)
+        return fused_ops.experts().mixture(x, *matrices, weights, chosen, self._num, tiles)  # type: ignore[no-any-return]
 
     def _grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """One product for all experts, over rows in the order of their experts. Rows of another
@@ -144,7 +187,7 @@ class Experts:
 
     def _each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Every expert on every token, weighted by 0 where it was not chosen."""
-        spread = weights.new_zeros(len(x), self._total or len(self._ids))
+        spread = weights.new_zeros(len(x), self._num)
         spread.scatter_(1, self._ids_here(experts), weights)
         out = torch.zeros_like(x)
         experts_here = zip(plain(self._gate_up), plain(self._down), spread.t(), strict=False)
@@ -192,11 +235,16 @@ def route(
     correction: Tensor | None = None,
     group_best: int = 1,
     bias: Tensor | None = None,
+    *,
+    by_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
-    Mixture for `correction` [experts] and `group_best`; `bias` [experts] is of the logits."""
+    Mixture for `correction` [experts] and `group_best`; `bias` [experts] is of the logits.
+    `by_kernel`: by one of ours, where the largest logits choose."""
     logits, num = F.linear(x.float(), router, bias), config.experts_per_token
     if config.scoring == "softmax" and config.is_normalized and config.num_groups == 1:
+        if by_kernel:
+            return fused_ops.experts().choose(logits, num, config.routed_scaling_factor)  # type: ignore[no-any-return]
         best, experts = logits.topk(num, dim=-1)  # the same, in fewer kernels
         return best.softmax(dim=-1) * config.routed_scaling_factor, experts
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)

@@ -23,9 +23,8 @@ _TILES: Final = (
 _MAX_SPLIT: Final = 16
 
 
-def _tile(ends, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First and last row, and expert, of this program; none of those that are too many."""
-    tile = tl.program_id(0)
+def _tile(ends, tile, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First and last row, and expert; none of tiles that are too many."""
     first, last, expert = tile * ROWS, num_rows, 0
     if EXPERTS > 0:
         index = tl.arange(0, EXPERTS)
@@ -40,7 +39,7 @@ def _tile(ends, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr
     return first, last, expert
 
 
-_tile = triton.jit(_tile)
+tile_of = triton.jit(_tile)
 
 
 def _multiply(  # type: ignore[no-untyped-def]
@@ -50,7 +49,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left side, so that its numbers need not leave registers."""
-    first, last, expert = _tile(ends, num_rows, num_experts, EXPERTS, ROWS)
+    first, last, expert = tile_of(ends, tl.program_id(0), num_rows, num_experts, EXPERTS, ROWS)
     if first >= last:
         return
     row = first + tl.arange(0, ROWS)

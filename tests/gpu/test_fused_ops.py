@@ -80,13 +80,11 @@ def test_tokens_that_the_device_knows_are_filled_in():
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
 def test_products_of_one_row_follow_each_other(num_out, width):
     """Each begins before the one before it has ended, and must yet see what that one wrote."""
-    product = fused_ops.kernels().one_row
+    product, works = fused_ops.kernels().one_row, fused_ops.kernels().one_row_works
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
     norm, x = torch.randn(width, **BF16), torch.randn(1, width, **BF16)
-    assert fused_ops.kernels().one_row_works(
-        weights[0], gated=True
-    ) and fused_ops.kernels().one_row_works(back)
+    assert works(weights[0], gated=True) and works(back)
     for weight in weights * 3:
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
@@ -127,20 +125,18 @@ def test_rotating_and_storing_in_one_kernel(num_q, num_kv, dim, order, also_k):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("rows", "num_out", "width"), [(1024, 14336, 4096), (1, 256, 64), (3001, 384, 576)]
-)
-def test_a_gated_product_of_many_rows(rows, num_out, width, dtype):
+@pytest.mark.parametrize("sizes", [(1024, 14336, 4096), (1, 256, 64), (3001, 384, 576)])
+def test_a_gated_product_of_many_rows(sizes, dtype):
+    rows, num_out, width = sizes
     weight = (torch.randn(2 * num_out, width, device="cuda") / width**0.5).to(dtype)
     x = torch.randn(rows, width, device="cuda").to(dtype)
     assert fused_ops.kernels().gated_rows_work(weight)
     x_before, weight_before = x.clone(), weight.clone()
     found = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
-    assert found.dtype == dtype
     # Closer than two kernels, which round gate and up in between.
     torch.testing.assert_close(found.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3)
-    assert torch.equal(x, x_before) and torch.equal(weight, weight_before)
+    assert torch.equal(x, x_before) and torch.equal(weight, weight_before) and found.dtype == dtype
 
 
 def test_a_gated_product_refuses_what_its_tiles_do_not_fit():

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 
 HIDDEN, WIDTH, NUM_EXPERTS, CHOSEN = 256, 128, 16, 3
 NUM_SEQS = 200
+F16, BF16 = torch.float16, torch.bfloat16
+WAYS = {"kernels": (BF16, "silu"), "grouped": (BF16, "gelu"), "each": (F16, "gelu")}
 
 
 @contextmanager
@@ -27,13 +29,14 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["grouped", "each"])
-@pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000, 9000])
 @pytest.mark.parametrize("own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str)
 @torch.inference_mode()
-def test_experts_in_a_graph_sum_what_the_cpu_sums(own, dtype, num_tokens):
+def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
     """Those of one rank, of which the last two get nothing at all."""
     torch.manual_seed(num_tokens)
+    dtype, activation = WAYS[way]
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN).div(HIDDEN**0.5).to(dtype)
     down = torch.randn(NUM_EXPERTS, HIDDEN, WIDTH).div(WIDTH**0.5).to(dtype)
     x = torch.randn(num_tokens, HIDDEN).to(dtype)
@@ -41,10 +44,11 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, dtype, num_tokens):
     odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])  # two get nothing
     chosen = torch.multinomial(odds.expand(num_tokens, -1), CHOSEN)
     gate_up, down = gate_up[own.start : own.stop], down[own.start : own.stop]
-    part: dict[str, int] = {"first": own.start, "total": NUM_EXPERTS}
+    part = {"first": own.start, "total": NUM_EXPERTS, "activation": activation, "chosen": CHOSEN}
     expected = Experts(gate_up.float(), down.float(), **part)(x.float(), weights, chosen)
     inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
     experts = Experts(gate_up.cuda(), down.cuda(), **part)
+    assert experts.has_kernels == (way == "kernels")
     experts(*inputs)  # loads what there is to load
     with waiting_is_an_error():
         eager = experts(*inputs)

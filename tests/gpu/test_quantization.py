@@ -58,18 +58,17 @@ def test_fused_products_of_one_row_take_fp8(rows, width):
     parts = [quantise(torch.randn(256, width, device="cuda", dtype=BF16)) for _ in range(2)]
     norm = RMSNorm(torch.rand(width, device="cuda", dtype=BF16), 1e-5)
     plain = Columns([Linear(part.dequantise()) for part in parts])
-    ours, x = Columns([Linear(part) for part in parts]), torch.randn(rows, width, device="cuda")
-    both = zip(ours(x.to(BF16), norm), plain(x.to(BF16), norm), strict=True)
-    gated = ours.gated(x.to(BF16), norm), plain.gated(x.to(BF16), norm)
-    for found, expected in (*both, gated):
+    ours = Columns([Linear(part) for part in parts])
+    x = torch.randn(rows, width, device="cuda", dtype=BF16)
+    both = zip(ours(x, norm), plain(x, norm), strict=True)
+    for found, expected in (*both, (ours.gated(x, norm), plain.gated(x, norm))):
         assert (found - expected).float().norm() / expected.float().norm() < 0.02
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_that_stays_quantised_says_what_the_cpu_says(tmp_path, name, monkeypatch):
     monkeypatch.setattr("model.weights._PART_BYTES", 1 << 12)  # as if its weights were large
-    sizes = {"hidden_size": 256, "intermediate_size": 512}
-    make("Qwen2ForCausalLM", tmp_path, **sizes)
+    make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])
     config = load_config(tmp_path)
     expected = logits_of(load_model(config, tmp_path, dtype=torch.float32))

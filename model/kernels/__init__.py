@@ -1,0 +1,1 @@
+"""Triton kernels of whole parts of a model; used where fused_ops says."""

@@ -1,0 +1,187 @@
+"""Triton kernels for a mixture of experts in 16 bits: choice, sorting, products of groups of rows.
+
+No kernel adds by atomics: the same input gives the same sums. Each begins while another ends.
+"""
+
+import math
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from model.quantization.kernels import tile_of
+
+
+def _choose(  # type: ignore[no-untyped-def]
+    logits, weights, chosen, num_experts, scale,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    row, index, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    at = logits + row * num_experts + index
+    left = tl.load(at, mask=index < num_experts, other=float("-inf"))
+    best, expert = tl.full((SLOTS,), float("-inf"), tl.float32), tl.zeros((SLOTS,), tl.int64)
+    for place in tl.static_range(CHOSEN):
+        which = tl.minimum(tl.argmax(left, 0), num_experts - 1)  # of no numbers, too
+        best = tl.where(slot == place, tl.max(left, 0), best)
+        expert = tl.where(slot == place, which.to(tl.int64), expert)
+        left = tl.where(index == which, float("-inf"), left)
+    weight = tl.exp(best - tl.max(best, 0))
+    weight = weight / tl.sum(weight, 0) * scale
+    tl.store(weights + row * CHOSEN + slot, weight, mask=slot < CHOSEN)
+    tl.store(chosen + row * CHOSEN + slot, expert, mask=slot < CHOSEN)
+
+
+_choose_kernel: Any = triton.jit(_choose)
+
+
+def choose(logits: Tensor, chosen: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The softmax of the `chosen` largest of float32 [T, experts], times `scale`, float32, and
+    their experts, int64, both [T, chosen]; of equal ones the first."""
+    num_rows, num_experts = logits.shape
+    weights = logits.new_empty(num_rows, chosen)
+    ids = logits.new_empty(num_rows, chosen, dtype=torch.int64)
+    sizes = chosen, triton.next_power_of_2(chosen), triton.next_power_of_2(num_experts)
+    _choose_kernel[(num_rows,)](
+        logits, weights, ids, num_experts, scale, *sizes, num_warps=1, launch_pdl=True
+    )
+    return weights, ids
+
+
+def _sort(chosen, order, ends, pairs, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program finds the pairs of one expert, and how many are of those before it."""
+    own, none = tl.program_id(0), 1 << 30
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    before = tl.zeros((SIZE,), tl.int32)
+    for begin in range(0, pairs, SIZE):
+        pair = begin + tl.arange(0, SIZE)
+        expert = tl.load(chosen + pair, mask=pair < pairs, other=none)
+        before += (expert < own).to(tl.int32)
+    place = tl.sum(before, 0)
+    for begin in range(0, pairs, SIZE):
+        pair = begin + tl.arange(0, SIZE)
+        found = tl.load(chosen + pair, mask=pair < pairs, other=none) == own
+        rank = tl.cumsum(found.to(tl.int32), 0)
+        tl.store(order + place + rank - 1, pair, mask=found)
+        place += tl.sum(found.to(tl.int32), 0)
+    tl.store(ends + own, place)
+
+
+_sort_kernel: Any = triton.jit(_sort, do_not_specialize=["pairs"])
+
+
+def _grouped(  # type: ignore[no-untyped-def]
+    x, weight, order, ends, out, num_experts, num_out,
+    WIDTH: tl.constexpr, CHOSEN: tl.constexpr, GATED: tl.constexpr, SWAPPED: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """GATED: rows of x are tokens, and the result's are sorted; else those of x are sorted, and
+    the result's are pairs. SWAPPED: the matrix on the left, whose tiles may not be small."""
+    across = tl.cdiv(num_out, COLUMNS)
+    column = tl.program_id(0) % across * COLUMNS
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    first, last, expert = tile_of(ends, tl.program_id(0) // across, 0, num_experts, EXPERTS, ROWS)
+    if first < last:
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(order + row, mask=row < last, other=0)
+        source = pair // CHOSEN if GATED else tl.minimum(row, last - 1)
+        at = x + source[:, None].to(tl.int64) * WIDTH + tl.arange(0, DEPTH)[None, :]
+        HALVES: tl.constexpr = 2 if GATED else 1
+        HEIGHT: tl.constexpr = HALVES * COLUMNS
+        sums = tl.zeros((HEIGHT, ROWS) if SWAPPED else (ROWS, HEIGHT), tl.float32)
+        for step in range(WIDTH // DEPTH):
+            left = tl.load(at + step * DEPTH)
+            right = tl.reshape(
+                weight.load([HALVES * expert, column, step * DEPTH]), (HEIGHT, DEPTH)
+            )
+            if SWAPPED:
+                sums = tl.dot(right, left.T, sums)
+            else:
+                sums = tl.dot(left, right.T, sums)
+        sums = sums.T if SWAPPED else sums
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+            sums = gate / (1 + tl.exp(-gate)) * up
+        place = row if GATED else pair
+        columns = column + tl.arange(0, COLUMNS)
+        target = out + place[:, None].to(tl.int64) * num_out + columns[None, :]
+        inside = (row < last)[:, None] & (columns < num_out)[None, :]
+        tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
+
+
+_grouped_kernel: Any = triton.jit(_grouped)
+
+# By the rows of an expert, at most: of the gated product and of the one after it rows of x, columns
+# of the result, elements of a row multiplied at a time, whether the matrix is on the left, warps
+# and stages; the fastest of some on an H200, with 128 experts of 768 in a model of 2,048.
+TILES: Final = (
+    (8, ((16, 64, 128, True, 4, 3), (16, 128, 64, True, 4, 4))),
+    (32, ((32, 64, 128, True, 4, 3), (32, 128, 64, True, 4, 4))),
+    (128, ((64, 128, 64, False, 4, 4), (64, 256, 64, False, 4, 4))),
+    (math.inf, ((128, 128, 64, False, 8, 4), (128, 256, 64, False, 8, 4))),
+)
+
+
+def works(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether `mixture` takes them, on a GPU: by whole depths of each tile."""
+    is_hopper = torch.cuda.get_device_capability(down.device)[0] == 9
+    are_whole = gate_up.shape[2] % 128 == down.shape[2] % 64 == 0
+    return is_hopper and are_whole and gate_up.is_contiguous() and down.is_contiguous()
+
+
+def _combine(  # type: ignore[no-untyped-def]
+    shares, weights, chosen, out, num_experts,
+    WIDTH: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    pair = token * CHOSEN + slot
+    is_here = tl.load(chosen + pair, mask=slot < CHOSEN, other=num_experts) < num_experts
+    weight = tl.load(weights + pair, mask=is_here, other=0.0)
+    inside = is_here[:, None] & (column < WIDTH)[None, :]
+    each = tl.load(shares + pair[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(each.to(tl.float32) * weight[:, None], 0)
+    tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+_combine_kernel: Any = triton.jit(_combine)
+
+
+def mixture(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, total: int,
+    tiles: Any = None,
+) -> Tensor:  # fmt: skip
+    """x [T, hidden] through `chosen` experts int64 [T, k], summed by weights float32 [T, k]: by
+    gate_up [experts, 2 n, hidden], silu of the first half times the second, by down [experts,
+    hidden, n]. Ids from `experts` on are another rank's; all are below `total`."""
+    (num_tokens, each), (count, width, _), pairs = chosen.shape, down.shape, chosen.numel()
+    order, ends = (x.new_empty(size, dtype=torch.int32) for size in (pairs, count))
+    size = 512 if pairs <= 4096 else 4096  # pairs looked at at a time
+    _sort_kernel[(count,)](chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=True)
+    tiles, found = tiles or next(t for most, t in TILES if pairs // total <= most), x
+    for weight, tile, halves in zip((gate_up, down), tiles, (2, 1), strict=True):
+        rows, columns, depth, is_swapped, warps, stages = tile
+        num_out, own = weight.shape[1] // halves, weight.shape[2]
+        shape, strides = [count * halves, num_out, own], [num_out * own, own, 1]
+        programs = min(pairs, count + pairs // rows) * triton.cdiv(num_out, columns)
+        before, found = found, x.new_empty(pairs, num_out)
+        _grouped_kernel[(programs,)](
+            before, TensorDescriptor(weight, shape, strides, [halves, columns, depth]),
+            order, ends, found, count, num_out, WIDTH=own, CHOSEN=each, GATED=halves == 2,
+            SWAPPED=is_swapped, EXPERTS=triton.next_power_of_2(count), ROWS=rows, COLUMNS=columns,
+            DEPTH=depth, num_warps=warps, num_stages=stages, launch_pdl=True,
+        )  # fmt: skip
+    out, columns = torch.empty_like(x), 512
+    _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
+        found, weights, chosen, out, count, WIDTH=width, CHOSEN=each,
+        SLOTS=triton.next_power_of_2(each), COLUMNS=columns, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return out

@@ -27,7 +27,7 @@ MAX_LINES = {
     "engine": 11245,
     "kvcache": 7869,
     "kvcache/transfer": 5231,
-    "model": 4932,
+    "model": 5150,
     "prefill_server": 192,
     "protocol": 6849,
     "proxy": 5249,

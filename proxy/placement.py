@@ -13,6 +13,7 @@ _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the 
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
 _INTERRUPTED_S = 0.0175  # of first token, that each stream loses to a prompt however short
+_ALL_LATE = 5.0  # times as bad that is where streams alone take all the time that they may
 _CROWD = 96  # streams, more than which are interrupted as if they were so many
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
 _PATIENCE_S = 0.25  # after which a wait feels twice as long
@@ -370,14 +371,15 @@ def _cheapest_alone(
             seconds -= saved
             lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:
-            harm = limits.harm * seconds * streams
-            interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
-            lost += harm if harm > interrupted else interrupted
-            if lost >= least:
-                continue
             share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / (
                 server.target_s or limits.step_s
             )
+            harm = limits.harm * seconds * streams
+            interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
+            counts = _ALL_LATE if share < _LEAST_SHARE and server.running else 1.0
+            lost += counts * (harm if harm > interrupted else interrupted)
+            if lost >= least:
+                continue
             seconds /= share if share > _LEAST_SHARE else _LEAST_SHARE
             if server.capacity is not None and server.held + wanted > server.capacity:
                 seconds += _room_s(ask, server)

@@ -267,10 +267,10 @@ class ContextParallelBackend(AttentionBackend):
         [n, heads, D] over all tokens."""
         num_rows, size = len(out), self._group.size
         if out.device.type == "cuda" and out.element_size() == 2:
-            from attention import dcp_kernels  # needs Triton, which only GPU machines have
+            from attention.kernels import dcp  # needs Triton, which only GPU machines have
 
-            packed = dcp_kernels.pack(out.contiguous(), lse, self._absent_rows, size)
-            return dcp_kernels.merge(self._group.all_to_all(packed))
+            packed = dcp.pack(out.contiguous(), lse, self._absent_rows, size)
+            return dcp.merge(self._group.all_to_all(packed))
         lse = lse.masked_fill(self._absent_rows[:, None], float("-inf"))
         parts = torch.cat([out.float(), lse.unsqueeze(-1)], -1)  # as float32: merged only once
         parts = parts.view(num_rows, size, self.num_q_heads, -1).transpose(0, 1)

@@ -4,7 +4,8 @@ The kernels take any strides, so every KVLayout is read in place through [B, H, 
 sequences of one query token that lead a step are attended to by the decode kernel (on tensor
 cores, split over the context so that few sequences fill the GPU too), the rest of the step by the
 prefill kernel, which is FlashAttention-3 on Hopper, but for KV in FP8, which that reads with
-queries in FP8 only.
+queries in FP8 only. KV in FP8 has a decode kernel of our own (attention/pieces.py), where that
+proves itself (attention/proofs.py).
 
 Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
 FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
@@ -14,18 +15,16 @@ A window and a soft cap are arguments of a plan, so the layers of each kind have
 of their own. What sinks take is taken from the output afterwards, by the log-sum-exps.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import flashinfer
 import numpy as np
 import torch
-from flashinfer.page import append_paged_kv_cache
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
-from attention import store_kernels
+from attention import pieces
 from attention.base import AttentionBatch, Int32s, Kind, Pages, leave_to_sinks
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import (
@@ -35,10 +34,14 @@ from attention.flashinfer_workspace import (
     withheld_thread_blocks,
     workspace_of,
 )
+from attention.kernels.store import store
+from attention.proofs import disproof, prove_storing
 from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
+from protocol.process.logging import get_logger
 
+_log = get_logger(__name__)
 _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
 # Several shorter ones fill the GPU better by one launch over the pool.
@@ -86,12 +89,20 @@ class FlashInferBackend(FlashInferBase):
     """
 
     def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
-        self._is_fp8 = pool.tensor.dtype is fp8.DTYPE
+        is_fp8 = pool.tensor.dtype is fp8.DTYPE
         # FlashAttention-3's kernels read FP8 KV with FP8 queries only.
-        assert not (self._is_fp8 and prefill == "fa3")
+        assert not (is_fp8 and prefill == "fa3")
+        group = options["num_q_heads"] // pool.layout.num_heads
+        self._in_pieces = is_fp8 and group <= pieces.MAX_GROUP
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
         self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
+        prove_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
+        if self._in_pieces and (
+            problem := disproof(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
+        ):
+            _log.warning("decoding over FP8 KV in pieces %s: FlashInfer does it", problem)
+            self._in_pieces = False
         self._types = {
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
         }  # fmt: skip
@@ -110,12 +121,16 @@ class FlashInferBackend(FlashInferBase):
         of_prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self.workspace, _VIEW_ORDER, backend=prefill
         )
-        return _OfKind(
-            options, self._new_int_workspace(), self._decode_kernel(), self._roomy(of_prompts)
-        )
+        int_workspace = self._new_int_workspace()
+        decode = self._piece_decode(kind) if self._in_pieces else self._decode_kernel()
+        return _OfKind(options, int_workspace, decode, self._roomy(of_prompts))
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
-        return workspace_of(*self.heads, limits, gpu)
+        sizes = workspace_of(*self.heads, limits, gpu)
+        if not self._in_pieces:
+            return sizes
+        partial = pieces.partial_bytes(self.heads, limits.max_seqs, gpu.num_sms)
+        return replace(sizes, floats=max(sizes.floats, partial))
 
     def _new_int_workspace(self) -> Tensor:
         return torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
@@ -125,6 +140,10 @@ class FlashInferBackend(FlashInferBase):
         if self.sizes.ints > LEAST_INT_BYTES:
             kernel.reset_workspace_buffer(self.workspace, self._new_int_workspace())
         return kernel
+
+    def _piece_decode(self, kind: Kind, **captured: Any) -> pieces.PieceDecode:
+        shape = (self.heads, self.block_size, kind, self.scale, self.workspace)
+        return pieces.PieceDecode(*shape, self.gpu.num_sms, **captured)
 
     def _decode_kernel(self, **captured: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -149,7 +168,7 @@ class FlashInferBackend(FlashInferBase):
                 of_decodes, of_rest = pages[kind]
                 kernels.parts = []
                 if num_decodes:
-                    self._plan_decode(kernels.decode.plan, of_decodes, kernels.options)
+                    self._plan_decode(kernels.decode, of_decodes, kernels.options)
                     kernels.parts.append(_Part(0, num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
                     self._plan_prefill(kernels, rest.query_lens, of_rest)
@@ -173,11 +192,12 @@ class FlashInferBackend(FlashInferBase):
             kernels.parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
             start += num_tokens
 
-    def _plan_decode(
-        self, plan: Callable[..., None], pages: Pages, options: dict[str, Any]
-    ) -> None:
+    def _plan_decode(self, kernel: Any, pages: Pages, options: dict[str, Any]) -> None:
+        if self._in_pieces:
+            kernel.plan(pages)
+            return
         options = {**self._types, **options}
-        plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **options)
+        kernel.plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **options)
 
     def _plan_prefill(self, kernels: _OfKind, query_lens: Int32s, pages: Pages) -> None:
         indices = (indptr_of(query_lens), *map(pinned, pages))
@@ -185,6 +205,8 @@ class FlashInferBackend(FlashInferBase):
         kernels.prefill.plan(*indices, *self.heads, self.block_size, causal=True, **options)
 
     def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
+        if self._in_pieces:
+            return self._piece_decode(kind, captured=buffers, num_seqs=num_rows)
         kernel = self._decode_kernel(
             use_cuda_graph=True,
             paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
@@ -198,10 +220,11 @@ class FlashInferBackend(FlashInferBase):
         self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         kernels = self._of_kind[kind]
-        if kernel not in self._planned:  # a kernel's first plan also loads it
+        if self._in_pieces or kernel not in self._planned:  # the first plan also loads a kernel
             self._planned.add(kernel)
-            self._plan_decode(kernel.plan, pages, kernels.options)
-        self._plan_split(kernel, pages, kernels.options.get("window_left", -1))
+            self._plan_decode(kernel, pages, kernels.options)
+        if not self._in_pieces:
+            self._plan_split(kernel, pages, kernels.options.get("window_left", -1))
         kernels.parts = [_Part(0, batch.num_seqs, kernel)]
 
     def _plan_split(self, kernel: Any, pages: Pages, window_left: int) -> None:
@@ -232,29 +255,22 @@ class FlashInferBackend(FlashInferBase):
             0,  # no fixed number of queries
         )
 
+    def _scales(self, layer: int) -> tuple[float, float]:
+        return self.pool.scale(layer, 0), self.pool.scale(layer, 1)
+
     @property
     def rotates(self) -> bool:
-        return self.dtype == self.pool.tensor.dtype
+        return True
 
     def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos_sin: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor,
+        *, cos_sin: Tensor | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         kind, sinks = self.layers[layer]
         parts = self._of_kind[kind].parts
-        if cos_sin is None:
-            self._append(layer, k, v)
-        else:
-            slots = self.append_indices[1]
-            store_kernels.rotate_and_store(
-                q, k, v, cos_sin, slots, *self._caches[layer], also_k=self._any_fresh
-            )
+        caches, scales = self._caches[layer], self._scales(layer)
+        back = any(part.is_fresh for part in parts)
+        store(k, v, self.slots, caches, scales, q=q, cos_sin=cos_sin, read_back=back)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -264,31 +280,13 @@ class FlashInferBackend(FlashInferBase):
             if part.is_fresh:
                 part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **wanted)
             else:
-                scales = dict(zip(("k_scale", "v_scale"), self._scales(layer), strict=True))
-                part.kernel.run(q[rows], self._caches[layer], out=out[rows], **scales, **wanted)
+                wanted |= {"k_scale": scales[0], "v_scale": scales[1]}
+                part.kernel.run(q[rows], caches, out=out[rows], **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
             if sinks is not None:
                 leave_to_sinks(out, lse, sinks)
         return out
-
-    @property
-    def _any_fresh(self) -> bool:
-        return any(part.is_fresh for part in self._of_kind[self.kinds[0]].parts)
-
-    def _scales(self, layer: int) -> tuple[float, float]:
-        return self.pool.scale(layer, 0), self.pool.scale(layer, 1)
-
-    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [T, H, D] by slot."""
-        if self._is_fp8:
-            caches, scales = self._caches[layer], self._scales(layer)
-            store_kernels.store_fp8(
-                k, v, self.append_indices[1], caches, scales, read_back=self._any_fresh
-            )
-            return
-        where = (*self.append_indices, self._caches[layer], *self.append_pages)
-        append_paged_kv_cache(k, v, *where, kv_layout=_VIEW_ORDER)
 
 
 def _num_fresh(query_lens: Int32s, context_lens: Int32s) -> int:

@@ -48,7 +48,6 @@ class CapturedBuffers:
         self.slots, self.last_page_lens, self.indptr, self.indices = torch.split_with_sizes(
             self._all, sizes
         )
-        self.zeros = torch.zeros(max_seqs, dtype=torch.int32, device=device)  # never written
 
     def upload(self, slots: Int64s, pages: Pages) -> None:
         """Copies a step's indices to the device without waiting for it."""
@@ -114,15 +113,6 @@ class FlashInferBase(AttentionBackend):
         self._buffers: dict[Kind, CapturedBuffers] = {}
         self._captured: dict[tuple[Kind, int], Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-        # The append kernels find a token by (sequence, position). All blocks in order, seen as one
-        # sequence, make a token's position its slot.
-        num_blocks = pool.layout.num_blocks
-        self.append_pages = (  # indices, indptr and last page length of that sequence
-            torch.arange(num_blocks, dtype=torch.int32, device=self.device),
-            torch.tensor([0, num_blocks], dtype=torch.int32, device=self.device),
-            torch.tensor([self.block_size], dtype=torch.int32, device=self.device),
-        )
-        self._zeros = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @abstractmethod
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
@@ -142,10 +132,7 @@ class FlashInferBase(AttentionBackend):
 
     def set_slots(self, slots: Int64s) -> None:
         """Where the step's T tokens are stored."""
-        if len(self._zeros) < len(slots):
-            self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
-        stored = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
-        self.append_indices = (self._zeros[: len(slots)], stored)  # sequence and position
+        self.slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         for kind in self.kinds:
@@ -166,7 +153,7 @@ class FlashInferBase(AttentionBackend):
             seen = padded.within(kind.window, self.block_size)
             pages = seen.pages(self.block_size)
             buffers.upload(padded.slot_mapping, pages)
-            self.append_indices = (buffers.zeros[:num_rows], buffers.slots[:num_rows])
+            self.slots = buffers.slots[:num_rows]
             plans.append((kind, kernel, seen, pages))
         with self.planning():
             for plan in plans:

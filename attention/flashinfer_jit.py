@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from flashinfer.jit import core, env, gen_batch_mla_module, gen_batch_prefill_module
 from flashinfer.jit.attention import modules as generators
-from flashinfer.jit.page import gen_page_module
 from flashinfer.utils import is_sm90a_supported
 
 from attention.support import LATENT_DIM, ROPE_DIM, Wanted
@@ -25,19 +24,15 @@ logger = logging.getLogger("baton.engine")
 _BYTES_OF_A_COMPILER: Final = 4 * 2**30  # of memory, ample
 
 
-def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> dict[str, Any]:
+def modules_for(wanted: Wanted, device: torch.device) -> dict[str, Any]:
     """What steps over such a pool load: FlashInfer's JitSpecs, by short names of ours. One that is
-    forgotten here is compiled all the same, later and by itself.
-
-    Args:
-        appends: whether FlashInfer stores keys and values, not a kernel of ours.
-    """
+    forgotten here is compiled all the same, later and by itself."""
     q, kv = (getattr(torch, name) for name in (wanted.dtype, wanted.kv_dtype))
     hopper = is_sm90a_supported(device)
     if wanted.is_latent:
         backend, sizes = "fa3" if hopper else "fa2", (LATENT_DIM, ROPE_DIM, False)
-        attention = gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes)
-        return {f"{backend} for latents": attention, "page": gen_page_module()}
+        attention = gen_batch_mla_module(backend, q, kv, q, torch.int32, *sizes)
+        return {f"{backend} for latents": attention}
     found = {}
     for window, soft_cap in wanted.kinds:
         # No position encoding, and no 16-bit products of queries and keys.
@@ -48,8 +43,6 @@ def modules_for(wanted: Wanted, device: torch.device, *, appends: bool) -> dict[
         found[f"fa2{suffix}"] = module
         if hopper:
             found[f"fa3{suffix}"] = gen_batch_prefill_module("fa3", q, q, q, *options)
-    if appends:
-        found["page"] = gen_page_module()
     return found
 
 

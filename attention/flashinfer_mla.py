@@ -8,13 +8,14 @@ from typing import Any
 import flashinfer
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
-from flashinfer.page import append_paged_mla_kv_cache
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention.base import AttentionBatch, Kind, Pages
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
+from attention.kernels.store import store
+from attention.proofs import prove_storing
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache.pool import KVPool
 
@@ -26,6 +27,9 @@ class FlashInferMLABackend(FlashInferBase):
         super().__init__(pool, **options)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
+        # [B, 9, N, 64]: as if heads, of which the store kernel knows
+        self._parts = [_in_parts(rows).transpose(1, 2) for rows in latents]
+        prove_storing((self._parts[0],), (1.0,), self.dtype)
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
@@ -86,24 +90,20 @@ class FlashInferMLABackend(FlashInferBase):
         self._plan(kernel, batch, pages)
 
     def forward_latent(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        *,
-        lse: Tensor | None = None,
-    ) -> Tensor:
-        cache = self._caches[layer]
-        parts = (latent[:, :LATENT_DIM], latent[:, LATENT_DIM:])
-        where = (*self.append_indices, *cache, *self.append_pages)
-        append_paged_mla_kv_cache(*parts, *where)
+        self, layer: int, q_latent: Tensor, q_rope: Tensor, latent: Tensor,
+        *, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        store(_in_parts(latent), None, self.slots, (self._parts[layer],))
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
         wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
-        self._planned.run(
-            query=(q_latent[rows], q_rope[rows]), kv_cache=cache, out=out[rows], **wanted
-        )
+        query, cache = (q_latent[rows], q_rope[rows]), self._caches[layer]
+        self._planned.run(query=query, kv_cache=cache, out=out[rows], **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
         return out
+
+
+def _in_parts(latents: Tensor) -> Tensor:
+    """[..., 576] -> [..., 9, 64]"""
+    return latents.view(*latents.shape[:-1], -1, ROPE_DIM)

@@ -68,15 +68,13 @@ def backend_class(name: str, device: str, num_components: int) -> Callable[..., 
     return FlashInferBackend
 
 
-def compile_modules(
-    name: str, wanted: Wanted, device: torch.device, *, appends: bool, free_bytes: int
-) -> None:
+def compile_modules(name: str, wanted: Wanted, device: torch.device, *, free_bytes: int) -> None:
     """Compiles what the backend `name` needs of a library's kernels and is not there yet: minutes,
     the first time. See flashinfer_jit.py for the rest."""
     if chosen(name, wanted.device) == "flashinfer":
         from attention import flashinfer_jit
 
-        modules = flashinfer_jit.modules_for(wanted, device, appends=appends)
+        modules = flashinfer_jit.modules_for(wanted, device)
         flashinfer_jit.compile_missing(modules, free_bytes)
 
 

@@ -115,15 +115,9 @@ class TorchBackend(AttentionBackend):
         return torch.from_numpy(array.reshape(-1)).to(self._device)
 
     def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos_sin: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor,
+        *, cos_sin: Tensor | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert cos_sin is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
         cache = self._caches[layer]
         k_scale, v_scale = self.pool.scale(layer, 0), self.pool.scale(layer, -1)
@@ -139,30 +133,18 @@ class TorchBackend(AttentionBackend):
         return out if v_scale == 1.0 else out.mul_(v_scale)
 
     def forward_latent(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        *,
-        lse: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: int, q_latent: Tensor, q_rope: Tensor, latent: Tensor,
+        *, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         # With the up-projections absorbed, the cached row is the one key and, but for its rope
         # part, the one value of all heads.
         q, row = torch.cat([q_latent, q_rope], -1), latent.unsqueeze(1)
         return self.forward(layer, q, row, row, lse=lse)[..., : q_latent.shape[-1]]
 
     def _attend(
-        self,
-        plan: _Plan,
-        cache: _Cache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        lse: Tensor | None,
-    ) -> Tensor:
+        self, plan: _Plan, cache: _Cache, q: Tensor, k: Tensor, v: Tensor,
+        *, scale: float, lse: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Attention of all rows; k and v as stored, and so the output."""
         decode = plan.decode
         if plan.is_decode_in_order:
@@ -191,15 +173,9 @@ class TorchBackend(AttentionBackend):
         return stored.view(new.shape).to(self._dtype)
 
     def _attend_chunk(
-        self,
-        kind: Kind,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: _Cache,
-        context_rows: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+        self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, cache: _Cache,
+        context_rows: Tensor | None, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
         queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)

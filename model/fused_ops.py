@@ -35,9 +35,9 @@ def experts() -> Any:
 @functools.cache
 def rotation() -> Any:
     """The kernels of the attention backends that rotate; imported on first use, too."""
-    from attention import store_kernels
+    from attention.kernels import store
 
-    return store_kernels
+    return store
 
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:

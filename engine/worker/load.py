@@ -64,7 +64,6 @@ def load(
         config.attention_backend,
         wanted_of(config, model_config, model_config.num_heads // config.tp),
         device,
-        appends=config.dcp > 1,
         free_bytes=free_host_bytes(),
     )
     pool.shutdown(wait=False)

@@ -61,6 +61,11 @@ SHAPES = {
     **{f"8 bits, {order}, heads of {dim}":
        gpu_shape(order=order, head_dim=dim, kv_dtype=FP8, scales=SCALES)
        for order in ("BHLCND", "LBCNHD", "LCBHND") for dim in (64, 128)},
+    **{f"8 bits, {q} heads over {kv}":
+       gpu_shape(num_q_heads=q, num_kv_heads=kv, kv_dtype=FP8, scales=SCALES, block_size=48)
+       for q, kv in ((1, 1), (14, 2), (40, 1), (128, 1))},
+    **{f"8 bits, {name}": gpu_shape(num_q_heads=6, layers=layers, kv_dtype=FP8, scales=SCALES)
+       for name, layers in plain.SPECIAL.items()},
     **{name: gpu_shape(num_q_heads=6, layers=layers) for name, layers in plain.SPECIAL.items()},
     **{f"latents, {order}, {heads} heads": latents(order=order, num_q_heads=heads)
        for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
@@ -145,11 +150,12 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_blocks_beyond_32_bits_of_elements():
+@pytest.mark.parametrize("kv_dtype", ["", FP8])
+def test_blocks_beyond_32_bits_of_elements(kv_dtype):
     """A pool of 2**32 + elements: block strides must not overflow."""
-    shape = gpu_shape(num_kv_heads=8, num_blocks=140_000, block_size=64)
+    shape = gpu_shape(num_kv_heads=8, num_blocks=140_000, block_size=64, kv_dtype=kv_dtype)
     pool = make_pool(shape)
-    assert pool.nbytes > 2 * 2**32
+    assert pool.tensor.numel() > 2**32
     seqs = make_sequences(shape, [130, 70])
     for index, table in enumerate(seqs.tables):
         table[:] = [139_999 - 5 * index - i for i in range(len(table))]
@@ -181,8 +187,10 @@ def test_a_captured_step_serves_later_batches_of_its_size(of_pool):
 
 
 @pytest.mark.parametrize("num_seqs", [17, 18, 40])
-def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs):
-    shape = gpu_shape(block_size=16, num_q_heads=16, num_kv_heads=8, num_blocks=300)
+@pytest.mark.parametrize("kv_dtype", ["", FP8])
+def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs, kv_dtype):
+    heads = {"num_q_heads": 16, "num_kv_heads": 8}
+    shape = gpu_shape(block_size=16, num_blocks=300, kv_dtype=kv_dtype, **heads)
     lens = [9 + seq % 40 for seq in range(num_seqs)]
     lens[0], lens[num_seqs // 2], lens[-1] = 900, 700, 1000
     seqs = make_sequences(shape, lens)

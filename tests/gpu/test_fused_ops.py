@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention.base import Kind
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model import fused_ops
@@ -11,7 +12,7 @@ from model.architectures.rotation import RopeConfig
 from model.layers import Columns, Linear
 from model.rope import Rope
 
-store_kernels = pytest.importorskip("attention.store_kernels", reason="needs triton")
+proofs = pytest.importorskip("attention.proofs", reason="needs triton")
 token_kernels = pytest.importorskip("engine.sampling.token_kernels", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
@@ -97,31 +98,19 @@ def test_products_of_one_row_follow_each_other(num_out, width):
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD"])
-@pytest.mark.parametrize(("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 128)])
-@pytest.mark.parametrize("also_k", [False, True])
-def test_rotating_and_storing_in_one_kernel(num_q, num_kv, dim, order, also_k):
-    layout = KVLayout(order, 6, num_kv, 2, 2, 16, dim, "bfloat16")
-    pool = KVPool(layout, device="cuda")
-    pool.tensor.fill_(-9.0)
-    heads = torch.randn(5, (num_q + 2 * num_kv) * dim, **BF16).view(5, -1, dim)
-    q, k, v = heads.split([num_q, num_kv, num_kv], dim=1)
-    rope = Rope(RopeConfig(dim=dim, theta=1e4), **BF16, head_dim=dim)
-    angles = rope.angles(torch.tensor([0, 3, 70, 900, 31_000], device="cuda"))
-    expected_q, expected_k = rope.rotate_pair(q.clone(), k.clone(), angles)
-    slots = torch.tensor([95, 17, 16, 40, 3], dtype=torch.int32, device="cuda")
-    cos_sin = rope.cos_sin(angles)
-    assert cos_sin is not None
-    keys, values = pool.component(1, 0), pool.component(1, 1)
-    before = heads.clone()
-    store_kernels.rotate_and_store(q, k, v, cos_sin, slots, keys, values, also_k=also_k)
-    assert_close(q, expected_q)
-    if also_k:
-        assert_close(k, expected_k)
-    assert torch.equal(heads[:, num_q + also_k * num_kv :], before[:, num_q + also_k * num_kv :])
-    for token, slot in enumerate(slots.tolist()):
-        assert_close(keys[slot // 16, :, slot % 16], expected_k[token])
-        assert torch.equal(values[slot // 16, :, slot % 16], v[token])
-    assert int((pool.tensor != -9.0).sum()) == 2 * 5 * num_kv * dim
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 256), (0, 9, 64)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_what_is_stored_and_rotated_and_decoded_proves_itself(num_q, num_kv, dim, order, dtype):
+    """As at a start; tests/kernels has more of the same without a GPU."""
+    pool = KVPool(KVLayout(order, 6, num_kv, 2, 2, 16, dim, dtype), device="cuda")
+    caches = (pool.component(1, 0), pool.component(1, 1))
+    scales = (1.0, 1.0) if dtype == "bfloat16" else (0.03, 0.002)
+    proofs.prove_storing(caches, scales, torch.bfloat16, num_q)
+    if num_q and dtype != "bfloat16":
+        kinds = [Kind(), Kind(100), Kind(None, 0.7), Kind(3000, 2.0)]
+        assert proofs.disproof(caches, torch.bfloat16, num_q, kinds) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

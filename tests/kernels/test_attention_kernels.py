@@ -7,7 +7,7 @@ import torch
 
 import tests.rigs.interpreted  # noqa: F401
 
-dcp = importlib.import_module("attention.dcp_kernels")
+dcp = importlib.import_module("attention.kernels.dcp")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -89,11 +89,18 @@ def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _call(self: Any, *args: Any, **named: Any) -> Any:
+    if tl.core.is_builtin(tl.core.load):  # once is enough, and each time takes long
+        interpreter._patch_lang(self.fn)
+    return self.rewrite()(*args, **named)
+
+
 InterpreterBuilder.cast_impl = _cast_impl
 InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, _: _cast_impl(self, src, dst_type)
 InterpreterBuilder.binary_op = _binary_op
 InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _patch_lang_tensor
 InterpreterBuilder.create_inline_asm = _inline_asm
+interpreter.InterpretedFunction.__call__ = _call
 # Of launches that overlap there is nothing to see here: kernels run one after the other.
 tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None

@@ -1,0 +1,1 @@
+"""Triton kernels of attention, which only machines with a GPU have."""

@@ -1,0 +1,217 @@
+"""Triton kernels: single queries over a paged FP8 pool, whose contexts are cut into pieces.
+
+Elements of FP8 become float16, which holds each of them exactly and which the GPU converts to in
+one instruction for two; queries do so up to a power of two. So nothing is rounded but what bfloat16
+kernels round as well, and less of it.
+
+As the kernel that stores, these begin before their predecessor has ended, and wait for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.base import Kind
+
+_LOG2_E: Final = 1.4426950408889634
+_WARPS: Final = 4
+_STAGES: Final = 3
+_MERGED_HEADS: Final = 8  # of one program
+
+
+def _to_float16(x):  # type: ignore[no-untyped-def]
+    """e4m3 -> float16, exactly, in the registers that it was loaded to: so it goes to shared memory
+    in 16 bits, which is the faster way to the matrix units for values, whose rows are tokens."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
+        "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+_values_to_float16: Any = triton.jit(_to_float16)
+
+
+def _block_of(pages, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile's tokens that are before `end`: one for all, where blocks are whole tiles."""
+    token = start if PAGE % TILE == 0 else start + tl.arange(0, TILE)
+    return tl.load(pages + token // PAGE, mask=token < end, other=0)
+
+
+_block_of_tile: Any = triton.jit(_block_of)
+
+
+def _extent(work, indptr, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece's first page, the tokens of its context, its own first and last of them; how many
+    pieces the context has."""
+    first = tl.load(work + 1 + num_pieces + row)
+    num_parts = tl.load(work + 2 + num_pieces + row) - first
+    page, page_end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + row)
+    chunk = tl.load(work)
+    begin = (piece - first) * chunk
+    return page, length, begin, tl.minimum(begin + chunk, length), num_parts
+
+
+_extent_of_piece: Any = triton.jit(_extent)
+
+
+def _in_units(at, own):  # type: ignore[no-untyped-def]
+    """Rows as float16, and what each is in units of: powers of two, which round nothing."""
+    query = tl.load(at, mask=own, other=0.0).to(tl.float32)
+    bits = tl.maximum(tl.max(tl.abs(query), 1), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = bits.to(tl.float32, bitcast=True)
+    return (query / unit[:, None]).to(tl.float16), unit
+
+
+_query_in_units: Any = triton.jit(_in_units)
+
+
+def _keep(  # type: ignore[no-untyped-def]
+    out, lse, row, heads, own, acc, found, GROUP: tl.constexpr, DIM: tl.constexpr
+):
+    """Some heads of a row, or of a piece."""
+    at = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
+    target = out + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=own[:, None])
+    tl.store(lse + at, found, mask=own)
+
+
+_keep_heads: Any = triton.jit(_keep)
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys, values, work, indptr, indices, last_page_lens, out, lse, partials, partial_lses,
+    scale, value_scale, soft_cap, window, num_pieces,
+    q_token, cache_block, cache_head, cache_token,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One piece of one context, for the query heads of one KV head."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    piece, kv_head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(work + 1 + piece)
+    if row < 0:
+        return
+    page, length, begin, end, num_parts = _extent_of_piece(
+        work, indptr, last_page_lens, num_pieces, piece, row, PAGE
+    )
+    pages = indices + page
+
+    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
+    own, q_heads = (head < GROUP)[:, None], kv_head * GROUP + head
+    place = row.to(tl.int64) * q_token + q_heads[:, None] * DIM + column[None, :]
+    query, unit = _query_in_units(q + place, own)
+    factor = scale * unit
+
+    acc = tl.zeros((HEADS, DIM), tl.float32)
+    top = tl.full((HEADS,), -1e30, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    # A tile's blocks are looked up a turn ahead: loads of keys that wait for others come too late.
+    block = _block_of_tile(pages, begin, end, PAGE, TILE)
+    for start in range(begin, end, TILE):
+        token = start + tile
+        live = token < end
+        offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
+        at = block.to(tl.int64) * cache_block + kv_head * cache_head + offset * cache_token
+        where = at[:, None] + column[None, :]
+        key = tl.load(keys + where, mask=live[:, None], other=0.0).to(tl.float16)
+        scores = tl.dot(query, tl.trans(key)) * factor[:, None]
+        if CAPPED:  # by the tangens hyperbolicus
+            scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
+        seen = live
+        if WINDOWED:
+            seen = seen & (token >= length - window)
+        scores = tl.where(seen[None, :], scores, -1e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        value = _values_to_float16(tl.load(values + where, mask=live[:, None], other=0.0))
+        acc = tl.dot(weights.to(tl.float16), value, acc * decay[:, None])
+        top = new_top
+        block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
+
+    found = top + tl.log2(total)
+    acc = acc * (value_scale / total)[:, None]
+    if num_parts == 1:
+        _keep_heads(out, lse, row, q_heads, head < GROUP, acc, found, GROUP, DIM)
+    else:
+        _keep_heads(partials, partial_lses, piece, q_heads, head < GROUP, acc, found, GROUP, DIM)
+
+
+def _merge(  # type: ignore[no-untyped-def]
+    work, partials, partial_lses, out, lse, num_pieces, num_heads,
+    DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Puts together the pieces of a sequence that has several, for some query heads."""
+    tl.extra.cuda.gdc_wait()
+    row, head = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    first = tl.load(work + 1 + num_pieces + row)
+    last = tl.load(work + 2 + num_pieces + row)
+    if last - first == 1:
+        return
+    own, column = head < num_heads, tl.arange(0, DIM)[None, :]
+    top = tl.full((HEADS,), -1e30, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    acc = tl.zeros((HEADS, DIM), tl.float32)
+    for piece in range(first, last):
+        place = (piece * num_heads + head).to(tl.int64)
+        found = tl.load(partial_lses + place, mask=own, other=0.0)
+        part = tl.load(partials + place[:, None] * DIM + column, mask=own[:, None], other=0.0)
+        new_top = tl.maximum(top, found)
+        decay, weight = tl.exp2(top - new_top), tl.exp2(found - new_top)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        top = new_top
+    whole = row.to(tl.int64) * num_heads + head
+    target, result = out + whole[:, None] * DIM + column, acc / total[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=own[:, None])
+    tl.store(lse + whole, top + tl.log2(total), mask=own)
+
+
+# The same kernels for steps of any size.
+_PLANNED: Final = ["work", "indptr", "indices", "last_page_lens"]
+_attend_kernel: Any = triton.jit(
+    _attend, do_not_specialize=["window", "num_pieces"], do_not_specialize_on_alignment=_PLANNED
+)
+_merge_kernel: Any = triton.jit(
+    _merge, do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["work"]
+)
+
+
+def attend(
+    q: Tensor, caches: tuple[Tensor, Tensor], planned: Sequence[Tensor], num_pieces: int,
+    out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: Kind,
+    *, scale: float, value_scale: float, tile: int,
+) -> None:  # fmt: skip
+    """Attends for one query of each of S sequences.
+
+    Args:
+        q, out: [S, HQ, D], heads and elements contiguous; D a power of two.
+        caches: float8_e4m3fn [B, H, N, D] of keys and of values, with equal strides.
+        planned: int32, what attention.pieces.pieces_of gave, and a step's Pages.
+        lse: float32 [S, HQ]: becomes the log-sum-exps in powers of two.
+        partials: float32, of num_pieces * HQ * D elements and of num_pieces * HQ.
+        scale: of the scores, that of the keys in it.
+        tile: tokens read at once, which pieces are multiples of.
+    """
+    keys, values = caches
+    (num_seqs, num_q_heads, dim), num_kv_heads = q.shape, keys.shape[1]
+    assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
+    group = num_q_heads // num_kv_heads
+    _attend_kernel[(num_pieces, num_kv_heads)](
+        q, keys, values, *planned, out, lse, *partials, scale * _LOG2_E, value_scale,
+        kind.soft_cap * _LOG2_E, kind.window or 0, num_pieces, q.stride(0), *keys.stride()[:3],
+        GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=keys.shape[2],
+        TILE=tile, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
+        num_warps=_WARPS, num_stages=_STAGES, launch_pdl=True,
+    )  # fmt: skip
+    _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, _MERGED_HEADS))](
+        planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=_MERGED_HEADS,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip

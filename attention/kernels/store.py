@@ -1,0 +1,140 @@
+"""A Triton kernel that stores a step's keys and values: rotated, or scaled and clamped to FP8, or
+both.
+
+Libraries take two kernels and two passes over the keys to rotate and store; torch would take six to
+store FP8. With programmatic dependent launch a rotation starts before its predecessor has ended,
+and waits before it reads anything; its successor may do the same.
+"""
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS: Final = 8  # of one program
+
+
+def _rotated(source, own, cos_sin, HALF: tl.constexpr, ROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves of some heads of one token, turned by its angles."""
+    low, high = tl.load(source, mask=own), tl.load(source + HALF, mask=own)
+    if ROTATE:
+        half = tl.arange(0, HALF)[None, :]
+        cos, sin = tl.load(cos_sin + half), tl.load(cos_sin + HALF + half)
+        first, second = low.to(tl.float32), high.to(tl.float32)
+        low = (first * cos - second * sin).to(low.dtype)
+        high = (second * cos + first * sin).to(high.dtype)
+    return low, high
+
+
+def _put(  # type: ignore[no-untyped-def]
+    x, source, into, own, scale, factor,
+    SCALED: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Stores elements, and keeps where they came from what is read of them."""
+    if STORE:
+        kept = (x.to(tl.float32) * factor if SCALED else x).to(into.dtype.element_ty)
+        tl.store(into, kept, mask=own)  # the conversion to FP8 saturates
+        if SCALED:
+            x = (kept.to(tl.float32) * scale).to(x.dtype)
+    if KEEP:
+        tl.store(source, x, mask=own)
+
+
+_rotated_heads: Any = triton.jit(_rotated)
+_put_heads: Any = triton.jit(_put)
+
+
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    q, k, v, cos_sin, slots, keys, values, key_scale, value_scale, key_factor, value_factor,
+    q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HAS_V: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr, SCALED: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
+    half, some = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    if ROTATE:
+        cos_sin += token * 2 * HALF
+    at = token
+    if STORE:
+        slot = tl.load(slots + token).to(tl.int64)
+        at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    if NUM_Q > 0:
+        if part < q_parts:
+            head = part * HEADS + some
+            source, own = q + token * q_token + head * 2 * HALF + half, head < NUM_Q
+            low, high = _rotated_heads(source, own, cos_sin, HALF, ROTATE)
+            tl.store(source, low, mask=own)
+            tl.store(source + HALF, high, mask=own)
+    if (part >= q_parts) & (part < q_parts + kv_parts):
+        head = (part - q_parts) * HEADS + some
+        source, own = k + token * k_token + head * 2 * HALF + half, head < NUM_KV
+        low, high = _rotated_heads(source, own, cos_sin, HALF, ROTATE)
+        into = keys + at + head * head_stride + half if STORE else source
+        _put_heads(low, source, into, own, key_scale, key_factor, SCALED, STORE, KEEP)
+        _put_heads(
+            high, source + HALF, into + HALF, own, key_scale, key_factor, SCALED, STORE, KEEP
+        )
+    if HAS_V:
+        if part >= q_parts + kv_parts:
+            head = (part - q_parts - kv_parts) * HEADS + some
+            source, own = v + token * v_token + head * 2 * HALF + half, head < NUM_KV
+            low, high = _rotated_heads(source, own, cos_sin, HALF, False)
+            into = values + at + head * head_stride + half
+            back: tl.constexpr = KEEP and SCALED
+            _put_heads(low, source, into, own, value_scale, value_factor, SCALED, STORE, back)
+            _put_heads(
+                high, source + HALF, into + HALF, own, value_scale, value_factor, SCALED, STORE,
+                back,
+            )  # fmt: skip
+
+
+_kernel: Any = triton.jit(_rotate_and_store)
+
+
+def store(
+    k: Tensor, v: Tensor | None, slots: Tensor | None, caches: tuple[Tensor, ...],
+    scales: tuple[float, ...] = (1.0, 1.0),
+    *, q: Tensor | None = None, cos_sin: Tensor | None = None, read_back: bool = False,
+) -> None:  # fmt: skip
+    """Stores k and v by slot; with `cos_sin` rotates q, in place, and what is stored of k.
+
+    Args:
+        k, v: [T, H, D], D a power of two; views whose last two dimensions are contiguous.
+        slots: int32 [T].
+        caches: of keys, and of values if there are any: [B, H, N, D], of equal strides, the last of
+            them 1; of k's dtype, or float8_e4m3fn. None: nothing is stored.
+        scales: of the caches' elements, where they are of FP8.
+        q: [T, HQ, D], as k.
+        cos_sin: float32 [T, D], cosines then sines of half the elements each.
+        read_back: whether k and v become, in place, what is read of them later; else they stay.
+    """
+    q = None if cos_sin is None else q
+    for rows in (x for x in (q, k, v) if x is not None):
+        assert rows.stride()[1:] == (k.shape[2], 1), rows.stride()
+    keys, values = (caches[0], caches[-1]) if caches else (None, None)
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if keys is not None and values is not None:
+        assert keys.stride() == values.stride() and keys.stride(3) == 1, keys.stride()
+        assert keys.dtype == k.dtype or keys.element_size() == 1, (keys.dtype, k.dtype)
+        strides = (*keys.stride()[:3], keys.shape[2])
+    num_q, num_kv = 0 if q is None else q.shape[1], k.shape[1]
+    parts = triton.cdiv(num_q, _HEADS) + triton.cdiv(num_kv, _HEADS) * (1 if v is None else 2)
+    tokens = [0 if x is None else x.stride(0) for x in (q, k, v)]
+    _kernel[k.shape[0], parts](
+        q, k, v, cos_sin, slots, keys, values, scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
+        *tokens, *strides, NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=k.shape[2] // 2,
+        HEADS=_HEADS, ROTATE=cos_sin is not None, STORE=keys is not None,
+        SCALED=keys is not None and keys.dtype != k.dtype, KEEP=read_back,
+        num_warps=2, launch_pdl=True,
+    )  # fmt: skip
+
+
+def rotate(q: Tensor, k: Tensor, cos_sin: Tensor) -> None:
+    """Rotates q and k in place; as of `store`."""
+    store(k, None, None, (), q=q, cos_sin=cos_sin, read_back=True)

@@ -1,0 +1,126 @@
+"""Attention's own kernels prove themselves before they serve, by the pool's null block: compilers,
+drivers and GPUs differ, and what none of them reports would be wrong text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.base import Kind, Pages
+from attention.kernels.store import store
+from attention.pieces import PieceDecode, partial_bytes
+from attention.support import UnsupportedPool
+from kvcache import fp8
+
+_TOLERANCE: Final = 0.01  # outputs have 8 bits
+# Tokens of sequences: less than a tile, one, and several pieces of several tiles.
+_CONTEXTS: Final = (5, 64, 4500)
+_SMS: Final = 1  # of a GPU that cuts contexts into the fewest pieces
+_SCALES: Final = (2.0, 0.5)
+
+
+def prove_storing(
+    caches: tuple[Tensor, ...], scales: tuple[float, ...], dtype: torch.dtype, num_q_heads: int = 0
+) -> None:
+    """By keys and values of `dtype`, rotated where there are query heads; see `store`.
+
+    Raises:
+        UnsupportedPool: something else is stored, and there is no other way.
+    """
+    if problem := _problem(lambda: _wrongly_stored(caches, scales, dtype, num_q_heads)):
+        told = f"attention_backend flashinfer: the kernel that stores KV {problem} on this GPU"
+        raise UnsupportedPool(f"{told}: use --attention-backend torch")
+
+
+def disproof(
+    caches: tuple[Tensor, Tensor], dtype: torch.dtype, num_q_heads: int, kinds: Sequence[Kind]
+) -> str | None:
+    """What is wrong with PieceDecode for queries of `dtype`; None: nothing."""
+
+    def most() -> str | None:
+        errors = [error for kind in kinds for error in _errors(caches, dtype, num_q_heads, kind)]
+        found = torch.stack(errors).max().item()  # NaN, if one is
+        return None if found < _TOLERANCE else f"deviates by {found:.2g}"
+
+    return _problem(most)
+
+
+def _problem(proof: Callable[[], str | None]) -> str | None:
+    try:
+        return proof()
+    except Exception as error:  # of any kind, from compilers and drivers
+        return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
+
+
+@contextmanager
+def _borrowed(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The null blocks [H, N, D]; their content comes back."""
+    blocks = [cache[0] for cache in caches]
+    before = [block.clone() for block in blocks]
+    try:
+        yield blocks
+    finally:
+        for block, content in zip(blocks, before, strict=True):
+            block.copy_(content)
+
+
+def _wrongly_stored(
+    caches: tuple[Tensor, ...], scales: tuple[float, ...], dtype: torch.dtype, num_q_heads: int
+) -> str | None:
+    num_heads, num_tokens, dim = caches[0].shape[1:]
+    sizes = [num_q_heads, *[num_heads] * len(caches)]
+    device = caches[0].device
+    q, *new = (torch.randn(num_tokens, n, dim, device=device).to(dtype) for n in sizes)
+    cos_sin, turned, kept = None, q, [*new]
+    if num_q_heads:  # by a quarter, which rounds nothing
+        cos_sin = (torch.arange(dim, device=device) >= dim // 2).float().repeat(num_tokens, 1)
+        turned, kept[0] = (
+            torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) for x in (q, new[0])
+        )
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    with _borrowed(caches) as blocks:
+        store(new[0], new[1] if len(new) > 1 else None, slots, caches, scales, q=q, cos_sin=cos_sin)
+        wrong = (q != turned).sum()
+        for block, part, scale in zip(blocks, kept, scales, strict=False):
+            stored = fp8.stored_as(part, block.dtype, scale).float()
+            wrong += (block.transpose(0, 1).float() != stored).sum()
+    return f"deviates in {int(wrong)} elements" if wrong else None
+
+
+def _errors(
+    caches: tuple[Tensor, Tensor], dtype: torch.dtype, num_q_heads: int, kind: Kind
+) -> list[Tensor]:
+    """Of each context's output and log-sum-exp: norm of the difference by the norm."""
+    (num_heads, num_tokens, dim), device = caches[0].shape[1:], caches[0].device
+    heads, num_seqs = (num_q_heads, num_heads, dim), len(_CONTEXTS)
+    counts = -(-np.array(_CONTEXTS, np.int32) // num_tokens)
+    indptr = np.cumsum([0, *counts], dtype=np.int32)
+    pages = Pages(indptr, np.zeros(indptr[-1], np.int32), _CONTEXTS - (counts - 1) * num_tokens)
+    workspace = torch.empty(partial_bytes(heads, num_seqs, _SMS), dtype=torch.uint8, device=device)
+    decode = PieceDecode(heads, num_tokens, kind, dim**-0.5 / _SCALES[0], workspace, _SMS)
+    q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    errors = []
+    with _borrowed(caches) as (key, value):
+        for block in (key, value):
+            block.copy_(torch.randn(block.shape, device=device))
+        decode.plan(pages)
+        decode.run(q, caches, out=out, k_scale=_SCALES[0], v_scale=_SCALES[1], lse=lse)
+        for row, length in enumerate(_CONTEXTS):  # the block again and again
+            tokens = torch.arange(length, device=device) % num_tokens
+            scores = q[row].float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
+            if kind.soft_cap:
+                scores = (scores / kind.soft_cap).tanh() * kind.soft_cap
+            scores = scores[..., tokens]
+            scores[..., : -(kind.window or length)] = float("-inf")
+            shares = scores.new_zeros(*scores.shape[:2], num_tokens)
+            shares.index_add_(-1, tokens, scores.softmax(-1))
+            values = shares @ value.float() * _SCALES[1]
+            expected = (values, scores.logsumexp(-1) / np.log(2))
+            for found, right in zip((out[row], lse[row]), expected, strict=True):
+                difference = found.float() - right.view(found.shape)
+                errors.append(difference.norm() / right.norm())
+    return errors

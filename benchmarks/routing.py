@@ -288,8 +288,7 @@ class Knowing:
             self.knowledge.lends(each, True)
         self._fleet = fleet
         self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
-        self._works: dict[int, tuple[Work, Work]] = {}  # the prompt's, and the answer's
-        self._generates: dict[int, Engine] = {}
+        self._works: dict[int, tuple[Work, Engine, Work]] = {}  # the prompt's, and the answer's
         self._polled = 0.0
 
     def computes(self, request: Request) -> Engine:
@@ -302,15 +301,15 @@ class Knowing:
     def _take_both(self, request: Request, ask: Ask, alone: bool) -> Engine:
         """Both legs begin at once."""
         self.lender = None
-        prefills, decodes = self._in_turn
-        engine, work = self._take(ask, decodes if alone else prefills, True, alone)
-        stream = (engine, work) if alone else self._take(ask, decodes, False, True)
-        self._generates[id(request)], self._works[id(request)] = stream[0], (work, stream[1])
+        engine, work = self._take(ask, self._in_turn[alone], True, alone)
+        stream = (engine, work) if alone else self._take(ask, self._in_turn[1], False, True)
+        self._works[id(request)] = work, *stream
         return engine
 
     def generates(self, request: Request) -> Engine:
-        self.knowledge.answered(self._works[id(request)][1])
-        return self._generates[id(request)]
+        _, engine, stream = self._works[id(request)]
+        self.knowledge.answered(stream)
+        return engine
 
     def _take(
         self, ask: Ask, servers: list[Engine], computes: bool, generates: bool
@@ -323,7 +322,7 @@ class Knowing:
         return engine, work
 
     def told(self, request: Request, what: str) -> None:
-        prompt, stream = self._works[id(request)]
+        prompt, _, stream = self._works[id(request)]
         if what == "computed":
             self.knowledge.answered(prompt)
         if what == "ended" or prompt is not stream:

@@ -408,16 +408,14 @@ def _felt_s(seconds: float) -> float:
 
 def share_for_prompts(server: Load, limits: Limits) -> float:
     """Of its time, while its streams keep within the limit, those that are coming too."""
-    if not server.running:
-        return 1.0
-    own_s = server.step_s * (1.0 + (server.running + server.coming) / DOUBLING)
-    share = 1.0 - own_s / (server.target_s or limits.step_s)
+    target_s = server.target_s or limits.step_s
+    share = 1.0 - step_s(server, server.coming) / target_s if server.running else 1.0
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 
-def step_s(server: Load) -> float:
-    """What its steps take now, without prompts."""
-    return server.step_s * (1.0 + server.running / DOUBLING)
+def step_s(server: Load, more: int = 0) -> float:
+    """What its steps take now, without prompts, or would with so many streams more."""
+    return server.step_s * (1.0 + (server.running + more) / DOUBLING)
 
 
 def _room_s(ask: Ask, server: Load) -> float:

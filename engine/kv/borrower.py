@@ -279,7 +279,8 @@ class Borrower(KVConnector):
 
     def _fail_locked_out(self) -> None:
         scheduler, now = self.core.scheduler, time.monotonic()
-        found = [s for s in scheduler.waiting if scheduler.is_locked_out(s)]
+        hung, total = scheduler.allocator.num_quarantined, scheduler.allocator.capacity
+        found = [s for s in scheduler.waiting if scheduler.is_locked_out(s)] if hung else []
         self._locked_out = {s: self._locked_out.get(s, now) for s in found}
         for sequence, since in self._locked_out.items():
             if now - since < self._quarantine_timeout_s or sequence.phase is not Phase.WAITING:
@@ -288,7 +289,6 @@ class Borrower(KVConnector):
                 self._release_remote(sequence, lend=True)
             scheduler.finish(sequence)
             self._totals["baton_requests_locked_out"] += 1
-            hung, total = scheduler.allocator.num_quarantined, scheduler.allocator.capacity
             told = (
                 f"this request needs more KV blocks than are left: {hung} of {total} are held by "
                 "reads from a prefill server that hangs, for longer than "

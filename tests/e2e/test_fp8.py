@@ -122,3 +122,15 @@ def test_latents_of_eight_bits_too(engines, d):
     prompt = make_prompt(3, 100)
     again = [ask(decoder.url, prompt, NUM_TOKENS) for _ in range(2)]  # the second from its cache
     assert_alike(*again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "d"), [((), _OURS), (_OURS, ())], ids=["to fp8", "from fp8"])
+def test_latents_are_converted_on_their_way_to_ranks_that_share_them(engines, p, d):
+    geometries = Geometry(2, 16, "LBCNHD", p), Geometry(2, options=(*d, *_CONVERT), dcp=2)
+    prefiller, decoder = engines.pair(model_dir("mla"), *geometries)
+    prompt = make_prompt(len(p) + 40, 333)
+    pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+    assert pulled.kv == {"transferred": 333, "recomputed": 0, "skipped": 0}
+    exact = ask(prefiller.url, [*prompt, pulled.token_ids[0]], 1)
+    assert pulled.logprobs[1] == pytest.approx(exact.logprobs[0], abs=_CLOSE)

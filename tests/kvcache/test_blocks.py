@@ -166,9 +166,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         for block in taken:
             self.model[block] = ModelBlock(uses=1)
 
-    @rule(move=st.sampled_from(sorted(MOVES)), ids=ids)
-    def move(self, move: str, ids: list[int]) -> None:
-        self.apply(getattr(self.allocator, move), ids, *MOVES[move])
+    @rule(moves=st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=4), ids=ids)
+    def move(self, moves: list[str], ids: list[int]) -> None:
+        for move in moves:
+            self.apply(getattr(self.allocator, move), ids, *MOVES[move])
 
     @rule(move=st.sampled_from(sorted(MARKS)), block=st.integers(1, 3) | st.integers(-1, 13))
     def mark(self, move: str, block: int) -> None:

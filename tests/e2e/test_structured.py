@@ -111,17 +111,6 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
     assert answer.usage is not None and answer.usage.completion_tokens >= 12
 
 
-def test_what_never_ends_compiling_is_refused_beside_others(client):
-    endless = {"type": "integer", "multipleOf": 4_999_999}
-    with ThreadPoolExecutor() as pool:
-        hostile = pool.submit(_complete, client, {"json": endless})
-        good = _complete(client, {"choice": ["a key"]})
-        assert good.choices[0].text == "a key"
-        with pytest.raises(openai.BadRequestError, match="grammar-timeout-s") as refused:
-            hostile.result()
-    assert refused.value.param == "structured_outputs.json"
-
-
 @pytest.mark.slow
 def test_tensor_parallel_servers_answer_the_same(tiny_cluster, client):
     """Masks are made on rank 0 and sent to the others."""

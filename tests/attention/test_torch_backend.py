@@ -81,11 +81,11 @@ def test_lengths_far_apart_share_a_step(num_kv_heads):
 
 @both_ways
 def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
-    layers = (LayerAttention(Kind(100)), LayerAttention(Kind(700, 2.0)))
-    sizes = {"num_q_heads": 8, "block_size": 8, "num_blocks": 400, "head_dim": 8}
+    layers = (LayerAttention(Kind(40)), LayerAttention(Kind(280, 2.0)))
+    sizes = {"num_q_heads": 8, "block_size": 8, "num_blocks": 100, "head_dim": 8}
     shape = Shape(num_kv_heads=num_kv_heads, layers=layers, **sizes)
-    seqs, backend = make_sequences(shape, [1500, 90]), make(shape)
-    steps = [(0, 1300), (1300, 1399), (1399, 1498), (1498, 1499), (1499, 1500)]
+    seqs, backend = make_sequences(shape, [600, 90]), make(shape)
+    steps = [(0, 520), (520, 559), (559, 598), (598, 599), (599, 600)]
     for at, (start, stop) in enumerate(steps):
         check_step(backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)])
 

@@ -9,6 +9,8 @@ completions a backend is asked for.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from protocol.http.connections import MAX_TARGET_BYTES
+
 BODY = b'{"model":"m","prompt":"@@@@"}'
 CHUNKED = b"Transfer-Encoding: chunked"
 TARGET = b"/v1/completions"
@@ -206,6 +208,7 @@ ROWS = [
     Row("no Host", lines(b"GET /health HTTP/1.1"), "400"),
     Row("two Hosts", get(b"/health", b"Host: y"), "400"),
     Row("two Hosts, alike", get(b"/health", HOST), "400"),
+    Row("two Hosts in 1.0", get(b"/health", HOST, version=b"HTTP/1.0"), "400!"),
     Row("Host in other letters, too", get(b"/health", b"hOsT: y"), "400"),
     *each("Host", lambda value: lines(b"GET /health HTTP/1.1", b"Host: " + value), "400", 0,
         b"u@x", b"x/y", b"x y", b"x, y", b"http://x", b"x?", b"x#", b"x\\y", b"x:a", b"x\xff",
@@ -285,6 +288,7 @@ ROWS = [
     Row("CONNECT with a path", HEALTH.replace(b"GET", b"CONNECT"), "400!"),
     Row("DELETE", HEALTH.replace(b"GET", b"DELETE"), "405"),
     Row("PATCH a completion", sized().replace(b"POST", b"PATCH"), "405"),
+    Row("longest target", get(b"/" + (MAX_TARGET_BYTES - 100) * b"y"), "404"),
     Row("long request line", get(b"/" + _BIG), "414"),
     Row("long query", get(b"/health?" + _BIG), "414"),
     # Expect, Connection, Upgrade.

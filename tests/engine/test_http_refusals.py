@@ -1,7 +1,6 @@
 """What the HTTP application refuses: the status, the field at fault, and words that say why."""
 
 import asyncio
-import json
 import re
 import sys
 from typing import Any
@@ -158,33 +157,6 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer):
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
 
 
-_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-
-
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    [
-        (b"GET /health HTTP/1.1\r\n\r\n", 400),
-        (_POST + b"Host: x\r\nContent-Length: 2\r\n\r\n{}", 400),
-        (b"? ? ?\r\n\r\n", 400),
-        (_POST + b"Expect: 100-continue\r\nContent-Length: 100000000\r\n\r\n", 413),
-    ],
-)
-async def test_what_the_connection_refuses_is_an_error_like_any_other(tokenizer, raw, status):
-    async with serving(tokenizer) as server:
-        url = server.http.base_url
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(raw)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 %d" % status)
-        assert b"x-request-id: " in head
-        found = re.search(rb"content-length: (\d+)", head)
-        assert found
-        body = json.loads(await reader.readexactly(int(found[1])))
-        assert body["error"]["type"] == "invalid_request_error"
-        writer.close()
-
-
 @pytest.mark.parametrize(
     ("path", "members"),
     [
@@ -196,7 +168,7 @@ async def test_what_the_connection_refuses_is_an_error_like_any_other(tokenizer,
 )
 async def test_a_body_of_whatever_depth_is_the_client_s_mistake(tokenizer, path, members):
     """Some depths can be read but not shown in a message."""
-    depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
+    depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit(), 7)
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
 
     async with serving(tokenizer) as server:

@@ -47,8 +47,10 @@ async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
     body = await reader.readexactly(length) if has_body else b""
     if b"x-request-id" not in headers and status != "200":
         return f"{status} without an id"
-    if body and status != "200" and "message" not in json.loads(body)["error"]:
-        return f"{status} without a message"
+    if body and status != "200":
+        error = json.loads(body)["error"]
+        if error["type"] != "invalid_request_error" or not error["message"]:
+            return f"{status} and {error}"
     return status if has_body else status + "-"
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from model.architectures.rotation import NOT_ROTATED
 from model.config import ModelConfig, parse_config
-from model.errors import UnsupportedModel
 from model.sizes import weight_bytes
 
 SIZES = (
@@ -156,15 +155,3 @@ def test_what_publishers_write_is_understood() -> None:
     assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
     assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
     assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047
-
-
-@pytest.mark.parametrize(
-    ("raw", "told"),
-    [
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0"),
-        ({"quantization_config": {"quant_method": "hqq"}}, 'quantization_config "hqq"'),
-    ],
-)
-def test_what_is_not_served_of_them_is_told(raw: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedModel, match=told):
-        parse_config({**MODELS["phi-4"][1], **raw})

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.loads import mooncake
 from tests.make_models import ensure_model
-from tests.rigs.client import fresh_prompt
+from tests.rigs.client import fresh_prompt, greedy, parse_kv, post
 from tests.rigs.cluster import Server, start_decode, start_prefill, start_proxy, started
 
 ANSWER, NEW, BLOCK = 60, 40, 32  # tokens
@@ -45,9 +45,7 @@ def fleet(request):
 
 
 def ask(server: Server, prompt: list[int], num_tokens: int = ANSWER) -> httpx.Response:
-    body = {"model": "test-model", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = post(server.url, **greedy(prompt, num_tokens))
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -59,9 +57,8 @@ def said(answer: httpx.Response) -> list[int]:
 
 def recomputed(answer: httpx.Response) -> int:
     """Prompt tokens that both servers computed for an answer."""
-    legs = [answer.headers.get(name, "") for name in ("x-baton-kv", "x-baton-kv-prefill")]
-    told = [dict(part.split("=") for part in leg.split(", ")) for leg in legs if leg]
-    return sum(int(each["recomputed"]) for each in told)
+    legs = [answer.headers.get(name) for name in ("x-baton-kv", "x-baton-kv-prefill")]
+    return sum(parse_kv(leg)["recomputed"] for leg in legs if leg)
 
 
 @pytest.mark.parametrize("how", ["always", "never", "auto"])
@@ -120,14 +117,8 @@ def _trace() -> list[tuple[int, ...]]:
 def test_a_trace_of_conversations_is_computed_hardly_more_than_once():
     """Prompt tokens, against one server whose cache keeps all."""
     model = ensure_model("gqa")
-    argv = (
-        "--borrow-prefixes",
-        "always",
-        "--kv-cache-tokens",
-        "65536",
-        "--block-size",
-        str(_SCALED),
-    )
+    argv = ("--borrow-prefixes", "always", "--kv-cache-tokens", "65536")
+    argv += ("--block-size", str(_SCALED))
     p, d = (partial(make, model, *argv) for make in (start_prefill, start_decode))
     with started(p, p, d, d) as servers, ThreadPoolExecutor(3) as pool:
         with started(lambda: start_proxy(servers[:2], servers[2:])) as (proxy,):

@@ -12,6 +12,7 @@ from protocol.kv_params import REMOTE_DECODE, sealed
 from protocol.messages import KVHint
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
+from tests.rigs.client import complete, greedy, parse_kv, post, prefill
 from tests.rigs.cluster import SECRET, Server, start_decode, start_prefill, started
 
 PROMPT = [(7 * i) % 250 + 1 for i in range(150)]
@@ -27,25 +28,12 @@ def servers() -> Iterator[list[Server]]:
         yield found
 
 
-def ask(server: Server, prompt: list[int], max_tokens: int, params: Any = None) -> httpx.Response:
-    body = {"model": "test-model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": params}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer
-
-
-def tokens(answer: httpx.Response) -> list[int]:
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
-
-
 def test_a_server_that_did_both_legs_takes_what_it_has(servers):
     prompt = [9, *PROMPT]
-    params = ask(servers[0], prompt, 1, REMOTE_DECODE).json()["kv_transfer_params"]
-    answer = ask(servers[0], prompt, 12, params)
-    assert answer.headers["x-baton-kv"] == "transferred=0, recomputed=7, skipped=144"
-    assert tokens(answer) == tokens(ask(servers[1], prompt, 12))
+    params = prefill(servers[0].url, prompt)
+    answer = complete(servers[0].url, prompt, 12, kv_transfer_params=params)
+    assert answer.kv == {"transferred": 0, "recomputed": 7, "skipped": 144}
+    assert answer.token_ids == complete(servers[1].url, prompt, 12).token_ids
 
 
 def hint_to(server: Server) -> dict[str, Any]:
@@ -57,20 +45,20 @@ def hint_to(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["as named", "the other way round"])
 def test_turn_two_pulls_from_the_server_that_answered_turn_one_what_only_that_has(servers, reverse):
-    prefill, decode = servers[::-1] if reverse else servers
+    p, d = servers[::-1] if reverse else servers
     reference = Reference(ensure_model("gqa"))
     prompt = [int(reverse) + 20, *PROMPT]
-    params = ask(prefill, prompt, 1, REMOTE_DECODE).json()["kv_transfer_params"]
-    answer = ask(decode, prompt, 60, params)
-    assert answer.headers["x-baton-kv"] == "transferred=151, recomputed=0, skipped=0"
-    said = tokens(answer)
-    assert said == reference.generate(prompt, 60)
-    turn_2 = [*prompt, *said, 5, 6, 7, 8]  # 215: D has 210 of them, its last token was not computed
+    answer = complete(d.url, prompt, 60, kv_transfer_params=prefill(p.url, prompt))
+    assert answer.kv == {"transferred": 151, "recomputed": 0, "skipped": 0}
+    assert answer.token_ids == reference.generate(prompt, 60)
+    turn_2 = [*prompt, *answer.token_ids, 5, 6, 7, 8]  # 215: D has 210, the last was not computed
 
-    first = ask(prefill, turn_2, 1, {**REMOTE_DECODE, "hint": hint_to(decode)})
+    asked = {"kv_transfer_params": {**REMOTE_DECODE, "hint": hint_to(d)}}
+    first = post(p.url, **greedy(turn_2, 1, **asked))
     own, held = (128, 208) if reverse else (144, 192)  # tokens in P's and in D's full blocks
-    kv = f"transferred={held - own}, recomputed={215 - held}, skipped={own}"
-    assert first.headers["x-baton-kv"] == kv
-    second = ask(decode, turn_2, 20, first.json()["kv_transfer_params"])
-    assert second.headers["x-baton-kv"] == f"transferred={215 - held}, recomputed=0, skipped={held}"
-    assert tokens(second) == reference.generate(turn_2, 20)
+    told = {"transferred": held - own, "recomputed": 215 - held, "skipped": own}
+    assert parse_kv(first.headers["x-baton-kv"]) == told
+    params = first.json()["kv_transfer_params"]
+    second = complete(d.url, turn_2, 20, kv_transfer_params=params)
+    assert second.kv == {"transferred": 215 - held, "recomputed": 0, "skipped": held}
+    assert second.token_ids == reference.generate(turn_2, 20)

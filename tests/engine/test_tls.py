@@ -23,7 +23,7 @@ CLIENT, ROOT, SERVER = "sk-client-0123456789", "sk-root-0123456789", "sk-server-
 def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
     """A certificate for this machine's loopback, which vouches for itself, and its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
-    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+    names = "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2".split()
     command += ["-subj", f"/CN={name}", "-addext", names, "-keyout", key, "-out", cert]
     subprocess.run([*command, *(more or ("-noenc",))], check=True, capture_output=True)

@@ -5,20 +5,18 @@ import contextlib
 import errno
 import os
 import resource
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from protocol.errors import InvalidRequest
 from proxy import upstream
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
+from tests.engine.test_tls import made
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving, until_closed
 
 CHUNKED = (
@@ -304,21 +302,10 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait():
 
 # -- servers behind TLS, at addresses of either kind
 
-NAMES = "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1"
-
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed: no certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    paths = folder / "certificate.pem", folder / "key.pem"
-    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
-    argv = ["openssl", *made.split(), "-addext", NAMES]
-    argv += ["-out", str(paths[0]), "-keyout", str(paths[1])]
-    subprocess.run(argv, check=True, capture_output=True)
-    return paths
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return made(tmp_path_factory.mktemp("tls"), "server")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

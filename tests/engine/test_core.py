@@ -189,13 +189,6 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
     assert executor.max_tokens_in_step <= 8
 
 
-def lose_hits(core):
-    core.finish_steps(0)
-    core.scheduler._preempt(core.sequences["b"], Plan(0))
-    core.scheduler.prefix.clear()
-    run_until_idle(core)
-
-
 @either_depth
 @pytest.mark.parametrize("known", [0, 5])
 def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, known):

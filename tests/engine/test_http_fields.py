@@ -16,7 +16,6 @@ IGNORED: Final = "ignored"
 # What it shows of the variables that a chat can set, and of a history.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|{{ m.reasoning_content }};\
 {% endfor %}{{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
-PLAIN = "user:Hi|;,,,"
 HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 CACHED = {"cache_control": {"type": "ephemeral"}}
 

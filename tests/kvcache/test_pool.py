@@ -18,7 +18,6 @@ from tests.rigs.examples import examples
 
 ALL_ORDERS = ["".join(head) + "D" for head in itertools.permutations("BHLCN")]
 BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
-INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def fill(pool: KVPool) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
 from protocol.errors import KVCorrupt, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
-from tests.rigs.memory_pair import PATIENT, Decode, Prefill, assert_pulled, expected, fill
+from tests.rigs.memory_pair import PATIENT, REMOTE, Decode, Prefill, assert_pulled, expected, fill
 
 NUM_TOKENS = 61
 
@@ -26,24 +26,12 @@ class Prompt:
         self.blocks = [3 * n % 31 + 1 for n in range(-(-NUM_TOKENS // size))]
         self.num_done = 0
         host, port = prefill.server.address
-        self.remote = RemotePrefill(
-            host=host,
-            port=port,
-            engine_id=prefill.metadata.engine_id,
-            incarnation=prefill.metadata.incarnation,
-            request_id="r",
-            lease_id="",
-            lease_s=60.0,
-            block_ids=[],
-            block_size=0,
-            num_tokens=NUM_TOKENS,
-            cached_tokens=0,
-            tp_size=0,
-            first_tokens=[],
-            sender_releases=True,
-            transfer_id=name,
-            prompt_digest="d",
-        )
+        self.remote = replace(
+            REMOTE, host=host, port=port, engine_id=prefill.metadata.engine_id,
+            incarnation=prefill.metadata.incarnation, lease_id="", lease_s=60.0, block_ids=[],
+            block_size=0, num_tokens=NUM_TOKENS, tp_size=0, first_tokens=[], sender_releases=True,
+            transfer_id=name, prompt_digest="d",
+        )  # fmt: skip
         for pool in prefill.pools:
             pool.canonical.fill_(-1.0)
         if comes:

@@ -31,7 +31,7 @@ MAX_LINES = {
     "prefill_server": 192,
     "protocol": 6849,
     "proxy": 5249,
-    "tests": 40947,
+    "tests": 40603,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

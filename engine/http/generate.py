@@ -22,7 +22,6 @@ from engine.http.limits import (
     check_token_ids,
     fill_in_model,
     guided_decodings,
-    prompt_param,
     token_limit,
 )
 from engine.http.middleware import (
@@ -156,7 +155,7 @@ async def _engine_requests(
     else:
         prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
     for ids in prompts:
-        check_token_ids(ids, ready.vocab_size, prompt_param(parsed))
+        check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     asked, room = parsed, ready.max_model_len
     if behind is not None and context is not None:
         asked, room = behind, context

@@ -20,13 +20,6 @@ MAX_REQUEST_TOKENS = 1 << 22
 MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory however short it is
 
 
-def prompt_param(parsed: GenerationRequest) -> str:
-    """The field that the prompt came in, for error messages."""
-    if parsed.endpoint == "/v1/responses":
-        return "input"
-    return "messages" if isinstance(parsed, ChatRequest) else "prompt"
-
-
 def fill_in_model(members: dict[str, Any], served: str) -> None:
     """Names the model in a body that leaves it out."""
     if members.get("model") is None:
@@ -85,7 +78,7 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     schemas = [
         GuidedDecoding(
             Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})),
-            f"tools[{at}].function.parameters",
+            tools.field(at),
         )
         for at, tool in enumerate(tools.offered)
     ]
@@ -126,7 +119,7 @@ def token_limit(
     room = max_model_len - num_prompt_tokens
     asked = parsed.token_limit
     if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
-        raise too_long(num_prompt_tokens, max_model_len, prompt_param(parsed))
+        raise too_long(num_prompt_tokens, max_model_len, parsed.prompt_field)
     if asked is None:
         usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         limit = min(unasked or usual, room)
@@ -160,7 +153,7 @@ def check_size(
     size = choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)
     limit = max(MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS))
     if size > limit:
-        param = "best_of" if choices > parsed.n else "n" if choices > 1 else prompt_param(parsed)
+        param = "best_of" if choices > parsed.n else "n" if choices > 1 else parsed.prompt_field
         raise InvalidRequest(
             f"`{param}`: {len(lengths)} prompts with {choices} choices each may have {size} tokens "
             f"in all, prompts and outputs, and a choice counts as {MIN_CHOICE_TOKENS} at least; "

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.http.limits import prompt_param, too_long
+from engine.http.limits import too_long
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import QueueFull
@@ -159,7 +159,7 @@ class TextEncoder:
                 if not isinstance(text, str) or len(text) <= max(sure_to, likely):
                     continue
                 if at_least := tokenizer.at_least(text, max_model_len):
-                    raise too_long(at_least, max_model_len, prompt_param(parsed), "at least ")
+                    raise too_long(at_least, max_model_len, parsed.prompt_field, "at least ")
             return found
 
         def encode() -> list[list[int]]:
@@ -185,7 +185,8 @@ def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
         if told:
             message["reasoning_content"] = told
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
-    return {"messages": messages, **parsed.template_options, "tools": tools}
+    told = {"messages": messages, "field": parsed.prompt_field}
+    return {**told, **parsed.template_options, "tools": tools}
 
 
 def with_tools(

@@ -45,6 +45,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        field: str = "messages",
     ) -> str:
         """The text of `messages`.
 
@@ -54,6 +55,7 @@ class ChatTemplate:
             add_generation_prompt: the head of the assistant's next turn follows.
             continue_final_message: the text ends within the last message, for it to be continued.
             variables: more of what the template may read.
+            field: of the request, with the messages, for errors.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
@@ -78,7 +80,7 @@ class ChatTemplate:
             text = self._template.render(given)
         except Exception as error:  # a template may fail in any way; none is the server's fault
             raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param="messages"
+                f"The model's chat template refuses these messages: {error}", param=field
             ) from None
         return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
 

@@ -113,21 +113,23 @@ class Tokenizer:
         """Each token as the vocabulary spells it; None for an id that it does not have."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], *, field: str = "messages", **options: Any
+    ) -> str:
         """The prompt for the assistant's next turn, with the special tokens that the template
         writes itself.
 
         Args:
-            options: see ChatTemplate.render.
+            field, options: see ChatTemplate.render.
 
         Raises:
             InvalidRequest: the model has no chat template, or its template refuses the messages.
         """
         if self.chat_template is None:
             raise InvalidRequest(
-                "The model has no chat template; use /v1/completions.", param="messages"
+                "The model has no chat template; use /v1/completions.", param=field
             )
-        return self.chat_template.render(messages, self.special_tokens, **options)
+        return self.chat_template.render(messages, self.special_tokens, field=field, **options)
 
     def _token_text(self, token_id: int) -> TokenText:
         """How one token alone is shown: special tokens by name, a part of a character as

@@ -128,6 +128,8 @@ Effort = Annotated[
 class ChatRequest(GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
+    prompt_field = "messages"
+    function_path: ClassVar[str] = "function."  # in a tool, to its function's members
 
     messages: Messages
     logprobs: Switch = False
@@ -156,7 +158,8 @@ class ChatRequest(GenerationRequest):
     @cached_property
     def toolset(self) -> Tools:
         """The tools that the model is told of, and whether it must call one."""
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+        parallel = self.parallel_tool_calls is not False
+        return read_tools(self.tools, self.tool_choice, parallel, self.function_path)
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:

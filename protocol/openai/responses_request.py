@@ -23,7 +23,7 @@ from protocol.openai.sampling import (
     integer,
 )
 from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers, only_one
-from protocol.openai.tools import MAX_TOOLS, Function
+from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
 _SAMPLING = {"temperature", "top_p"}
 _AS_CHATS = {*_SAMPLING, *CommonFields.model_fields}
@@ -140,7 +140,7 @@ class FunctionTool(Function, _OfFunction):
 
 
 class NamedFunction(_OfFunction):
-    name: str = Field(description="a string")
+    name: FunctionName
 
 
 class ReasoningOptions(Strict):
@@ -190,6 +190,8 @@ class ResponsesChat(ChatRequest):
     """The chat that a request to /v1/responses is served as."""
 
     endpoint = "/v1/responses"
+    prompt_field = "input"
+    function_path = ""
 
     asked: ResponsesRequest
 
@@ -226,15 +228,14 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     asked = validate(ResponsesRequest, body)
     told = asked.instructions
     first = [] if told is None else [{"role": "system", "content": told}]
-    chat = ResponsesChat(
-        asked=asked,
-        messages=[*first, *asked.input],  # type: ignore[list-item]  # pydantic makes Messages
-        max_completion_tokens=asked.max_output_tokens,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
-        verbosity=asked.text.verbosity if asked.text else None,
+    chat = {
+        "asked": asked,
+        "messages": [*first, *asked.input],
+        "max_completion_tokens": asked.max_output_tokens,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
+        "verbosity": asked.text.verbosity if asked.text else None,
         **_tools_of_chats(asked),
         **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
-    )
-    chat.check()
-    return chat
+    }
+    return validate(ResponsesChat, chat)

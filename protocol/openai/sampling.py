@@ -4,7 +4,7 @@ Of `max_tokens` and `max_completion_tokens` the smaller counts. A negative seed 
 as "random".
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -147,6 +147,8 @@ class CommonFields(Strict):
 
 class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     """What completions and chats share."""
+
+    prompt_field: ClassVar[str] = "prompt"  # that it comes in, for error messages
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)

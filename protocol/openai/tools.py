@@ -26,15 +26,21 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 _FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
 
+FunctionName = Annotated[
+    str,
+    Field(
+        pattern="^[A-Za-z0-9_.-]{1,64}$",
+        description="1 to 64 letters, digits, underscores, dots or dashes",
+    ),
+]
+
+
 class Function(Strict):
     """What a tool's `function` must have; what else it has is for the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(
-        pattern="^[A-Za-z0-9_.-]{1,64}$",
-        description="1 to 64 letters, digits, underscores, dots or dashes",
-    )
+    name: FunctionName
     description: str | None = Field(None, description="a string")
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema, an object")
     strict: bool | None = Field(None, description="true or false")
@@ -71,6 +77,7 @@ class Tools:
     mode: Mode = "none"
     name: str | None = None  # of the tool that must be called, in mode "named"
     parallel: bool = True  # whether an answer may have several calls
+    path: str = "function."  # to a function's members, as the request says it
 
     @property
     def active(self) -> bool:
@@ -87,15 +94,19 @@ class Tools:
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
             grammar = Grammar("json_schema", _json(parameters_of(self.offered[at])))
-            return GuidedDecoding(grammar, f"tools[{at}].function.parameters")
+            return GuidedDecoding(grammar, self.field(at))
         if self.mode == "required":
             return GuidedDecoding(
                 Grammar("grammar", calls_grammar(self.offered, self.parallel)), "tools"
             )
         return None
 
+    def field(self, at: int) -> str:
+        """The request's field with the schema of one tool."""
+        return f"tools[{at}].{self.path}parameters"
 
-def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools:
+
+def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str) -> Tools:
     """The tools of a request that offers these; None is "not given". Raises InvalidRequest."""
     functions = ({k: v for k, v in t["function"].items() if v is not None} for t in tools or ())
     offered: tuple[dict[str, Any], ...] = tuple(
@@ -104,9 +115,10 @@ def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools
     names = [tool["function"]["name"] for tool in offered]
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise wrong(f"tools[{at}].function.name", name, "used once only")
+            raise wrong(f"tools[{at}].{path}name", name, "used once only")
     if choice in (None, "auto", "none"):
-        return Tools(offered, "auto" if offered and choice != "none" else "none", None, parallel)
+        mode: Mode = "auto" if offered and choice != "none" else "none"
+        return Tools(offered, mode, None, parallel, path)
     named = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
         raise InvalidRequest(
@@ -114,11 +126,11 @@ def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool) -> Tools
             param="tool_choice",
         )
     if named is None:
-        return Tools(offered, "required", None, parallel)
+        return Tools(offered, "required", None, parallel, path)
     if named not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise wrong("tool_choice.function.name", named, must_be)
-    return Tools(offered, "named", named, parallel)
+        raise wrong(f"tool_choice.{path}name", named, must_be)
+    return Tools(offered, "named", named, parallel, path)
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
-from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving
+from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving, with_template
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LONG = "context_length_exceeded"
@@ -63,6 +63,8 @@ def leg(context: object, **asked: Any) -> dict[str, Any]:
         (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex", ""),
         (CHAT, {"guided_grammar": "start: gone"}, 400, "guided_grammar", "gone"),
         (CHAT, {"tools": [tool(OBJEKT)]}, 400, "tools[0].function.parameters", "objekt"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}]},
+         400, "tools[0].parameters", "objekt"),
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
         # A prefill leg, for what its client asked and the decode server would refuse.
@@ -97,6 +99,18 @@ async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, par
         assert server.engine.added == []
         assert server.metrics.value("baton_requests_in_progress") == 0
         assert (await server.post()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "messages"), (RESPONSES, "input"), ("/tokenize", "messages")]
+)
+async def test_what_a_template_refuses_is_called_as_the_client_did(tokenizer, path, field):
+    strict = with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
+    async with serving(strict) as server:
+        response = await server.http.post(path, json={"model": "m", field: HI})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, field)
+        assert "must alternate" in error["message"]
 
 
 @pytest.mark.parametrize("context", [10, None, "10"])

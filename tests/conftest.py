@@ -55,6 +55,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(session: pytest.Session) -> Iterator[None]:
+    """Tells of a wrong -m or -k, of which pytest-xdist's own words are an internal error."""
+    try:
+        yield
+    except pytest.UsageError as error:
+        session.shouldfail = str(error)
+        raise
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine, on the event loop that servers use."""

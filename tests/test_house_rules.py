@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -181,3 +182,9 @@ def test_the_length_check_counts_a_whole_function() -> None:
     body = "\n".join("    pass" for _ in range(MAX_FUNCTION_LINES - 1))
     assert not list(long_functions(f"def f():\n{body}"))
     assert list(long_functions(f"async def f():\n{body}\n    pass"))
+
+
+def test_an_expression_that_selects_nothing_is_told_of_by_processes_that_share_the_tests():
+    run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "-m", "slowly"]
+    told = subprocess.run([*run, __file__], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "expression: slowly" in told and "INTERNALERROR" not in told

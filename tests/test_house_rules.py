@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2617,
     "decode_server": 331,
     "deploy": 900,
-    "engine": 11244,
+    "engine": 11241,
     "kvcache": 7869,
     "kvcache/transfer": 5231,
     "model": 5150,
     "prefill_server": 192,
-    "protocol": 6849,
+    "protocol": 6867,
     "proxy": 5249,
-    "tests": 40603,
+    "tests": 40660,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -27,7 +27,7 @@ def serve(cls: type[EngineSettings], argv: Sequence[str] | None, *, prog: str) -
     policy, is_of_machine = settings.kv_load_failure_policy, settings.cluster_secret is None
     is_reachable = settings.advertised_host is not None
     legs = lambda key: Legs(key, policy, is_of_machine, is_reachable=is_reachable)  # noqa: E731
-    return run_server(settings, legs, "decode_server.service")
+    return run_server(settings, legs)
 
 
 class Legs(PrefillLeg):

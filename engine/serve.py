@@ -40,12 +40,13 @@ logger = logging.getLogger("baton.serve")
 _START_TIMEOUT_S = 600.0  # of an engine, without progress
 _ENDING_S = 5.0  # for the processes of an engine that failed or hung up
 _KILLED = 130  # exit status, as of `baton up`
+RANK = "engine.worker.worker"  # the program of a rank process
 _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the model
 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
-def run_server(settings: EngineSettings, hooks: HooksFactory, module: str) -> int:
+def run_server(settings: EngineSettings, hooks: HooksFactory, module: str = RANK) -> int:
     """Serves until told to end. Returns the process's exit status.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from protocol.errors import BatonError
-from protocol.messages import EngineInput, RemotePrefill, TokenDelta
+from protocol.messages import RemotePrefill
 
 
 class CoreServices(Protocol):
@@ -24,19 +24,6 @@ class CoreServices(Protocol):
 
     def wake(self) -> None:
         """Makes the core take another round; callable from any thread."""
-
-
-class Transport(Protocol):
-    """The core's side of the link to the HTTP process."""
-
-    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        """Waits for input or a wake-up. Returns the messages, and whether the link asks to end."""
-
-    def wake(self) -> None: ...
-
-    def send(self, deltas: list[TokenDelta]) -> None: ...
-
-    def send_stats(self, values: dict[str, float]) -> None: ...
 
 
 class KVConnector:

@@ -28,12 +28,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
-from engine.core.connector import CoreServices, KVConnector, Transport
+from engine.core.connector import CoreServices, KVConnector
 from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import ShapeBook
 from engine.core.output_processor import SILENT_S, CoreStats, Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
+from engine.process.transport import EngineTransport
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError, Overloaded
 from protocol.messages import (
@@ -72,7 +73,7 @@ class EngineCore(CoreServices):
         scheduler: Scheduler,
         executor: Executor,
         connector: KVConnector,
-        transport: Transport,
+        transport: EngineTransport,
         grammars: CoreGrammars | None = None,
     ) -> None:
         self.scheduler = scheduler

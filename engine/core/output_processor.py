@@ -9,20 +9,11 @@ from engine.core.sequence import Sequence
 from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, TokenDelta, TokenLogprobs
+from protocol.metrics import ENGINE_TOTALS
 
 SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
 _INTERVAL_S: Final = 0.25
-_NAMES: Final = (
-    "baton_engine_steps",
-    "baton_engine_step_tokens",
-    "baton_engine_step_prompt_tokens",
-    "baton_engine_step_seconds",
-    "baton_engine_mixed_steps",
-    "baton_engine_mixed_step_tokens",
-    "baton_engine_mixed_step_seconds",
-    "baton_prefix_cache_query_tokens",
-    "baton_prefix_cache_hit_tokens",
-)
+_PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,8 @@ class CoreStats:
     """Totals by series (protocol.metrics)."""
 
     def __init__(self) -> None:
-        self._totals = dict.fromkeys(_NAMES, 0.0)
+        names = (*ENGINE_TOTALS, *_PREFIX_TOTALS)
+        self._totals = dict.fromkeys((f"baton_{name}" for name in names), 0.0)
         self._told: dict[str, float] = {}
         self._due_s = 0.0
 

@@ -46,7 +46,7 @@ class EngineProcesses:
     """The rank processes of one engine.
 
     Args:
-        module: what each rank runs, `prefill_server.connector` or `decode_server.connector`.
+        module: what each rank runs.
         on_failure: told once, from a thread, why the engine cannot go on.
     """
 

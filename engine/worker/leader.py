@@ -9,7 +9,6 @@ from engine.text.grammar import GrammarCompiler
 from engine.worker.load import reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
-from engine.worker.service import ConnectorFactory
 from model.config import load_config
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
@@ -17,12 +16,12 @@ from protocol.messages import EngineFailed, EngineProgress, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
 
 
-def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
+def lead(config: EngineConfig) -> None:
     transport = EngineTransport(config.http_address)
     links = RankLinks(config.control_address, 0, config.tp)
     try:
         with starting():
-            core, rank, ready = _build(config, factory, links, transport)
+            core, rank, ready = _build(config, links, transport)
     except Exception as error:
         ignore_sigterm()
         transport.tell(EngineFailed(reason_of(error)))
@@ -45,7 +44,7 @@ def lead(config: EngineConfig, factory: ConnectorFactory) -> None:
 
 
 def _build(
-    config: EngineConfig, factory: ConnectorFactory, links: RankLinks, transport: EngineTransport
+    config: EngineConfig, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
     def tell(text: str) -> None:
         transport.tell(EngineProgress(text))
@@ -54,7 +53,7 @@ def _build(
         config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
     )
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
-    rank = Rank(config, model_config, 0, factory, links, tell)
+    rank = Rank(config, model_config, 0, links, tell)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -67,13 +66,13 @@ def _build(
         protocol_version=PROTOCOL_VERSION,
         engine_id=config.engine_id,
         incarnation=config.incarnation,
-        compat=rank.context.compat,
+        compat=rank.compat,
         tp_size=config.tp,
         dcp_size=config.dcp,
         ranks=rank.metadata,
         digests=DIGESTS,
     )
-    connector = factory.make_connector(rank.context, metadata, transport.wake)
+    connector = rank.service.make_connector(metadata, transport.wake)
     core = EngineCore(
         Scheduler.of_blocks(limits, rank.num_blocks, cached=config.enable_prefix_caching),
         RankExecutor(rank.runner, links),
@@ -89,7 +88,7 @@ def _build(
         side_channel_port=connector.side_channel_port(),
         geometry={
             **config.geometry,
-            "kv_digest": kv_digest(rank.context.compat, config.kv_convert),
+            "kv_digest": kv_digest(rank.compat, config.kv_convert),
             "side_channel_port": connector.side_channel_port() or 0,
         },
     )

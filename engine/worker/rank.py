@@ -12,7 +12,7 @@ from engine.worker.memory import PoolSize, longest_sequence, size_pool
 from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
-from engine.worker.service import ConnectorFactory, RankContext
+from engine.worker.service import KVService, reserved_bytes
 from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.nixl_agent import NixlAgent
@@ -39,15 +39,15 @@ class Rank:
         config: EngineConfig,
         model_config: ModelConfig,
         rank: int,
-        factory: ConnectorFactory,
         links: RankLinks,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         parallel = _parallel(config, rank, links) if config.tp > 1 else Parallel(0, 1)
         self.runner = runner = ModelRunner(config, model_config, parallel, tell)
-        self._config, self._max_position = config, model_config.max_position
+        self._config, self._number = config, rank
+        self._max_position = model_config.max_position
         tell("sizing the KV pool")
-        self._size = pool_size(config, model_config, runner, factory)
+        self._size = pool_size(config, model_config, runner)
         self.num_blocks = links.agree(self._size.num_blocks, int, min)
         pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
@@ -62,9 +62,9 @@ class Rank:
             device_id=pool.device_id if cuda else None,
             set_device=torch.cuda.set_device,
         )
-        compat = _compat(config, model_config, runner.groups.to_wire())
-        self.context = RankContext(config, rank, pool, agent, compat, runner.stepping)
-        self.service = factory.make_service(self.context)
+        self.compat = _compat(config, model_config, runner.groups.to_wire())
+        stepping = runner.stepping
+        self.service = KVService(config, rank, pool, agent, self.compat, busy=lambda: stepping.busy)
         own = [describe(pool, rank, agent.metadata())]
         self.metadata = links.agree(own, list[RankMetadata], _in_order)
         self.service.start()
@@ -76,7 +76,7 @@ class Rank:
 
     def blame(self, error: Exception) -> None:
         """Raises RankLost, from what has failed here, where that came of another rank's end."""
-        blame(error, self.context.rank, [one.pid for one in self.metadata])
+        blame(error, self._number, [one.pid for one in self.metadata])
 
     @staticmethod
     def ready() -> None:
@@ -90,11 +90,9 @@ def _in_order(told: list[list[RankMetadata]]) -> list[RankMetadata]:
     return sorted((one for (one,) in told), key=lambda metadata: metadata.rank)
 
 
-def pool_size(
-    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner, factory: ConnectorFactory
-) -> PoolSize:
+def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> PoolSize:
     if config.device == "cuda":
-        free_bytes = kv_budget_bytes(runner) - factory.reserved_bytes(config)
+        free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
         free_bytes = free_host_bytes() // config.tp
     return size_pool(

@@ -1,52 +1,120 @@
-"""What a server adds to the ranks of its engine: a service on each, a connector on rank 0."""
+"""What runs on each rank for KV to come and go: its pool, which peers may read, and the thread that
+reads theirs."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.connector import KVConnector
+from engine.kv.borrower import Borrower
+from engine.kv.connector import Connector
+from engine.kv.lender import Lender
+from engine.kv.rates import Rates
+from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
-from kvcache.step_watch import StepWatch
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.move.cuda_placer import placer_for
+from kvcache.transfer.peer import LocalRank, MappedPath
+from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import PullSettings
+from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import CompatRecord, EngineMetadata
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """What a server finds on one rank once its KV is allocated."""
-
-    config: EngineConfig
-    rank: int
-    pool: KVPool
-    agent: TransferAgent
-    compat: CompatRecord
-    stepping: StepWatch  # whether the rank computes
+def reserved_bytes(config: EngineConfig) -> int:
+    """What a rank's service takes of its device's memory, beside the KV pool."""
+    return LocalRank.reserved_bytes(_staging_bytes(config))
 
 
-class RankService(Protocol):
-    """What a server runs on a rank beside the engine. Making it registers the rank's KV with the
-    rank's agent, which the service owns from `start` on."""
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
+def _staging_bytes(config: EngineConfig) -> int | None:
+    """None where nothing is ever staged."""
+    return None if config.transfer == "mapped" else config.staging_bytes
 
 
-class ConnectorFactory(ABC):
-    """Makes the parts of an engine process that differ between servers."""
+class KVService:
+    """One rank's. Making it registers the rank's KV with the rank's agent, which the service owns
+    from `start` on.
 
-    def reserved_bytes(self, config: EngineConfig) -> int:
-        """What the service of a rank takes of its device's memory, beside the KV pool."""
-        return 0
+    Args:
+        busy: whether the rank computes.
+    """
 
-    @abstractmethod
-    def make_service(self, context: RankContext) -> RankService:
-        """Called on every rank, once."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        pool: KVPool,
+        agent: TransferAgent,
+        compat: CompatRecord,
+        busy: Callable[[], bool],
+    ) -> None:
+        self._config, self._pool = config, pool
+        self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
+        mapped = None
+        if config.transfer != "nixl":
+            placer = placer_for(pool, busy=busy, convert=config.kv_convert)
+            mapped = MappedPath(placer, required=config.transfer == "mapped")
+        local = LocalRank(
+            rank,
+            config.tp,
+            compat.total_kv_heads,
+            agent,
+            pool,
+            dcp=config.dcp,
+            staging_bytes=_staging_bytes(config),
+            convert=config.kv_convert,
+            costs=self._costs,
+            mapped=mapped,
+            busy=busy,
+            connect_timeout_s=config.connect_timeout_s,
+        )
+        local.offer()
+        link: PullCoordinator | str = config.transfer_address
+        if rank == 0:
+            link = self._coordinator = _coordinator(config, compat)
+        self._worker = TransferWorker(local, link)
+        self.start, self.close = self._worker.start, self._worker.close
 
-    @abstractmethod
-    def make_connector(
-        self, context: RankContext, metadata: EngineMetadata, wake: Callable[[], None]
-    ) -> KVConnector:
-        """Called on rank 0, after `make_service`. `wake`, from any thread, has the core poll."""
+    def make_connector(self, metadata: EngineMetadata, wake: Callable[[], None]) -> Connector:
+        """Rank 0's, once. `wake`, from any thread, has the core poll."""
+        config, layout, coordinator = self._config, self._pool.layout, self._coordinator
+        coordinator.on_event = wake
+        leases = LeaseServer(
+            config.side_channel_advertise,
+            config.side_channel_port,
+            metadata,
+            config.cluster_secret,
+            on_event=wake,
+            bind_host=config.side_channel_host,
+            digest=coordinator.digest,
+            max_tokens=layout.num_blocks * config.tokens_per_block,
+        )
+        leases.start()
+        costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
+        whole = self._pool.groups.windows.count(None) or 1  # of windows the end alone is pulled
+        num_bytes = layout.block_bytes * whole * config.tp // config.tokens_per_block
+        borrower = Borrower(
+            coordinator,
+            config.kv_load_failure_policy,
+            config.quarantine_timeout_s,
+            Rates(config.borrow_prefixes, num_bytes, costs.bytes_per_s),
+            config.engine_id,
+        )
+        return Connector(Lender(config, leases), borrower)
+
+
+def _coordinator(config: EngineConfig, compat: CompatRecord) -> PullCoordinator:
+    return PullCoordinator(
+        config.transfer_address,
+        config.tp,
+        compat,
+        config.cluster_secret,
+        PullSettings(
+            handshake_timeout_s=config.handshake_timeout_s,
+            pull_timeout_s=config.pull_timeout_s,
+            fence_timeout_s=config.fence_timeout_s,
+        ),
+        convert=config.kv_convert,
+        dcp=config.dcp,
+        block_size=config.block_size,
+        verify=config.kv_verify,
+    )

@@ -1,6 +1,6 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
-Started as `python -m <server>.connector --rank R` with the EngineConfig as JSON on its standard
+Started as `python -m engine.worker.worker --rank R` with the EngineConfig as JSON on its standard
 input: it holds the cluster secret. Rank 0 talks to the HTTP process and decides; the others execute
 what it sends. All watch their parent and end with it.
 """
@@ -18,7 +18,6 @@ from engine.worker.leader import lead
 from engine.worker.load import CannotStart, check_devices, reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
-from engine.worker.service import ConnectorFactory
 from model.config import load_config
 from protocol.process import lifecycle
 from protocol.process.lifecycle import end_on_sigterm, end_with_vital_threads, ignore_sigterm
@@ -27,7 +26,7 @@ from protocol.process.logging import setup_logging
 logger = logging.getLogger("baton.engine")
 
 
-def main(factory: ConnectorFactory) -> None:
+def main() -> None:
     """Runs one rank of an engine until it is told to stop; exits non-zero with a reason if it
     cannot go on."""
     parser = argparse.ArgumentParser()
@@ -47,7 +46,7 @@ def main(factory: ConnectorFactory) -> None:
         if config.device == "cuda":
             keep_kernels()
             watch_kernels()
-        lead(config, factory) if rank == 0 else _follow(config, rank, factory)
+        lead(config) if rank == 0 else _follow(config, rank)
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
     except Exception as error:
@@ -63,13 +62,13 @@ def main(factory: ConnectorFactory) -> None:
     os._exit(code)
 
 
-def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> None:
+def _follow(config: EngineConfig, number: int) -> None:
     links = RankLinks(config.control_address, number, config.tp)
     with starting():
         model_config = load_config(
             config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
         )
-        rank = Rank(config, model_config, number, factory, links)
+        rank = Rank(config, model_config, number, links)
     rank.ready()
     try:
         links.follow(rank.runner)
@@ -79,3 +78,7 @@ def _follow(config: EngineConfig, number: int, factory: ConnectorFactory) -> Non
     finally:
         rank.service.close()
         links.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attention.support import UnsupportedPool
-from decode_server.service import KVFactory
 from engine.process.host_memory import free_host_bytes
 from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
 from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
@@ -154,4 +153,4 @@ def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
     runner: Any = SimpleNamespace(layout=lambda num_blocks: layout, groups=ONE_GROUP)
     options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
     config = _BASE.model_copy(update={"transfer": transfer, **options})
-    assert pool_size(config, model, runner, KVFactory()).num_blocks == 300 - staged - 4  # type: ignore[arg-type]
+    assert pool_size(config, model, runner).num_blocks == 300 - staged - 4  # type: ignore[arg-type]

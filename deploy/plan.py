@@ -21,11 +21,11 @@ from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from model.config import load_config
 from model.sizes import check_parallelism
 from protocol.settings.options import (
-    ContextParallelism,
     DType,
     GeometryOptions,
     LinkOptions,
     ModelName,
+    PartOfRanks,
 )
 from protocol.settings.settings import BatonSettings, parse
 
@@ -76,7 +76,7 @@ class Geometry(GeometryOptions):
 class DecodeGeometry(Geometry):
     """How the engine that reads lays out its KV."""
 
-    dcp: ContextParallelism = Field(1, description="ranks that share tokens, a part of --decode.tp")
+    dcp: PartOfRanks = Field(1, description="ranks that share tokens, a part of --decode.tp")
 
 
 class PlanSettings(LinkOptions, ModelName, BatonSettings):

@@ -77,7 +77,9 @@ class KVLayout:
         except (TypeError, ValueError) as error:
             raise LayoutError(f"order is {self.order!r}: {error}") from None
         for name in _SIZE_FIELDS:
-            _check_size(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"{name} is {value!r}; use a whole number of at least 1")
         if self.num_components > 2:
             raise LayoutError(
                 f"num_components is {self.num_components}; use 2 (K and V) or 1 (MLA latent)"
@@ -153,8 +155,3 @@ class KVLayout:
 
 _FIELDS = tuple(field.name for field in fields(KVLayout))
 _SIZE_FIELDS = _FIELDS[1:-1]  # in the order of AXES
-
-
-def _check_size(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LayoutError(f"{name} is {value!r}; use a whole number of at least 1")

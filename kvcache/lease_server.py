@@ -44,8 +44,6 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-ENDED_STATES = (LeaseState.COMPLETED, LeaseState.EXPIRED, LeaseState.ABORTED)
-
 _SWEEP_S = 0.1  # expired leases are collected at most this late
 _MAX_REQUEST_BYTES = 4 << 10  # a request has at most 5 ids of 128 characters; read at a time
 _MAX_LOOKUPS = 64  # that wait for the engine; others find nothing
@@ -186,7 +184,7 @@ class LeaseServer:
     def counters(self) -> dict[str, int]:
         """Events since the start, and `held`, the leases held now. Any thread."""
         with self._lock:
-            ended = {state.value: self._table.ended_counts[state] for state in ENDED_STATES}
+            ended = {state.value: self._table.ended_counts[state] for state in LeaseState}
             return {**self._counters, **ended, "held": self._table.num_held}
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ IntArray = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 
-class StripeError(ValueError):
-    """Blocks that a stripe cannot be cut from; the message names the values and the fix."""
+class PlanError(ValueError):
+    """A transfer that cannot be planned; the message names the values and the fix."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Stripe:
         """Refuses a peer from whose blocks this stripe cannot be cut.
 
         Raises:
-            StripeError: the peer's blocks hold tokens of several ranks of the group.
+            PlanError: the peer's blocks hold tokens of several ranks of the group.
         """
         if self.size > 1 and self.block_size % remote_block_size:
-            raise StripeError(
+            raise PlanError(
                 f"block_size is {self.block_size} here and {remote_block_size} on the peer: with "
                 f"a dcp of {self.size} it must be a multiple of the peer's; start this server "
                 f"with --block-size {remote_block_size}, or without --dcp"
@@ -64,7 +64,7 @@ class Stripe:
         those tokens follow each other as in this rank's own blocks.
 
         Raises:
-            StripeError: the peer's blocks hold tokens of several ranks of the group.
+            PlanError: the peer's blocks hold tokens of several ranks of the group.
         """
         table = np.asarray(blocks, np.int64)
         if self.size == 1:

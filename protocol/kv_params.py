@@ -463,17 +463,14 @@ def are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | N
         seed: the client's own, if any.
     """
     sampling, wanted = add.sampling, add.sampling.num_logprobs
+    told = [token.logprobs for token in params.first_tokens]
     return (
         add.max_tokens > 0
         and len(params.first_tokens) == add.num_choices
         and params.sampling_digest == sampling_digest(sampling, add.stop_token_ids)
         and (sampling.temperature <= 0 or seed in (None, int(params.seed)))
-        and (wanted is None or all(_tells(token, wanted) for token in params.first_tokens))
+        and (wanted is None or all(t and len(t.top_ids) >= wanted for t in told))
     )
-
-
-def _tells(token: FirstTokenBits, num_logprobs: int) -> bool:
-    return token.logprobs is not None and len(token.logprobs.top_ids) >= num_logprobs
 
 
 def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:

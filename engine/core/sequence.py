@@ -19,7 +19,6 @@ from enum import Enum
 from msgspec.structs import replace
 
 from engine.text.grammar import COMPLETE, GrammarState
-from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from kvcache.prefix import PrefixCursor
 from protocol.messages import (
     AddRequest,
@@ -154,11 +153,6 @@ class Sequence:
         """As many, or a token more: of an offer it is not known yet who draws the first token."""
         is_offer = self.remote is not None and self.remote.transfer_id is not None
         return self.num_prompt_tokens if is_offer else self.num_to_receive
-
-    @property
-    def lent_reach(self) -> int:
-        """The fewest tokens of the prompt after which a borrower may go on, whatever its blocks."""
-        return self.num_prompt_tokens - (MAX_BLOCK_SIZE_TOKENS if len(self.choices) > 1 else 0)
 
     @property
     def num_to_hold(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.core.sequence import Sequence
 from kvcache.blocks import NULL_BLOCK
 from kvcache.groups import ONE_GROUP, KVGroups, held
+from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class BlockTables:
         """The fewest of so many tokens that anybody may go on from: of n choices all but the first
         compute the prompt's last block by themselves, and so does who borrows a lent one."""
         found = [num_tokens]
-        if self._groups.drops and sequence.request.retain_kv:
-            found.append(sequence.lent_reach)
+        if self._groups.drops and sequence.request.retain_kv:  # whatever a borrower's blocks
+            of_last = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
+            found.append(sequence.num_prompt_tokens - of_last)
         if self._groups.drops and sequence.children:
             found.append((sequence.num_prompt_tokens - 1) // self._block_size * self._block_size)
         return max(0, min(found))

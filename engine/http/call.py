@@ -86,11 +86,12 @@ class HttpRequestState:
         """
         try:
             async with cancelled_on_disconnect(receive):
-                known: list[ChoicePiece] = []
-                if self.framing and self.framing.resumed:
-                    known = await self._replay(self.framing.resumed)
-                if self.framing and self.framing.is_movable:
-                    self._let_move(self.framing)
+                known, framing = list[ChoicePiece](), self.framing
+                if framing and framing.resumed:
+                    known = await self._replay(framing.resumed)
+                if framing and framing.is_movable:  # from now on who drains this server waits
+                    has_come = framing.resumed is not None
+                    self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
                 pieces = await self.next_pieces()
                 if self._parsed.stream:
                     return EventStream(self, pieces)
@@ -98,11 +99,6 @@ class HttpRequestState:
         except BaseException:
             self.subscription.close()
             raise
-
-    def _let_move(self, framing: Framing) -> None:
-        """The answer may go on at another server from now on: who drains this one waits for it."""
-        has_come = framing.resumed is not None
-        self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
 
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
         merged: dict[int, ChoicePiece] = {}

@@ -89,7 +89,8 @@ async def _start(
     resumed = take_from(members, api.secret)
     priority = members.get("priority")
     urgency = priority if type(priority) is int else 0
-    likely = _likely_tokens(api, num_bytes)
+    longest = api.client.ready.max_model_len if api.client.ready else 0
+    likely = min(num_bytes // _BYTES_OF_TOKEN, longest)  # references to KV have bytes, too
     place = api.client.queue.enter(likely, urgency, goes_on=resumed is not None)
     stats.on_end(place.leave)
     fill_in_model(members, api.model_name)
@@ -120,12 +121,6 @@ async def _start(
     except BaseException:
         subscription.close()
         raise
-
-
-def _likely_tokens(api: Api, num_bytes: int) -> int:
-    """Of a request's prompt that is not tokenized yet. Its body may hold references to KV, too."""
-    longest = api.client.ready.max_model_len if api.client.ready else 0
-    return min(num_bytes // _BYTES_OF_TOKEN, longest)
 
 
 async def _engine_requests(

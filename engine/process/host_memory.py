@@ -9,7 +9,8 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     Args:
         cgroup: where the files of this container's control group (version 2) are.
     """
-    free = _available_bytes()
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
@@ -17,8 +18,3 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
-
-
-def _available_bytes() -> int:
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(facts["MemAvailable"].split()[0]) * 1024

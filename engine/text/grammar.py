@@ -184,7 +184,12 @@ class GrammarState:
         self._compute()
         if ending := self._look():
             return ending
-        barred = [ids[-1] for ids in self._grammar.banned if self._ends_with(ids[:-1])]
+        recent = tuple(self._recent)
+        barred = [
+            ids[-1]
+            for ids in self._grammar.banned
+            if recent[len(recent) - len(ids) + 1 :] == ids[:-1]
+        ]
         if self._matcher is not None:
             barred += self._silent_ids
             barred += self._stop_ids if self._num_consumed < self._min_tokens else []
@@ -195,10 +200,6 @@ class GrammarState:
                 bit = np.uint32(1 << token_id % _BITS).view(np.int32)
                 self.row[token_id // _BITS] &= ~bit
         return None if self.row.any() else self._end("no token fits")
-
-    def _ends_with(self, token_ids: tuple[int, ...]) -> bool:
-        recent = self._recent
-        return not token_ids or tuple(recent[-len(token_ids) :]) == token_ids
 
     def _compute(self) -> None:
         matcher, first = self._matcher, self._grammar.first_mask

@@ -66,7 +66,8 @@ class Rank:
         stepping = runner.stepping
         self.service = KVService(config, rank, pool, agent, self.compat, busy=lambda: stepping.busy)
         own = [describe(pool, rank, agent.metadata())]
-        self.metadata = links.agree(own, list[RankMetadata], _in_order)
+        told = links.agree(own, list[RankMetadata], lambda each: [one for (one,) in each])
+        self.metadata = sorted(told, key=lambda metadata: metadata.rank)
         self.service.start()
 
     def longest_sequence(self) -> int:
@@ -84,10 +85,6 @@ class Rank:
         would hold up steps."""
         KERNELS.ready()
         gc.freeze()
-
-
-def _in_order(told: list[list[RankMetadata]]) -> list[RankMetadata]:
-    return sorted((one for (one,) in told), key=lambda metadata: metadata.rank)
 
 
 def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> PoolSize:

@@ -122,15 +122,14 @@ class GeometryOptions(Options):
     ends in D"""
 
 
-def _shares_of(dcp: int, info: ValidationInfo) -> int:
-    tp = info.data.get("tp", dcp)
-    if tp % dcp:
-        raise ValueError(f"{dcp} does not divide --tp {tp}: use a divisor of it")
-    return dcp
+def _divides_tp(size: int, info: ValidationInfo) -> int:
+    if (tp := info.data.get("tp", size)) % size:
+        raise ValueError(f"{size} does not divide --tp {tp}: use a divisor of it")
+    return size
 
 
 # Of a class that has the fields of GeometryOptions before it.
-ContextParallelism = Annotated[int, Field(ge=1, le=64), AfterValidator(_shares_of)]
+PartOfRanks = Annotated[int, Field(ge=1, le=64), AfterValidator(_divides_tp)]
 
 
 class LinkOptions(Options):
@@ -169,7 +168,7 @@ class EngineOptions(GeometryOptions):
     """size of the KV cache of a rank (bytes; None: from free memory)"""
     devices: sources.Listed[int] = ()
     """CUDA GPUs of the ranks, in order of rank (none: 0, 1, ..)"""
-    ep: int = Field(1, ge=1, le=64)
+    ep: PartOfRanks = 1
     """expert parallelism: parts that the experts of a mixture are in, each on --tp / --ep ranks
     (a divisor of --tp; 1: every rank has a slice of every expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
@@ -194,13 +193,6 @@ class EngineOptions(GeometryOptions):
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
             raise ValueError(f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too")
         return scales
-
-    @field_validator("ep")
-    @classmethod
-    def _divides_the_ranks(cls, ep: int, info: ValidationInfo) -> int:
-        if (tp := info.data.get("tp", ep)) % ep:
-            raise ValueError(f"{ep} does not divide --tp {tp}: use a divisor of it")
-        return ep
 
     @field_validator("kv_cache_bytes")
     @classmethod
@@ -230,7 +222,7 @@ class KVOptions(EngineOptions, LinkOptions):
     """what proxies send it"""
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
     """how long a prompt's KV is kept for a silent server that is to read it (s)"""
-    dcp: ContextParallelism = 1
+    dcp: PartOfRanks = 1
     """decode context parallelism: size of the groups of ranks that hold the same KV heads and share
     every sequence's tokens (ranks, a divisor of --tp)"""
     itl_target_s: Seconds | None = None

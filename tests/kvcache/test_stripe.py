@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.stripe import Stripe, StripeError
+from kvcache.stripe import PlanError, Stripe
 
 SIZES, BLOCK_SIZES = st.integers(1, 8), st.integers(1, 64)
 
@@ -71,6 +71,6 @@ def test_a_peers_blocks_hold_the_ranks_own_tokens_in_their_order(
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 24), (1, 2)])
 def test_a_peer_whose_blocks_hold_tokens_of_two_ranks_is_refused(ours, theirs):
     said = rf"block_size is {ours} here and {theirs} on the peer.*--block-size {theirs}"
-    with pytest.raises(StripeError, match=said):
+    with pytest.raises(PlanError, match=said):
         Stripe(1, 2, ours).remote_blocks([3, 4], theirs)
     assert Stripe(0, 1, ours).remote_blocks([3, 4], theirs).tolist() == [3, 4]

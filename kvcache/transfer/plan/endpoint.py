@@ -17,7 +17,8 @@ from typing import NamedTuple
 from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
 from kvcache.stripe import IntArray as IntArray
-from kvcache.stripe import Stripe, StripeError
+from kvcache.stripe import PlanError as PlanError
+from kvcache.stripe import Stripe
 from protocol.handshake import EngineMetadata
 
 
@@ -28,10 +29,6 @@ def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] |
     of_source, of_target = (end.scales or (1.0,) * count for end in (source, target))
     factors = tuple(theirs / ours for theirs, ours in zip(of_source, of_target, strict=True))
     return factors if any(factor != 1.0 for factor in factors) else None
-
-
-class PlanError(ValueError):
-    """A transfer that cannot be planned; the message names the values and the fix."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,7 @@ def check_endpoints(
     ours, theirs = local.layout, remote[0].layout
     if local.dcp < 1 or local.tp % local.dcp:
         raise PlanError(f"dcp is {local.dcp} of tp {local.tp}; use a divisor of tp")
-    try:
-        local.stripe.check_remote(theirs.block_size)
-    except StripeError as error:
-        raise PlanError(str(error)) from error
+    local.stripe.check_remote(theirs.block_size)
     for name in ("num_layers", "num_components", "head_dim"):
         if (here := getattr(ours, name)) != (there := getattr(theirs, name)):
             raise PlanError(f"{name} is {here} here and {there} on the peer; it must be equal")

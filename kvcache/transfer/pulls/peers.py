@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvcache.stripe import Stripe, StripeError
+from kvcache.stripe import PlanError, Stripe
 from kvcache.transfer.pulls.messages import LookedUp, PeerKey, PullSettings, address_of, key_of
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
@@ -169,7 +169,7 @@ class PeerTable:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
-        except StripeError as error:  # its blocks are none that ours can be cut from
+        except PlanError as error:  # its blocks are none that ours can be cut from
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
             for other in self.at(peer.address):

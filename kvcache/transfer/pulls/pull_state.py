@@ -327,7 +327,8 @@ class PullState:
         actions: list[Action] = []
         if self._renews and now >= self._next_renewal:
             self._next_renewal = now + self._renew_s
-            actions.append(self._subscribe() if self._grows else self._renew())
+            renew = Renew(nonce=f"renew-{self.attempt_id}", **self._lease)
+            actions.append(self._subscribe() if self._grows else renew)
         if self._renews and now >= self._silent_until:
             told = f"{self.remote.host}:{self.remote.port} said nothing of the prompt for "
             told += f"{self._settings.fence_timeout_s} s"
@@ -347,9 +348,6 @@ class PullState:
     def _renew_s(self) -> float:
         interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
         return max(min(interval_s, _SUBSCRIBE_S) if self._grows else interval_s, _MIN_RENEW_S)
-
-    def _renew(self) -> Renew:
-        return Renew(nonce=f"renew-{self.attempt_id}", **self._lease)
 
     def _subscribe(self) -> Subscribe:
         assert self.remote.transfer_id is not None

@@ -12,7 +12,7 @@ short.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -25,7 +25,6 @@ from attention.base import (
     Int32s,
     Int64s,
     Kind,
-    LayerAttention,
     Pages,
 )
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
@@ -88,21 +87,18 @@ class FlashInferBase(AttentionBackend):
         self,
         pool: KVPool,
         *,
-        num_q_heads: int,
-        head_dim: int,
-        scale: float,
-        layers: Sequence[LayerAttention] = (),
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
         workspace: torch.Tensor | None = None,
+        **sizes: Any,
     ) -> None:
-        check("flashinfer", _wanted(pool, dtype, num_q_heads), limits)
-        heads = {"num_q_heads": num_q_heads, "head_dim": head_dim}
-        super().__init__(pool, **heads, scale=scale, layers=layers)
+        check("flashinfer", _wanted(pool, dtype, sizes["num_q_heads"]), limits)
+        super().__init__(pool, **sizes)
         self.device = pool.device
         self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
         self.block_size = pool.layout.block_size
-        self.heads = (num_q_heads, self.num_kv_heads, head_dim)  # as the kernels' plans take them
+        # As the kernels' plans take them.
+        self.heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         self._limits = limits
         gpu = torch.cuda.get_device_properties(self.device)
         self.gpu = Gpu(gpu.multi_processor_count, gpu.major)

@@ -7,14 +7,14 @@ own, the new tokens causally and the cached context, if any, as a second part th
 where there is a window or a soft cap, both at once. Layers of one kind share a plan.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, AttentionBatch, Kind, LayerAttention, leave_to_sinks
+from attention.base import AttentionBackend, AttentionBatch, Kind, leave_to_sinks
 from attention.torch_decode import GatherDecode, SparseDecode, sparse_decode_works
 from attention.torch_dense import causal_attention, dense_attention, merge_attention
 from attention.torch_plan import RowMap, decode_groups, prefill_chunks
@@ -55,14 +55,10 @@ class TorchBackend(AttentionBackend):
         self,
         pool: KVPool,
         *,
-        num_q_heads: int,
-        head_dim: int,
-        scale: float,
-        layers: Sequence[LayerAttention] = (),
         dtype: torch.dtype | None = None,
+        **sizes: Any,
     ) -> None:
-        heads = {"num_q_heads": num_q_heads, "head_dim": head_dim}
-        super().__init__(pool, **heads, scale=scale, layers=layers)
+        super().__init__(pool, **sizes)
         self._dtype = dtype or pool.tensor.dtype
         self._device = str(pool.tensor.device)
         self._rows = RowMap(pool.layout)

@@ -207,18 +207,16 @@ class Timeline:
             error = chunk["error"]
             self.error = str(error.get("code") or error.get("type") or "error event")
             return
-        if any(_carries_tokens(choice) for choice in chunk.get("choices", ())):
-            self.token_at.append(now)
+        for choice in chunk.get("choices", ()):
+            delta = choice.get("delta") or {}
+            texts = choice.get("text"), delta.get("content"), delta.get("reasoning_content")
+            if choice.get("token_ids") or any(texts):
+                self.token_at.append(now)
+                break
         usage = chunk.get("usage") or {}
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.output_tokens = usage.get("completion_tokens", self.output_tokens)
         self.kv = chunk.get("baton_kv") or self.kv
-
-
-def _carries_tokens(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    texts = choice.get("text"), delta.get("content"), delta.get("reasoning_content")
-    return bool(choice.get("token_ids") or any(texts))
 
 
 @asynccontextmanager

@@ -42,7 +42,6 @@ from kvcache.transfer.plan.block_copy import ReadDescriptors
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
-from protocol.messages import RemotePrefill
 
 DEFAULT = "BHLCND"
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
@@ -202,7 +201,7 @@ class Bench:
     def _case(self, case: Case, path: str) -> list[Row]:
         metadata, setup, decode = self._open(case, path)
         try:
-            decode.pull(self._lease(self.size.tokens))  # warms up
+            decode.pull(self.prefill.call("lease", self.size.tokens))  # warms up
             decode.check()
             row = self._pulls(decode, case.name, self.size.tokens, self.args.repeat)
             if path == "mapped":
@@ -228,15 +227,11 @@ class Bench:
         ours = self.args.staging_bytes, self.args.verify
         setup = Setup(self.size, self.targets, path == "mapped", *ours)
         decode = Decode(case.d, setup)
-        decode.connect(self._lease(self.size.tokens))
+        decode.connect(self.prefill.call("lease", self.size.tokens))
         return metadata, setup, decode
 
-    def _lease(self, tokens: int) -> RemotePrefill:
-        remote: RemotePrefill = self.prefill.call("lease", tokens)
-        return remote
-
     def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
-        done = [decode.pull(self._lease(tokens)) for _ in range(count)]
+        done = [decode.pull(self.prefill.call("lease", tokens)) for _ in range(count)]
         seconds, last = [each.seconds for each in done], done[-1]
         return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
 

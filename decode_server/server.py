@@ -21,7 +21,7 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings, parse
 
 
-def serve(cls: type[EngineSettings], argv: Sequence[str] | None, *, prog: str) -> int:
+def serve(cls: type[EngineSettings], argv: Sequence[str] | None = None, *, prog: str) -> int:
     """Runs a server of either role until it is told to end; returns the exit status."""
     settings = parse(cls, argv, prog=prog)
     policy, is_of_machine = settings.kv_load_failure_policy, settings.cluster_secret is None

@@ -5,7 +5,6 @@ from typing import Final
 
 from attention.support import StepLimits, Wanted, check
 from engine.config import EngineConfig
-from engine.process.host_memory import free_host_bytes
 from kvcache.groups import KVGroups, deal
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
@@ -19,6 +18,7 @@ from model.sizes import (
     weight_bytes,
 )
 from protocol.handshake import ITEMSIZE
+from protocol.settings.machine import free_host_bytes
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out

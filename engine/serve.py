@@ -162,9 +162,8 @@ class _Server:
                 self.door.app = app
                 watching = asyncio.create_task(self.door.access.watch())
                 try:
-                    ready = await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                    port = listener.getsockname()[1]
-                    return await self._serve(port, client, serving, ready.side_channel_port)
+                    await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+                    return await self._serve(listener.getsockname()[1], client, serving)
                 finally:
                     watching.cancel()
             finally:
@@ -184,14 +183,12 @@ class _Server:
             raise StartFailure(self.failure.result())
         raise StartFailure("told to end before it was ready")
 
-    async def _serve(
-        self, port: int, client: EngineClient, serving: asyncio.Future[None], side_port: int | None
-    ) -> int:
+    async def _serve(self, port: int, client: EngineClient, serving: asyncio.Future[None]) -> int:
         gc.collect()
         gc.freeze()  # a look through all of this would hold up every stream
         where = f"{self.door.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, where)
-        lifecycle.report_ready({"port": port, "side_channel_port": side_port})
+        lifecycle.report_ready({"port": port})
         leave = self._register(port, client)
         hung = asyncio.ensure_future(self._watch_for_hang(client))
         ends: set[asyncio.Future[Any]] = {serving, self.stop, self.failure}

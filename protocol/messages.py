@@ -202,7 +202,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     block_size: int  # tokens
     max_model_len: int  # tokens
     vocab_size: int
-    side_channel_port: int | None = None
     geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
 
 

@@ -74,8 +74,5 @@ class KVConnector:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def side_channel_port(self) -> int | None:
-        return None
-
     def close(self) -> None:
         """Stops the connector's threads; no call comes after it."""

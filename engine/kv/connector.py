@@ -55,8 +55,5 @@ class Connector(KVConnector):
     def stats(self) -> dict[str, float]:
         return {**self._lender.stats(), **self._borrower.stats()}
 
-    def side_channel_port(self) -> int | None:
-        return self._lender.side_channel_port()
-
     def close(self) -> None:
         self._lender.close()

@@ -224,8 +224,5 @@ class Lender(KVConnector):
             "baton_lease_gone": float(counters["gone"]),
         }
 
-    def side_channel_port(self) -> int | None:
-        return self._leases.address[1]
-
     def close(self) -> None:
         self._leases.close()

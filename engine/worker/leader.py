@@ -85,11 +85,10 @@ def _build(
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
-        side_channel_port=connector.side_channel_port(),
         geometry={
             **config.geometry,
             "kv_digest": kv_digest(rank.compat, config.kv_convert),
-            "side_channel_port": connector.side_channel_port() or 0,
+            "side_channel_port": rank.service.side_channel_port,
         },
     )
     return core, rank, ready

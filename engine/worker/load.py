@@ -14,7 +14,6 @@ import torch
 from attention.registry import backend_class, compile_modules
 from engine.config import EngineConfig
 from engine.geometry import check_attention, wanted_of
-from engine.process.host_memory import free_host_bytes
 from engine.worker.memory import MemoryTooSmall, fitting
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
@@ -22,6 +21,7 @@ from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
 from model.sizes import StoredTensor, read_headers, weight_bytes
 from protocol.ipc.wire import CannotListen
+from protocol.settings.machine import free_host_bytes
 
 _STREAM_PRIORITY = -1
 _TELL_EVERY_S = 3.0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from engine.config import EngineConfig
-from engine.process.host_memory import free_host_bytes
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
 from engine.worker.ranks import RankLinks, blame
@@ -20,6 +19,7 @@ from model.config import ModelConfig
 from model.parallel import Parallel
 from model.sizes import fingerprint
 from protocol.handshake import CompatRecord, RankMetadata
+from protocol.settings.machine import free_host_bytes
 
 
 class Rank:

@@ -89,6 +89,7 @@ class KVService:
             max_tokens=layout.num_blocks * config.tokens_per_block,
         )
         leases.start()
+        self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
         whole = self._pool.groups.windows.count(None) or 1  # of windows the end alone is pulled
         num_bytes = layout.block_bytes * whole * config.tp // config.tokens_per_block

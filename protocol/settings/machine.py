@@ -1,5 +1,5 @@
-"""Where a machine keeps what it makes once: models that it converted, and the secret of its
-cluster, which signs who may read whose KV."""
+"""What a machine, or a container, has to give: cores and memory; and where it keeps what it makes
+once: models that it converted, and the secret of its cluster, which signs who may read whose KV."""
 
 import contextlib
 import ipaddress
@@ -94,3 +94,20 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return cores or 1
     return max(1, min(cores or 1, int(limit)))
+
+
+def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory available to new allocations on this host and in this container, in bytes.
+
+    Args:
+        cgroup: where the files of this container's control group (version 2) are.
+    """
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attention.support import UnsupportedPool
-from engine.process.host_memory import free_host_bytes
 from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
 from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
 from engine.worker.rank import pool_size
@@ -17,6 +16,7 @@ from kvcache.groups import ONE_GROUP
 from model.config import load_config
 from model.parallel import Parallel
 from model.sizes import StoredTensor
+from protocol.settings.machine import free_host_bytes
 from tests.make_models import ensure_model
 from tests.rigs.engines import make_config
 

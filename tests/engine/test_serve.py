@@ -30,7 +30,6 @@ from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
 from tests.proxy.fakes import Call, Fake, until
-from tests.rigs.http_server import READY
 from tests.rigs.scripted_engine import ScriptedEngine, hang
 
 _SECRET = "a secret of these tests"
@@ -110,7 +109,7 @@ async def _serve(
     server.door.app = create_app(Api(engine, tokenizer, *how))  # type: ignore[arg-type]
     serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
-    return await server._serve(port, engine, serving, READY.side_channel_port)  # type: ignore[arg-type]
+    return await server._serve(port, engine, serving)  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):

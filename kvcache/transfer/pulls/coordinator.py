@@ -249,19 +249,15 @@ class PullCoordinator:
         """A part of a round. If it fails the others are done: nobody says again what has come."""
         try:
             part(*what)
-        except Exception:
-            self._survive()
-
-    def _survive(self) -> None:
-        """After a bug of our own: no pull may hang for it, and later ones shall work."""
-        logger.exception("pull coordinator")
-        self._counters["internal_errors"] += 1
-        for state in list(self._pulls.values()):
-            try:
-                error = InternalError("the pull coordinator failed")
-                self._perform(state, state.fail(error, self._clock()))
-            except Exception:
-                logger.exception("pull coordinator, giving up pull %s", state.pull_id)
+        except Exception:  # our own bug: no pull may hang for it, and later ones shall work
+            logger.exception("pull coordinator")
+            self._counters["internal_errors"] += 1
+            for state in list(self._pulls.values()):
+                try:
+                    error = InternalError("the pull coordinator failed")
+                    self._perform(state, state.fail(error, self._clock()))
+                except Exception:
+                    logger.exception("pull coordinator, giving up pull %s", state.pull_id)
 
     def _tick(self) -> None:
         now = self._clock()

@@ -75,11 +75,6 @@ class Peer:
     def is_used(self) -> bool:
         return self.is_asked or self.metadata is not None or self.is_announced
 
-    def fail(self, error: BatonError, now: float) -> None:
-        self.is_asked, self.metadata, self.error = False, None, error
-        self.deadline = now + _backoff_s(self.settings, self.failures)
-        self.failures += 1
-
     def pull_failed(self, now: float) -> bool:
         """Whether it has just lost its trust. Its metadata may be wrong as well."""
         self.metadata = None
@@ -156,7 +151,9 @@ class PeerTable:
 
     def fail(self, peer: Peer, error: BatonError, now: float) -> None:
         self.outcomes[error.code] += 1
-        peer.fail(error, now)
+        peer.is_asked, peer.metadata, peer.error = False, None, error
+        peer.deadline = now + _backoff_s(self._settings, peer.failures)
+        peer.failures += 1
 
     def metadata_came(self, peer: Peer, metadata: EngineMetadata, now: float) -> None:
         """Decides whether the peer is usable."""

@@ -50,6 +50,6 @@ def compiler() -> Iterator[GrammarCompiler]:
 def small_blocks() -> Iterator[None]:
     """Other servers' blocks have fewer tokens than sequences here, as they do elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("core.sequence", "worker.memory"):
+        for module in ("core.tables", "worker.memory"):
             patch.setattr(f"engine.{module}.MAX_BLOCK_SIZE_TOKENS", 8)
         yield

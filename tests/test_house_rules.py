@@ -21,18 +21,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2954,
-    "benchmarks": 2617,
-    "decode_server": 331,
+    "attention": 2946,
+    "benchmarks": 2605,
+    "decode_server": 208,
     "deploy": 900,
-    "engine": 11241,
-    "kvcache": 7869,
-    "kvcache/transfer": 5231,
+    "engine": 11239,
+    "kvcache": 7849,
+    "kvcache/transfer": 5216,
     "model": 5150,
-    "prefill_server": 192,
-    "protocol": 6867,
+    "prefill_server": 188,
+    "protocol": 6872,
     "proxy": 5249,
-    "tests": 40660,
+    "tests": 40658,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -1,6 +1,5 @@
 """Clusters shared by the end-to-end tests of a session, and the reference they are held against."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +15,6 @@ from tests.rigs.cluster import Cluster, cluster, wait_until
 
 if TYPE_CHECKING:
     import openai
-
-_SHARED = Path(__file__).resolve().parents[3] / "shared" / "models"
-
-
-def model_dirs() -> list[Path]:
-    """Real models beside our own tiny one: BATON_TEST_MODELS, or a folder shared by checkouts."""
-    folder = Path(os.environ.get("BATON_TEST_MODELS") or _SHARED)
-    return sorted(p.parent for p in folder.glob("*/config.json")) if folder.is_dir() else []
 
 
 @pytest.fixture(scope="session")

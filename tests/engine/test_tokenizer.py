@@ -1,7 +1,6 @@
 """The tokenizer and the chat template agree with transformers on the same directory."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from engine.text.chat_template import BrokenTemplate, ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerNotFound
 from protocol.errors import InvalidRequest
+from tests.make_models import trained_models
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -109,12 +109,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def shared_models() -> list[Path]:
-    beside = Path(__file__).parents[3] / "shared" / "models"
-    root = Path(os.environ.get("BATON_TEST_MODELS", beside))
-    return sorted(path.parent for path in root.glob("*/tokenizer.json"))
-
-
 def assert_equal_to_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -136,14 +130,9 @@ def assert_equal_to_transformers(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, *trained_models()])
 def test_it_equals_transformers(folders, name):
-    assert_equal_to_transformers(folders[name])
-
-
-@pytest.mark.parametrize("folder", shared_models(), ids=lambda folder: folder.name)
-def test_it_equals_transformers_on_shared_models(folder):
-    assert_equal_to_transformers(folder)
+    assert_equal_to_transformers({**folders, **trained_models()}[name])
 
 
 @pytest.mark.parametrize("name", MAKERS)

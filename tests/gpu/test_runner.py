@@ -23,11 +23,11 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
-from tests.e2e.conftest import model_dirs
+from tests.make_models import trained_models
 
 pytestmark = pytest.mark.gpu
 
-MODELS = {path.name: path for path in model_dirs()}
+MODELS = trained_models()
 SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)

@@ -21,6 +21,7 @@ from protocol.errors import (
     PeerIncompatible,
     PeerUnreachable,
     PullTimeout,
+    PullWithheld,
     TransferFailed,
 )
 from protocol.handshake import Complete, Ok, open_request
@@ -264,7 +265,9 @@ def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -
     decode.pull("b", prefill.lease([6], 8), 0, 8, [4])
 
 
-def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
+def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(
+    rig: Any,
+) -> None:
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
@@ -275,12 +278,47 @@ def test_a_read_that_does_not_end_leaves_the_pull_undrained(rig: Any) -> None:
     assert isinstance(failed, PullFailed) and not failed.drained
     assert isinstance(failed.error, PullTimeout)
     assert decode.settle() == [] and decode.agents[1].active == 1
+    other = prefill.lease([6], 8)
+    assert decode.coordinator.knows(other) is False
+    decode.coordinator.connect(other)
+    assert isinstance(decode.wait(PeerFailed).error, PullWithheld)
+    decode.coordinator.pull("other", other, 0, 8, [4])
+    withheld = decode.failed("other")
+    assert isinstance(withheld, PullWithheld) and "hang" in withheld.message
+    assert prefill.outcomes() == ["aborted"]
     decode.agents[1].resume()
     assert decode.wait(*ENDINGS) == PullDrained("a")
     assert decode.agents[1].active == 0
     assert prefill.outcomes() == ["aborted"]
     decode.coordinator.cancel("a")
     assert decode.settle() == []  # never a second PullDrained
+    decode.pull("again", prefill.lease([7], 8), 0, 8, [4])
+
+
+def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
+    prefill, decode = rig(Prefill), rig(Decode, settings={"backoff_min_s": 100.0})
+    decode.pull("a", prefill.lease([5], 8), 0, 8, [3])
+    for number in range(2):
+        decode.agents[0].fail()
+        decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
+        failed = decode.wait(*ENDINGS)  # its READ, or one at first contact with the next link
+        assert isinstance(failed.error, TransferFailed | PeerUnreachable)
+    told = [line for line in caplog.records if line.name.endswith("coordinator")]
+    assert [("UCX_TCP_PORT_RANGE" in line.message) for line in told].count(True) == 1
+    for number in range(2):
+        lease = prefill.lease([5], 8)
+        decode.coordinator.pull(f"withheld {number}", lease, 0, 8, [3])
+        assert isinstance(decode.wait(*ENDINGS).error, PullWithheld)
+    decode.skip(100.0)
+    decode.agents[0].stall()
+    decode.coordinator.pull("trial", trial := prefill.lease([6], 8), 0, 8, [3])
+    decode.until(lambda: decode.agents[0].active)
+    decode.coordinator.pull("beside", prefill.lease([7], 8), 0, 8, [4])
+    assert isinstance(decode.wait(*ENDINGS, pull_id="beside").error, PullWithheld)
+    decode.agents[0].resume()
+    decode.done()
+    assert_pulled(decode, trial, [3], 0, 8)
+    decode.pull("trusted", prefill.lease([7], 8), 0, 8, [4])
 
 
 def test_reads_that_hang_leave_others_room(rig: Any) -> None:

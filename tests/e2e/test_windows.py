@@ -4,6 +4,8 @@ unlike geometry and with hits at the window's edge, answered as by one server.""
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.matrix import ask
 from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import start_decode, start_prefill, started
@@ -16,6 +18,7 @@ OVERRIDES = (
 )
 
 
+@pytest.mark.slow  # tests/engine/test_real_pairs.py has them without processes
 def test_a_pair_equals_one_server_and_moves_only_the_window(tiny_model: Path) -> None:
     model = "--hf-overrides", OVERRIDES, "--kv-verify", "all"
     p_argv = *model, "--block-size", "16", "--kv-layout", "LBCNHD", "--tp", "2"

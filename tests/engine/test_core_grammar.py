@@ -129,7 +129,7 @@ def test_an_engine_without_a_compiler_refuses_grammars():
 def test_more_grammars_may_be_waited_for_than_are_kept(depth, compiler, tokenizer, monkeypatch):
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
-    texts = [f"text {number}" for number in range(150)]
+    texts = [f"text {number}" for number in range(40)]
     core.round([constrained(text, Grammar("choice", json.dumps([text]))) for text in texts])
     for work in list(core.grammars.compiling.values()):
         work.exception()

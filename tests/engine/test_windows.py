@@ -4,7 +4,7 @@ step reads it, whatever hits, choices, preemptions and ends come together."""
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.core import EngineCore
@@ -13,6 +13,7 @@ from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
 from protocol.messages import AbortRequest
 from tests.rigs.engines import smallest
+from tests.rigs.examples import examples
 from tests.rigs.shadow import (
     add,
     assert_all_blocks_home,
@@ -46,7 +47,7 @@ def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) 
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
     """Prompts that share prefixes, choices, aborts and preemptions in a pool that is too small for
     all: from the smallest that an engine takes sequences of 40 tokens with. None is stuck there."""

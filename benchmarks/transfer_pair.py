@@ -144,7 +144,7 @@ def synchronize(device: str) -> None:
 
 
 def new_agent(name: str, device: str) -> NixlAgent:
-    return NixlAgent(name, device_id=torch.device(device).index, set_device=torch.cuda.set_device)
+    return NixlAgent(name, device_id=torch.device(device).index)
 
 
 def kind_of(device: str) -> Literal["DRAM", "VRAM"]:

@@ -87,12 +87,11 @@ class Plan:
 class Scheduler:
     """Owns the queue, the running set and the receiving set, and their blocks."""
 
-    def __init__(
-        self, limits: SchedulerLimits, allocator: BlockAllocator, prefix: PrefixIndex | None
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> None:
         self.limits = limits
-        self.allocator = allocator
-        self.prefix = prefix
+        self.allocator = allocator = BlockAllocator(num_blocks)
+        index = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
+        self.prefix = index
         self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -107,12 +106,6 @@ class Scheduler:
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
-
-    @classmethod
-    def of_blocks(cls, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> "Scheduler":
-        allocator = BlockAllocator(num_blocks)
-        index = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
-        return cls(limits, allocator, index)
 
     @property
     def is_idle(self) -> bool:

@@ -117,7 +117,3 @@ class Api:
     @property
     def model_name(self) -> str:
         return self.settings.served_model_name or self.settings.model
-
-    def require_ready(self) -> EngineReady:
-        """As EngineClient.require_ready."""
-        return self.client.require_ready()

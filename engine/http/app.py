@@ -32,7 +32,6 @@ from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
     error_response,
-    in_time,
     read_json,
     refusal_of,
 )
@@ -40,6 +39,7 @@ from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
+from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -204,7 +204,7 @@ class _Pages:
     ) -> Response:
         try:
             settings = self._api.settings
-            async with in_time(request, settings.request_timeout_s):
+            async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
                 members, num_bytes = await read_json(request, settings.max_body_bytes)
                 fill_in_model(members, self._api.model_name)
                 return Response(await work(members, num_bytes), media_type="application/json")
@@ -215,7 +215,7 @@ class _Pages:
         api = self._api
         parsed = await api.texts.run(num_bytes, partial(validate, TokenizeRequest, members))
         check_model(parsed.model, api.model_name)
-        length = api.require_ready().max_model_len
+        length = api.client.require_ready().max_model_len
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
 
@@ -233,7 +233,7 @@ class _Pages:
             parsed = validate(DetokenizeRequest, members)
             check_model(parsed.model, api.model_name)
             if parsed.tokens:
-                check_token_ids(parsed.tokens, api.require_ready().vocab_size, "tokens")
+                check_token_ids(parsed.tokens, api.client.require_ready().vocab_size, "tokens")
             return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})
 
         return await api.texts.run(num_bytes, answer)

@@ -106,10 +106,10 @@ async def _start(
     adds = await _engine_requests(api, parsed, behind, context, num_bytes, request.receive)
     if resumed is not None:
         adds = going_on(resumed, api, endpoint, adds)
-    adds = api.hooks.prepare(parsed, adds, api.require_ready())
+    adds = api.hooks.prepare(parsed, adds, api.client.require_ready())
     place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
-    stats.on_end(api.hooks.admit(adds, api.require_ready(), parsed.kv_transfer_params))
+    stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))
     told = request.scope["headers"], api, endpoint, adds, resumed
     framing = Framing.of(*told, is_stream=parsed.stream)
     for add in adds:
@@ -139,7 +139,7 @@ async def _engine_requests(
         ClientDisconnected: the client went away while its grammar was tried.
     """
     check_model(parsed.model, api.model_name)
-    ready = api.require_ready()
+    ready = api.client.require_ready()
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided := guided_decodings(parsed):
         async with cancelled_on_disconnect(receive):

@@ -29,7 +29,7 @@ _COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks 
 
 def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
     """Of all but the seed that the bytes of a stream follow from, given its tokens."""
-    geometry, settings = api.require_ready().geometry, api.settings
+    geometry, settings = api.client.require_ready().geometry, api.settings
     model = [api.fingerprint, api.tokenizer.digest, *map(geometry.get, _COMPUTED_BY)]
     how = [endpoint.name, settings.tool_call_parser, settings.reasoning_parser]
     prompts = [
@@ -58,7 +58,7 @@ def going_on(
     origin, tokens = resumed.origin, defaultdict[int, list[int]](list)
     if origin.digest != _digest(api, endpoint, adds):
         raise ResumeRefused("the stream began with another prompt, model, version or dtype")
-    largest = api.require_ready().vocab_size - 1
+    largest = api.client.require_ready().vocab_size - 1
     ended = set()
     for told in (told for frame in resumed.frames for told in frame):
         tokens[told.index] += told.token_ids

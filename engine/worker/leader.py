@@ -74,7 +74,7 @@ def _build(
     )
     connector = rank.service.make_connector(metadata, transport.wake)
     core = EngineCore(
-        Scheduler.of_blocks(limits, rank.num_blocks, cached=config.enable_prefix_caching),
+        Scheduler(limits, rank.num_blocks, cached=config.enable_prefix_caching),
         RankExecutor(rank.runner, links),
         connector,
         transport,

@@ -3,8 +3,6 @@
 import gc
 from collections.abc import Callable
 
-import torch
-
 from engine.config import EngineConfig
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import PoolSize, longest_sequence, size_pool
@@ -42,7 +40,7 @@ class Rank:
         links: RankLinks,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        parallel = _parallel(config, rank, links) if config.tp > 1 else Parallel(0, 1)
+        parallel = _parallel(config, rank, links)
         self.runner = runner = ModelRunner(config, model_config, parallel, tell)
         self._config, self._number = config, rank
         self._max_position = model_config.max_position
@@ -57,11 +55,8 @@ class Rank:
             rehearse(runner)
         else:
             PrefaultThread(pool).start()
-        agent = NixlAgent(
-            f"{config.engine_id}-{rank}",
-            device_id=pool.device_id if cuda else None,
-            set_device=torch.cuda.set_device,
-        )
+        device_id = pool.device_id if cuda else None
+        agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
         self.compat = _compat(config, model_config, runner.groups.to_wire())
         stepping = runner.stepping
         self.service = KVService(config, rank, pool, agent, self.compat, busy=lambda: stepping.busy)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # read when the library is loaded
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
@@ -51,21 +52,13 @@ class NixlAgent(TransferAgent):
     Args:
         prefix: begins the name, for logs.
         device_id: the CUDA device whose memory this agent moves; None for host memory only.
-        set_device: makes `device_id` current in the calling thread; UCX needs that on every
-            thread that touches CUDA memory. Called in the constructor and in `bind_thread`.
+            UCX needs it to be current on every thread that touches it.
     """
 
-    def __init__(
-        self,
-        prefix: str = "baton",
-        *,
-        device_id: int | None = None,
-        set_device: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, prefix: str = "baton", *, device_id: int | None = None) -> None:
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         self._prefix = prefix
         self._device_id = device_id
-        self._set_device = set_device
         self.bind_thread()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -83,11 +76,11 @@ class NixlAgent(TransferAgent):
         self._failed = False  # a READ
 
     def another(self) -> "NixlAgent":
-        return NixlAgent(self._prefix, device_id=self._device_id, set_device=self._set_device)
+        return NixlAgent(self._prefix, device_id=self._device_id)
 
     def bind_thread(self) -> None:
-        if self._device_id is not None and self._set_device is not None:
-            self._set_device(self._device_id)
+        if self._device_id is not None:
+            torch.cuda.set_device(self._device_id)
 
     def register(
         self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"

@@ -122,7 +122,7 @@ def nixl(name: str, device: str = "cpu") -> TransferAgent:
     from kvcache.transfer.nixl_agent import NixlAgent
 
     index = torch.device(device).index
-    return NixlAgent(name, device_id=index, set_device=torch.cuda.set_device)
+    return NixlAgent(name, device_id=index)
 
 
 def _serve_memory(connection: Connection, nbytes: int) -> None:

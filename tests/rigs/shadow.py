@@ -319,7 +319,7 @@ def make_core(
         max_model_len=max_model_len, block_size=block_size, itl_target_s=itl_target_s,
         groups=groups,
     )  # fmt: skip
-    scheduler = Scheduler.of_blocks(limits, num_blocks, cached=prefix_caching)
+    scheduler = Scheduler(limits, num_blocks, cached=prefix_caching)
     if executor is None and groups.drops:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)

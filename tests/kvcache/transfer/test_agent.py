@@ -185,9 +185,10 @@ def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable():
     assert "NIXL cannot start UCX (" in told and "UCX_TLS=nonsense" in told
 
 
-def test_nixl_binds_its_device_on_every_thread_that_uses_it():
+def test_nixl_binds_its_device_on_every_thread_that_uses_it(monkeypatch):
     bound: list[tuple[int, int]] = []
-    agent = nixl_agent(device_id=3, set_device=lambda i: bound.append((threading.get_ident(), i)))
+    monkeypatch.setattr("torch.cuda.set_device", lambda i: bound.append((threading.get_ident(), i)))
+    agent = nixl_agent(device_id=3)
     thread = threading.Thread(target=agent.bind_thread)
     thread.start()
     thread.join()

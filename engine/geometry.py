@@ -77,7 +77,6 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
     Raises:
         InvalidParallelism: `tp` ranks cannot share the model, or not in groups of `dcp`.
-        LayoutError: `kv_layout` or `block_size` describe no KV cache.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
     return layout_of(config, model, num_blocks=2)

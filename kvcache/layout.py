@@ -43,23 +43,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
-from protocol.handshake import AXES, ITEMSIZE, MAX_BYTES, LayoutRecord, check_order
+from protocol.handshake import AXES, ITEMSIZE, LayoutRecord
 
 NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
 MAX_BLOCK_SIZE_TOKENS = 256
 
 
-class LayoutError(ValueError):
-    """A layout that cannot exist; the message names the field, its value and the fix."""
-
-
 @dataclass(frozen=True)
 class KVLayout:
-    """The order, the sizes and the dtype of one rank's KV cache. What a plan asks for dozens of
-    times is kept: do not change the dictionaries.
-
-    Raises:
-        LayoutError: a field is out of range, or the order is no permutation of BHLCND ending in D.
+    """The order, the sizes and the dtype of one rank's KV cache; options and handshakes see to it
+    that they can be. What a plan asks for dozens of times is kept: do not change the dictionaries.
     """
 
     order: str  # permutation of AXES ending in D, outermost axis first
@@ -71,31 +64,9 @@ class KVLayout:
     head_dim: int  # D, elements per head and token
     dtype: str  # a key of ITEMSIZE
 
-    def __post_init__(self) -> None:
-        try:
-            check_order(self.order)
-        except (TypeError, ValueError) as error:
-            raise LayoutError(f"order is {self.order!r}: {error}") from None
-        for name in _SIZE_FIELDS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"{name} is {value!r}; use a whole number of at least 1")
-        if self.num_components > 2:
-            raise LayoutError(
-                f"num_components is {self.num_components}; use 2 (K and V) or 1 (MLA latent)"
-            )
-        if self.block_size > MAX_BLOCK_SIZE_TOKENS:
-            raise LayoutError(
-                f"block_size is {self.block_size} tokens; use 1 to {MAX_BLOCK_SIZE_TOKENS}"
-            )
-        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
-            raise LayoutError(f"dtype is {self.dtype!r}; use one of {', '.join(ITEMSIZE)}")
-        if self.nbytes > MAX_BYTES:
-            raise LayoutError(f"num_blocks is {self.num_blocks}: {self.nbytes} bytes; use fewer")
-
     @classmethod
     def from_record(cls, record: LayoutRecord) -> "KVLayout":
-        """The layout a peer announced; a LayoutError when it cannot exist."""
+        """The layout that a peer announced."""
         return cls(**{name: getattr(record, name) for name in _FIELDS})
 
     def to_record(self) -> LayoutRecord:

@@ -313,9 +313,6 @@ class Peer:
         refusal: why it cannot be mapped.
         is_stale: its memory is to be mapped anew when no pull uses it.
         is_dropped: it is to be forgotten when no pull uses it.
-
-    Raises:
-        ValueError: a rank's layout is none.
     """
 
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:

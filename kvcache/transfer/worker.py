@@ -210,12 +210,8 @@ class TransferWorker:
                 if key in self._peers:
                     self._peers[key].is_dropped = False
                     return
-                try:
-                    peer = self._peers[key] = Peer(self._rank, metadata)
-                except ValueError as error:  # its pulls fail: not connected
-                    logger.error("prefill server %s: %s", metadata.engine_id, error)
-                else:
-                    peer.prepare()
+                peer = self._peers[key] = Peer(self._rank, metadata)
+                peer.prepare()
             case DropPeer(engine_id, incarnation):
                 if dropped := self._peers.get((engine_id, incarnation)):
                     dropped.is_dropped = True

@@ -53,7 +53,7 @@ class Endpoint:
 
 
 def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
-    """The ranks of a peer. Raises ValueError where a rank's layout is none."""
+    """The ranks of a peer."""
     compat, groups = metadata.compat, KVGroups.from_wire(metadata.compat.kv_windows)
     scales = compat.kv_scales if groups.count == 1 else ()  # else they are all 1
     rest = metadata.tp_size, scales, metadata.dcp_size, groups

@@ -374,8 +374,6 @@ class PullCoordinator:
         has a new engine id as well as a new incarnation."""
         pulls = [s for s in self._pulls_from(address) if s.is_undecided and s.key != current]
         others = [peer for peer in self._peers.at(address) if peer.key != current]
-        gone = {state.key for state in pulls}.union(p.key for p in others if p.is_announced)
-        self._counters["peer_restarts"] += len(gone)
         for peer in others:
             self._forget(peer)
         for state in pulls:

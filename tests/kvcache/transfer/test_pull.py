@@ -154,7 +154,6 @@ def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: s
     assert decode.wait(PullDrained) == PullDrained("b")
     decode.done("c")
     assert_pulled(decode, fresh, [5], 0, 8)
-    assert decode.coordinator.counters()["peer_restarts"] == 1
 
 
 # -- the handshake

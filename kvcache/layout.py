@@ -39,9 +39,9 @@ slice of the heads is one run of heads x D elements per token.
 No torch here: processes that only plan or only talk use this too.
 """
 
-from dataclasses import dataclass, fields
 from functools import cached_property
-from math import prod
+
+import msgspec
 
 from protocol.handshake import AXES, ITEMSIZE, LayoutRecord
 
@@ -49,29 +49,15 @@ NAMED_ORDERS = ("BHLCND", "BLCHND", "LBCHND", "LCBHND", "LBCNHD", "LCBNHD")
 MAX_BLOCK_SIZE_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class KVLayout:
+class KVLayout(LayoutRecord, frozen=True, dict=True):
     """The order, the sizes and the dtype of one rank's KV cache; options and handshakes see to it
     that they can be. What a plan asks for dozens of times is kept: do not change the dictionaries.
     """
 
-    order: str  # permutation of AXES ending in D, outermost axis first
-    num_blocks: int  # B, the null block included
-    num_heads: int  # H, kv heads on this rank (1 for MLA)
-    num_layers: int  # L
-    num_components: int  # C: 2 (K, V) or 1 (MLA latent)
-    block_size: int  # N, tokens per block, 1..256
-    head_dim: int  # D, elements per head and token
-    dtype: str  # a key of ITEMSIZE
-
     @classmethod
     def from_record(cls, record: LayoutRecord) -> "KVLayout":
         """The layout that a peer announced."""
-        return cls(**{name: getattr(record, name) for name in _FIELDS})
-
-    def to_record(self) -> LayoutRecord:
-        """This layout on the wire."""
-        return LayoutRecord(**{name: getattr(self, name) for name in _FIELDS})
+        return cls(*msgspec.structs.astuple(record))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -103,11 +89,6 @@ class KVLayout:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole allocation."""
-        return prod(self.shape) * self.itemsize
-
     @cached_property
     def token_bytes(self) -> int:
         """Bytes that one token takes: all heads, layers and components of this rank."""
@@ -124,5 +105,4 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
 
-_FIELDS = tuple(field.name for field in fields(KVLayout))
-_SIZE_FIELDS = _FIELDS[1:-1]  # in the order of AXES
+_SIZE_FIELDS = LayoutRecord.__struct_fields__[1:-1]  # in the order of AXES

@@ -43,20 +43,21 @@ def check_order(order: str) -> str:
     return order
 
 
-class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutRecord(msgspec.Struct, frozen=True):
     """A kvcache.layout.KVLayout on the wire: six axes in `order`, sizes in elements."""
 
-    order: str
-    num_blocks: int
-    num_heads: int  # kv heads on this rank
-    num_layers: int
-    num_components: int
-    block_size: int  # tokens
-    head_dim: int
-    dtype: str
+    order: str  # permutation of AXES ending in D, outermost axis first
+    num_blocks: int  # B, the null block included
+    num_heads: int  # H, kv heads on this rank (1 for MLA)
+    num_layers: int  # L
+    num_components: int  # C: 2 (K, V) or 1 (MLA latent)
+    block_size: int  # N, tokens per block, 1..256
+    head_dim: int  # D, elements per head and token
+    dtype: str  # a key of ITEMSIZE
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole allocation."""
         sizes = (self.num_blocks, self.num_heads, self.num_layers, self.num_components)
         return math.prod(sizes) * self.block_size * self.head_dim * ITEMSIZE[self.dtype]
 

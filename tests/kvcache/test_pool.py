@@ -3,13 +3,13 @@
 import gc
 import itertools
 import mmap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvcache.layout import AXES, NAMED_ORDERS, KVLayout
 from kvcache.pool import TORCH_DTYPES, KVPool

@@ -15,11 +15,11 @@ divisions find a unit's layer and component, and so its factor.
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool

@@ -84,7 +84,7 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
         nbytes=pool.nbytes,
         device_id=pool.device_id,
         device_kind=pool.device.type,
-        layout=pool.layout.to_record(),
+        layout=pool.layout,
         extra=offer(pool),
         pid=os.getpid(),
     )

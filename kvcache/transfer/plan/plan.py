@@ -33,6 +33,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.block_copy import (
@@ -91,7 +92,7 @@ class Slot(NamedTuple):
 def slot_of(layout: KVLayout, heads: tuple[range, ...], num_blocks: int) -> Slot:
     memories, offset, head_bytes = [], 0, layout.token_bytes // layout.num_heads
     for held in heads:
-        memory = replace(layout, num_heads=len(held), num_blocks=num_blocks)
+        memory = structs.replace(layout, num_heads=len(held), num_blocks=num_blocks)
         memories.append((held, memory, offset))
         offset += _aligned(memory.nbytes)
     return Slot(tuple(memories), offset, sum(map(len, heads)) * head_bytes)

@@ -16,7 +16,7 @@ COMPAT = compat()
 
 
 def metadata(**changes: Any) -> EngineMetadata:
-    record = layout(block_size=16).to_record()
+    record = layout(block_size=16)
     rank = RankMetadata(
         rank=0,
         agent_metadata=b"a",

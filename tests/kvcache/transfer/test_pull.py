@@ -168,7 +168,7 @@ def edit_rank(**changes: Any) -> Callable[[Any], Any]:
 
 
 def edit_layout(**changes: Any) -> Callable[[Any], Any]:
-    record = msgspec.structs.replace(layout().to_record(), **changes)
+    record = msgspec.structs.replace(layout(), **changes)
     return edit_rank(layout=record)
 
 

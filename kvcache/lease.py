@@ -84,15 +84,8 @@ class LeaseTable:
         *,
         grows: bool = False,
     ) -> None:
-        """Holds the blocks until `now + lease_s`, unless renewed or ended before.
-
-        Raises:
-            ValueError: the id was used before, or lease_s is not above 0 (our bug).
-        """
-        if lease_id in self._held or lease_id in self._tombstones:
-            raise ValueError(f"lease {lease_id} exists already")
-        if not lease_s > 0:
-            raise ValueError(f"lease_s is {lease_s}; use a number of seconds above 0")
+        """Holds the blocks until `now + lease_s`, unless renewed or ended before."""
+        assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
         self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s, grows)
         heapq.heappush(self._deadlines, (now + lease_s, lease_id))
 
@@ -105,8 +98,7 @@ class LeaseTable:
         lease = self._held.get(lease_id)
         if lease is None:
             return False
-        if not lease.grows:
-            raise ValueError(f"lease {lease_id} is sealed")
+        assert lease.grows, lease_id
         lease.block_ids += tuple(block_ids)
         lease.grows = not seals
         return True

@@ -222,12 +222,10 @@ class EngineClient:
 
         Raises:
             EngineDied: the engine is gone; nothing was started.
-            ValueError: a request id is in use, which is our own bug.
         """
         self.check_alive()
         ids = [request.request_id for request in requests]
-        if len(set(ids)) != len(ids) or any(i in self._subscriptions for i in ids):
-            raise ValueError(f"request ids are in use: {ids}")
+        assert len(set(ids)) == len(ids) and self._subscriptions.keys().isdisjoint(ids), ids
         subscription = Subscription(self, requests, place)
         self._was_heard |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))

@@ -303,9 +303,9 @@ async def test_silence_counts_only_while_requests_are_open():
 async def test_an_id_in_use_is_our_own_bug():
     engine = ScriptedEngine()
     await engine.start()
-    with pytest.raises(ValueError, match="in use"):
+    with pytest.raises(AssertionError):
         engine.submit([add("r"), add("r")])
-    with closing(engine.submit([add("r")])), pytest.raises(ValueError, match="in use"):
+    with closing(engine.submit([add("r")])), pytest.raises(AssertionError):
         engine.submit([add("r")])
     await engine.close()
 

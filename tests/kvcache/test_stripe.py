@@ -72,5 +72,6 @@ def test_a_peers_blocks_hold_the_ranks_own_tokens_in_their_order(
 def test_a_peer_whose_blocks_hold_tokens_of_two_ranks_is_refused(ours, theirs):
     said = rf"block_size is {ours} here and {theirs} on the peer.*--block-size {theirs}"
     with pytest.raises(PlanError, match=said):
-        Stripe(1, 2, ours).remote_blocks([3, 4], theirs)
+        Stripe(1, 2, ours).check_remote(theirs)
+    Stripe(0, 1, ours).check_remote(theirs)
     assert Stripe(0, 1, ours).remote_blocks([3, 4], theirs).tolist() == [3, 4]

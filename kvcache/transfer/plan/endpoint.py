@@ -102,8 +102,6 @@ def check_endpoints(
     """
     _check_peer(remote)
     ours, theirs = local.layout, remote[0].layout
-    if local.dcp < 1 or local.tp % local.dcp:
-        raise PlanError(f"dcp is {local.dcp} of tp {local.tp}; use a divisor of tp")
     local.stripe.check_remote(theirs.block_size)
     for name in ("num_layers", "num_components", "head_dim"):
         if (here := getattr(ours, name)) != (there := getattr(theirs, name)):

@@ -1,7 +1,5 @@
 """Heads and their owners: laws over all sizes."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,9 +66,6 @@ PEER = endpoints(2, 4)
         (HERE, endpoints(2, 4, num_components=1), "num_components is 2 here and 1 on the peer"),
         (HERE, endpoints(2, 4, head_dim=16), "head_dim is 8 here and 16 on the peer"),
         (HERE, endpoints(2, 4, dtype="bfloat16"), "KV dtype is float32 here and bfloat16 on the"),
-        (dataclasses.replace(HERE, tp=3, dcp=2), PEER, "dcp is 2 of tp 3; use a divisor"),
-        (dataclasses.replace(HERE, tp=2, dcp=4), PEER, "dcp is 4 of tp 2; use a divisor"),
-        (dataclasses.replace(HERE, dcp=0), PEER, "dcp is 0 of tp 1; use a divisor"),
         (HERE, endpoints(2, 6), "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2"),
         (
             HERE,

@@ -221,7 +221,8 @@ def largest(config: ModelConfig) -> Weights:
 
 def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1) -> None:
     """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
-    of ranks that hold the same KV heads its KV heads, and `ep` groups its experts."""
+    of ranks that hold the same KV heads its KV heads, and `ep` groups its experts. `dcp` and `ep`
+    divide `size`."""
     if (problem := _experts_problem(config, size, ep)) is not None:
         raise InvalidParallelism(f"--ep {ep} {problem}")
     problem = _problem(config, size, ep)
@@ -246,16 +247,12 @@ def _experts_problem(config: ModelConfig, size: int, ep: int) -> str | None:
         return None
     if config.moe is None:
         return "needs a mixture of experts, and this model has none: leave it out"
-    if ep < 1 or size % ep:
-        return f"does not divide --tp {size}: use a divisor of it"
     if config.moe.num_experts % ep:
         return f"does not divide the model's {config.moe.num_experts} experts: use a divisor"
     return None
 
 
 def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
-    if size < 1:
-        return "is less than 1"
     if config.num_heads % size:
         return f"does not divide the model's {config.num_heads} query heads"
     kv_heads = config.kv_heads_total

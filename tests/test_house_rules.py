@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 208,
     "deploy": 900,
-    "engine": 11239,
-    "kvcache": 7849,
-    "kvcache/transfer": 5216,
+    "engine": 11214,
+    "kvcache": 7765,
+    "kvcache/transfer": 5194,
     "model": 5150,
     "prefill_server": 188,
-    "protocol": 6872,
+    "protocol": 6873,
     "proxy": 5249,
-    "tests": 40578,
+    "tests": 40541,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

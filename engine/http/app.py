@@ -32,6 +32,7 @@ from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
     error_response,
+    in_time,
     read_json,
     refusal_of,
 )
@@ -39,7 +40,6 @@ from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
-from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -204,7 +204,7 @@ class _Pages:
     ) -> Response:
         try:
             settings = self._api.settings
-            async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
+            async with in_time(request, settings.request_timeout_s):
                 members, num_bytes = await read_json(request, settings.max_body_bytes)
                 fill_in_model(members, self._api.model_name)
                 return Response(await work(members, num_bytes), media_type="application/json")

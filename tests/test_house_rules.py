@@ -25,7 +25,7 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 208,
     "deploy": 900,
-    "engine": 11214,
+    "engine": 11220,
     "kvcache": 7765,
     "kvcache/transfer": 5194,
     "model": 5150,

@@ -101,12 +101,12 @@ _ROW_WARPS: Final = 4
 
 # A function of its own, though called in one place: written out there, the first loads of the
 # matrix wait too, and a decode step of batch 1 takes 3 % longer.
-def _wait():  # type: ignore[no-untyped-def]
+def _let_next_begin_and_wait():  # type: ignore[no-untyped-def]
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
 
 
-_wait = triton.jit(_wait)
+let_next_begin_and_wait: Any = triton.jit(_let_next_begin_and_wait)
 
 
 def _folded(part, FOLD: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def _one_row(  # type: ignore[no-untyped-def]
         up_at = tile_at + NUM_OUT * WIDTH
         up_tile = tl.load(up_at, eviction_policy="evict_first")
         up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
-    _wait()  # type: ignore[no-untyped-call]
+    let_next_begin_and_wait()
     sums = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
@@ -199,8 +199,9 @@ def one_row(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """weight [out, in] times x [1, in] -> [1, out].
+    """weight [out, in] times x [1, in] -> [1, out] of `dtype`, else of x's.
 
     Args:
         norm: the weight of a root-mean-square norm that x passes first.
@@ -214,7 +215,7 @@ def one_row(
         matrix, scales = weight.codes.view(FP8), weight.scales
     out = residual
     if out is None:
-        out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
+        out = torch.empty(1, num_out, dtype=dtype or x.dtype, device=x.device)
     rows, columns, fold = _tile_of(weight, gated=gated)
     _one_row_kernel[(num_out // rows,)](
         x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,

@@ -48,7 +48,7 @@ class MoELayer:
         self._group_best = declared.group_best
 
         name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, hidden_size)
-        self._router = loader.load(name, shape, dtype=torch.float32)
+        self._router = loader.load(name, shape)
         self._router_bias = self._correction = None
         if declared.biased:
             name = f"{prefix}.{declared.router}.bias"
@@ -73,8 +73,16 @@ class MoELayer:
             gate = loader.load(f"{prefix}.{declared.shared_gate}.weight", (1, hidden_size))
             self._shared_gate = Linear(gate)
 
+        self._takes_one = (
+            self._experts.has_kernels and self._shared is None and parallel.size == 1
+            and self._join.is_plain and self._correction is None and _is_by_largest(moe)
+            and fused_ops.kernels().one_row_works(self._router)
+        )  # fmt: skip
+
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
+        if self._takes_one and len(hidden) == 1 and norm is not None:
+            return self._experts.of_one(hidden, norm, self._router, self._moe)
         x = hidden if norm is None else norm(hidden)
         which = self._router, self._moe, self._correction, self._group_best, self._router_bias
         routed = route(x, *which, by_kernel=self._experts.has_kernels)
@@ -153,14 +161,38 @@ class Experts:
         logits[::2, self._first : self._first + count] += 9  # as many as can be are this rank's
         (weights, experts), (best, which) = kernels.choose(logits, chosen, 2.0), logits.topk(chosen)
         choice = (weights - 2 * best.softmax(-1)).norm() + (experts != which).sum()
-        x = torch.randn(_PROVED_TOKENS, width, device=like.device).to(like.dtype)
-        found = [self._by_kernels(x, weights, experts, tiles) for _, tiles in kernels.TILES]
-        expected = self._sum(x, weights, experts).float()
-        sums: Tensor = (torch.stack(found) - expected).norm(dim=(1, 2)) / expected.norm()
-        return sums.add_(choice)
+        x = torch.randn(_PROVED_TOKENS, width, device=like.device)
+        x = F.rms_norm(x, (width,)).to(like.dtype)
+        routed = x, weights, experts
+        found = [
+            (self._by_kernels(*routed, tiles), self._sum(*routed)) for _, tiles in kernels.TILES
+        ]
+        few = [*zip(*(torch.split(part[:2], 1) for part in routed), strict=True)]
+        alone = [self._of_one(*one) for one in few]
+        added = [self._of_one(*one, norm=torch.ones_like(x[0]), residual=0 * one[0]) for one in few]
+        found += [(torch.cat(each), found[0][1][:2]) for each in (alone, added)]
+        errors: list[Tensor] = [
+            (ours.float() - sums.float()).norm() / sums.float().norm() for ours, sums in found
+        ]
+        return torch.stack(errors).add_(choice)
+
+    def of_one(self, x: Tensor, norm: RMSNorm, router: Tensor, config: MoEConfig) -> Tensor:
+        """Adds to one token what these make of it, normed: all there are, without biases."""
+        which: dict[str, Any] = {"norm": norm.weight, "eps": norm.eps}
+        logits = fused_ops.kernels().one_row(x, router, dtype=torch.float32, **which)
+        num, scale = config.experts_per_token, config.routed_scaling_factor
+        routed = fused_ops.experts().choose(logits, num, scale)
+        return self._of_one(x, *routed, residual=x, **which)
+
+    def _of_one(self, x: Tensor, weights: Tensor, experts: Tensor, **which: Any) -> Tensor:
+        """See `mixture_of_one`."""
+        routed = weights, self._ids_here(experts)
+        return fused_ops.experts().mixture_of_one(x, self._gate_up, self._down, *routed, **which)  # type: ignore[no-any-return]
 
     def _by_kernels(self, x: Tensor, weights: Tensor, experts: Tensor, tiles: Any = None) -> Tensor:
         """As `_grouped`, of which the kernels gather, multiply and scatter at once."""
+        if len(x) == 1:
+            return self._of_one(x, weights, experts)
         matrices, chosen = (self._gate_up, self._down), self._ids_here(experts)
         return fused_ops.experts().mixture(x, *matrices, weights, chosen, self._num, tiles)  # type: ignore[no-any-return]
 
@@ -228,6 +260,11 @@ def _can_group(weight: Weight) -> bool:
     return is_fast and weight.dtype == torch.bfloat16
 
 
+def _is_by_largest(config: MoEConfig) -> bool:
+    """Whether weights are the softmax of the largest logits, which choose."""
+    return config.scoring == "softmax" and config.is_normalized and config.num_groups == 1
+
+
 def route(
     x: Tensor,
     router: Tensor,
@@ -241,8 +278,13 @@ def route(
     """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
     Mixture for `correction` [experts] and `group_best`; `bias` [experts] is of the logits.
     `by_kernel`: by one of ours, where the largest logits choose."""
-    logits, num = F.linear(x.float(), router, bias), config.experts_per_token
-    if config.scoring == "softmax" and config.is_normalized and config.num_groups == 1:
+    if fused_ops.works(x.device, x.dtype):  # sums in float32 of what is exact in it
+        logits = torch.mm(x, router.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        logits = F.linear(x.float(), router.float(), bias)
+    num = config.experts_per_token
+    if _is_by_largest(config):
         if by_kernel:
             return fused_ops.experts().choose(logits, num, config.routed_scaling_factor)  # type: ignore[no-any-return]
         best, experts = logits.topk(num, dim=-1)  # the same, in fewer kernels

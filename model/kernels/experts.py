@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from model.fused_kernels import let_next_begin_and_wait
 from model.quantization.kernels import tile_of
 
 
@@ -153,6 +154,95 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 _combine_kernel: Any = triton.jit(_combine)
+
+
+def _one_gated(  # type: ignore[no-untyped-def]
+    x, weight, norm, chosen, inner, eps, num_experts, NUM_OUT: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one token's gate and up products, by one of its experts."""
+    slot, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    tl.extra.cuda.gdc_wait()
+    expert = tl.load(chosen + slot)
+    tl.extra.cuda.gdc_launch_dependents()  # not before: see _one_down
+    if expert < num_experts:
+        at = weight + (expert * 2 * NUM_OUT + row[:, None]) * WIDTH + column[None, :]
+        gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+        squares = tl.zeros((COLUMNS,), tl.float32)
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            gates = tl.load(at + start, eviction_policy="evict_first")
+            ups = tl.load(at + start + NUM_OUT * WIDTH, eviction_policy="evict_first")
+            value = tl.load(x + start + column).to(tl.float32)
+            if NORM:
+                squares += value * value
+                value *= tl.load(norm + start + column).to(tl.float32)
+            gate += gates.to(tl.float32) * value[None, :]
+            up += ups.to(tl.float32) * value[None, :]
+        size = tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
+        gated, other = tl.sum(gate, 1) / size, tl.sum(up, 1) / size
+        gated = gated / (1 + tl.exp(-gated)) * other
+        tl.store(inner + slot * NUM_OUT + row, gated.to(inner.dtype.element_ty))
+
+
+def _one_down(  # type: ignore[no-untyped-def]
+    inner, weight, weights, chosen, residual, out, num_experts, NUM_OUT: tl.constexpr,
+    WIDTH: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one token's result. All programs of the kernel before it have seen the choice,
+    which is read without waiting for them, and so is the first of the matrices."""
+    slot, column = tl.arange(0, SLOTS), tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(chosen + slot, mask=slot < CHOSEN, other=num_experts)
+    is_here = expert < num_experts
+    own = is_here[:, None, None]
+    place = expert[:, None, None] * NUM_OUT + row[None, :, None]
+    at = weight + place * WIDTH + column[None, None, :]
+    tile = tl.load(at, mask=own, other=0.0, eviction_policy="evict_first")
+    let_next_begin_and_wait()
+    sums = tl.zeros((SLOTS, ROWS, COLUMNS), tl.float32)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        of_x = inner + slot[:, None] * WIDTH + start + column[None, :]
+        value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)
+        sums += tile.to(tl.float32) * value[:, None, :]
+        if start + COLUMNS < WIDTH:
+            after = at + start + COLUMNS
+            tile = tl.load(after, mask=own, other=0.0, eviction_policy="evict_first")
+    share = tl.load(weights + slot, mask=is_here, other=0.0)
+    result = tl.sum(tl.sum(sums, 2) * share[:, None], 0)
+    if ADD:
+        result += tl.load(residual + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+_one_gated_kernel: Any = triton.jit(_one_gated)
+_one_down_kernel: Any = triton.jit(_one_down)
+_GATED_OF_ONE: Final = 2, 1024, 2  # rows of a program, columns at a time, warps
+_DOWN_OF_ONE: Final = 8, 256, 8
+
+
+def mixture_of_one(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor,
+    *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`mixture` of one token, normed first; `residual` [1, hidden] is added to, and returned."""
+    (count, width, num), each = down.shape, chosen.shape[1]
+    inner = x.new_empty(each, num)
+    out = torch.empty_like(x) if residual is None else residual
+    rows, most, warps = _GATED_OF_ONE
+    _one_gated_kernel[(num // rows, each)](
+        x, gate_up, norm, chosen, inner, eps, count, NUM_OUT=num, WIDTH=width,
+        NORM=norm is not None, ROWS=rows, COLUMNS=min(width & -width, most), num_warps=warps,
+        launch_pdl=True,
+    )  # fmt: skip
+    rows, most, warps = _DOWN_OF_ONE
+    _one_down_kernel[(width // rows,)](
+        inner, down, weights, chosen, residual, out, count, NUM_OUT=width, WIDTH=num, CHOSEN=each,
+        SLOTS=triton.next_power_of_2(each), ADD=residual is not None, ROWS=rows,
+        COLUMNS=min(num & -num, most), num_warps=warps, launch_pdl=True,
+    )  # fmt: skip
+    return out
 
 
 def mixture(

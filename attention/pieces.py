@@ -86,6 +86,7 @@ class PieceDecode:
     def run(
         self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float,
         v_scale: float, lse: Tensor | None = None, return_lse: bool = False,
+        warps: int | None = None,
     ) -> None:  # fmt: skip
         if lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -93,7 +94,7 @@ class PieceDecode:
         partials = self._workspace[:size], self._workspace[size:]
         self._attend(
             q, caches, self._planned, self._most, out, lse, partials, self._kind,
-            scale=self._scale * k_scale, value_scale=v_scale, tile=TILE,
+            scale=self._scale * k_scale, value_scale=v_scale, tile=TILE, warps=warps,
         )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from attention.base import Kind
 
 _LOG2_E: Final = 1.4426950408889634
-_WARPS: Final = 4
+WARPS: Final = (4, 2)
+_MANY_PROGRAMS: Final = 1024  # that follow each other: with fewer warps others hide their waits
 _STAGES: Final = 3
 _MERGED_HEADS: Final = 8  # of one program
 
@@ -187,7 +188,7 @@ _merge_kernel: Any = triton.jit(
 def attend(
     q: Tensor, caches: tuple[Tensor, Tensor], planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: Kind,
-    *, scale: float, value_scale: float, tile: int,
+    *, scale: float, value_scale: float, tile: int, warps: int | None = None,
 ) -> None:  # fmt: skip
     """Attends for one query of each of S sequences.
 
@@ -199,17 +200,19 @@ def attend(
         partials: float32, of num_pieces * HQ * D elements and of num_pieces * HQ.
         scale: of the scores, that of the keys in it.
         tile: tokens read at once, which pieces are multiples of.
+        warps: of a program, one of WARPS; None: by their number.
     """
     keys, values = caches
     (num_seqs, num_q_heads, dim), num_kv_heads = q.shape, keys.shape[1]
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
     group = num_q_heads // num_kv_heads
+    warps = warps or WARPS[num_pieces * num_kv_heads > _MANY_PROGRAMS]
     _attend_kernel[(num_pieces, num_kv_heads)](
         q, keys, values, *planned, out, lse, *partials, scale * _LOG2_E, value_scale,
         kind.soft_cap * _LOG2_E, kind.window or 0, num_pieces, q.stride(0), *keys.stride()[:3],
         GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=keys.shape[2],
         TILE=tile, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
-        num_warps=_WARPS, num_stages=_STAGES, launch_pdl=True,
+        num_warps=warps, num_stages=_STAGES, launch_pdl=True,
     )  # fmt: skip
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, _MERGED_HEADS))](
         planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=_MERGED_HEADS,

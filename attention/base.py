@@ -153,6 +153,21 @@ def leave_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
 
+class Turn(NamedTuple):
+    """What is done to queries and keys before they are attended to and stored.
+
+    Attributes:
+        cos_sin: float32 [T, head_dim], what halves of heads are rotated by: cosines, then sines.
+        norms: [head_dim], weights of root-mean-square norms of each query head and each key head,
+            before they are rotated.
+        eps: of these norms.
+    """
+
+    cos_sin: Tensor
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+
 class AttentionBackend(ABC):
     """Attention of one rank over its KV pool. One step at a time; not thread-safe.
 
@@ -233,7 +248,7 @@ class AttentionBackend(ABC):
         k: Tensor,
         v: Tensor,
         *,
-        cos_sin: Tensor | None = None,
+        turn: Turn | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         """Writes the step's K and V of `layer`, then attends causally.
@@ -242,8 +257,8 @@ class AttentionBackend(ABC):
             q: [T, num_q_heads, head_dim], rope applied.
             k, v: [T, num_kv_heads, head_dim], rope applied to k; perhaps changed in place to
                 what is stored of them.
-            cos_sin: float32 [T, head_dim], what to rotate halves of q and k by, cosines, then
-                sines; both may be changed in place. Only where the backend `rotates`.
+            turn: what is still to be done to q and k; both may be changed in place. Only where
+                the backend `rotates`.
             lse: float32 [T, num_q_heads], to be filled with the natural log-sum-exp of the scores
                 that sinks are not among.
 

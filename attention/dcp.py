@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, AttentionBatch, Int32s
+from attention.base import AttentionBackend, AttentionBatch, Int32s, Turn
 from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -218,10 +218,10 @@ class ContextParallelBackend(AttentionBackend):
         k: Tensor,
         v: Tensor,
         *,
-        cos_sin: Tensor | None = None,
+        turn: Turn | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        assert cos_sin is None and lse is None
+        assert turn is None and lse is None
         out = q.new_empty(q.shape)
         if count := self._num_decodes:
             queries = self._gather_heads(q[:count])

@@ -25,7 +25,7 @@ from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention import pieces
-from attention.base import AttentionBatch, Int32s, Kind, Pages, leave_to_sinks
+from attention.base import AttentionBatch, Int32s, Kind, Pages, Turn, leave_to_sinks
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import (
     LEAST_INT_BYTES,
@@ -264,13 +264,13 @@ class FlashInferBackend(FlashInferBase):
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor,
-        *, cos_sin: Tensor | None = None, lse: Tensor | None = None,
+        *, turn: Turn | None = None, lse: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         kind, sinks = self.layers[layer]
         parts = self._of_kind[kind].parts
         caches, scales = self._caches[layer], self._scales(layer)
         back = any(part.is_fresh for part in parts)
-        store(k, v, self.slots, caches, scales, q=q, cos_sin=cos_sin, read_back=back)
+        store(k, v, self.slots, caches, scales, q=q, turn=turn, read_back=back)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

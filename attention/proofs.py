@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import Kind, Pages
+from attention.base import Kind, Pages, Turn
+from attention.kernels.decode import WARPS
 from attention.kernels.store import store
 from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
@@ -20,6 +21,7 @@ _TOLERANCE: Final = 0.01  # outputs have 8 bits
 _CONTEXTS: Final = (5, 64, 4500)
 _SMS: Final = 1  # of a GPU that cuts contexts into the fewest pieces
 _SCALES: Final = (2.0, 0.5)
+_NEARLY_ZERO: Final = 1e-20
 
 
 def prove_storing(
@@ -71,22 +73,31 @@ def _wrongly_stored(
     caches: tuple[Tensor, ...], scales: tuple[float, ...], dtype: torch.dtype, num_q_heads: int
 ) -> str | None:
     num_heads, num_tokens, dim = caches[0].shape[1:]
-    sizes = [num_q_heads, *[num_heads] * len(caches)]
-    device = caches[0].device
-    q, *new = (torch.randn(num_tokens, n, dim, device=device).to(dtype) for n in sizes)
-    cos_sin, turned, kept = None, q, [*new]
-    if num_q_heads:  # by a quarter, which rounds nothing
-        cos_sin = (torch.arange(dim, device=device) >= dim // 2).float().repeat(num_tokens, 1)
-        turned, kept[0] = (
-            torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) for x in (q, new[0])
-        )
+    device, sizes = caches[0].device, [num_q_heads, *[num_heads] * len(caches)]
     slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    with _borrowed(caches) as blocks:
-        store(new[0], new[1] if len(new) > 1 else None, slots, caches, scales, q=q, cos_sin=cos_sin)
-        wrong = (q != turned).sum()
-        for block, part, scale in zip(blocks, kept, scales, strict=False):
-            stored = fp8.stored_as(part, block.dtype, scale).float()
-            wrong += (block.transpose(0, 1).float() != stored).sum()
+    # By a quarter, and norms of what is -1 or 1 by powers of two: nothing is rounded.
+    turns: list[Turn | None] = [None]
+    if num_q_heads:
+        cos_sin = (torch.arange(dim, device=device) >= dim // 2).float().repeat(num_tokens, 1)
+        norms = tuple(torch.full((dim,), weight, device=device, dtype=dtype) for weight in (2, 0.5))
+        turns = [Turn(cos_sin), Turn(cos_sin, (norms[0], norms[1]), _NEARLY_ZERO)]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for turn in turns:
+        drawn = (torch.randn(num_tokens, n, dim, device=device) for n in sizes)
+        factors = (2.0, 0.5) if turn is not None and turn.norms else None
+        q, *new = ((x if factors is None else 1 - 2.0 * (x < 0)).to(dtype) for x in drawn)
+        turned, kept = q, [*new]
+        if turn is not None:
+            turned, kept[0] = (
+                torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) * factor
+                for x, factor in zip((q, new[0]), factors or (1.0, 1.0), strict=True)
+            )
+        with _borrowed(caches) as blocks:
+            store(new[0], new[1] if len(new) > 1 else None, slots, caches, scales, q=q, turn=turn)
+            wrong += (q != turned).sum()
+            for block, part, scale in zip(blocks, kept, scales, strict=False):
+                stored = fp8.stored_as(part, block.dtype, scale).float()
+                wrong += (block.transpose(0, 1).float() != stored).sum()
     return f"deviates in {int(wrong)} elements" if wrong else None
 
 
@@ -102,13 +113,15 @@ def _errors(
     workspace = torch.empty(partial_bytes(heads, num_seqs, _SMS), dtype=torch.uint8, device=device)
     decode = PieceDecode(heads, num_tokens, kind, dim**-0.5 / _SCALES[0], workspace, _SMS)
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    runs = [(torch.empty_like(q), torch.empty(q.shape[:2], device=device)) for _ in WARPS]
     errors = []
     with _borrowed(caches) as (key, value):
         for block in (key, value):
             block.copy_(torch.randn(block.shape, device=device))
         decode.plan(pages)
-        decode.run(q, caches, out=out, k_scale=_SCALES[0], v_scale=_SCALES[1], lse=lse)
+        of_keys, of_values = _SCALES
+        for warps, (out, lse) in zip(WARPS, runs, strict=True):
+            decode.run(q, caches, out=out, k_scale=of_keys, v_scale=of_values, lse=lse, warps=warps)
         for row, length in enumerate(_CONTEXTS):  # the block again and again
             tokens = torch.arange(length, device=device) % num_tokens
             scores = q[row].float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
@@ -120,7 +133,8 @@ def _errors(
             shares.index_add_(-1, tokens, scores.softmax(-1))
             values = shares @ value.float() * _SCALES[1]
             expected = (values, scores.logsumexp(-1) / np.log(2))
-            for found, right in zip((out[row], lse[row]), expected, strict=True):
+            pairs = [(run[i][row], right) for run in runs for i, right in enumerate(expected)]
+            for found, right in pairs:
                 difference = found.float() - right.view(found.shape)
                 errors.append(difference.norm() / right.norm())
     return errors

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, AttentionBatch, Kind, leave_to_sinks
+from attention.base import AttentionBackend, AttentionBatch, Kind, Turn, leave_to_sinks
 from attention.torch_decode import GatherDecode, SparseDecode, sparse_decode_works
 from attention.torch_dense import causal_attention, dense_attention, merge_attention
 from attention.torch_plan import RowMap, decode_groups, prefill_chunks
@@ -112,9 +112,9 @@ class TorchBackend(AttentionBackend):
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor,
-        *, cos_sin: Tensor | None = None, lse: Tensor | None = None,
+        *, turn: Turn | None = None, lse: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert cos_sin is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
+        assert turn is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
         cache = self._caches[layer]
         k_scale, v_scale = self.pool.scale(layer, 0), self.pool.scale(layer, -1)
         k = self._write(cache.k_rows, k, k_scale)

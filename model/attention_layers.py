@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, Kind, LayerAttention
+from attention.base import AttentionBackend, Kind, LayerAttention, Turn
 from model.config import ModelConfig
 from model.layers import (
     Join,
@@ -106,21 +106,29 @@ class HeadAttention:
         it, or only the wanted rows [R, hidden]."""
         num_tokens = hidden.shape[0]
         q, k, v = self._qkv(hidden, norm)
-        if self._norms and self._parallel is not None:
-            q, k = _norm_rows(self._norms, (q, k), self._parallel)
+        norms = self._norms
+        if norms and self._parallel is not None:
+            (q, k), norms = _norm_rows(norms, (q, k), self._parallel), []
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in (q, k, v))
-        if self._norms and self._parallel is None:
-            q, k = (norm(x) for norm, x in zip(self._norms, (q, k), strict=True))
-        cos_sin = None
+        angles = turn = None
         if self._which is not None and self._rope is not None:
             angles = step.angles[self._which]
-            cos_sin = self._rope.cos_sin(angles)
-            if cos_sin is None or not step.backend.rotates:
-                (q, k), cos_sin = self._rope.rotate_pair(q, k, angles), None
-        attended = step.backend.forward(self._layer, q, k, v, cos_sin=cos_sin).flatten(1)
+            turn = self._turn_of(angles, norms) if step.backend.rotates else None
+        if turn is None and norms:
+            q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
+        if turn is None and angles is not None and self._rope is not None:
+            q, k = self._rope.rotate_pair(q, k, angles)
+        attended = step.backend.forward(self._layer, q, k, v, turn=turn).flatten(1)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)
+
+    def _turn_of(self, angles: Angles, norms: list[RMSNorm]) -> Turn | None:
+        """For a backend that rotates; None: by rope itself."""
+        cos_sin = None if self._rope is None else self._rope.cos_sin(angles)
+        if cos_sin is None or not norms:
+            return None if cos_sin is None else Turn(cos_sin)
+        return Turn(cos_sin, (norms[0].weight, norms[1].weight), norms[0].eps)
 
 
 def _load_head_norms(

@@ -1,5 +1,5 @@
-"""A Triton kernel that stores a step's keys and values: rotated, or scaled and clamped to FP8, or
-both.
+"""A Triton kernel that stores a step's keys and values: normed and rotated, scaled and clamped to
+FP8, or all of it.
 
 Libraries take two kernels and two passes over the keys to rotate and store; torch would take six to
 store FP8. With programmatic dependent launch a rotation starts before its predecessor has ended,
@@ -12,14 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.base import Turn
+
 _HEADS: Final = 8  # of one program
 
 
-def _rotated(source, own, cos_sin, HALF: tl.constexpr, ROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of some heads of one token, turned by its angles."""
+def _rotated(  # type: ignore[no-untyped-def]
+    source, own, cos_sin, norm, eps, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr
+):
+    """Both halves of some heads of one token, normed, and turned by its angles."""
     low, high = tl.load(source, mask=own), tl.load(source + HALF, mask=own)
+    half = tl.arange(0, HALF)[None, :]
+    if NORM:
+        first, second = low.to(tl.float32), high.to(tl.float32)
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        size = tl.sqrt(squares / (2 * HALF) + eps)[:, None]
+        low = (first / size * tl.load(norm + half).to(tl.float32)).to(low.dtype)
+        high = (second / size * tl.load(norm + HALF + half).to(tl.float32)).to(high.dtype)
     if ROTATE:
-        half = tl.arange(0, HALF)[None, :]
         cos, sin = tl.load(cos_sin + half), tl.load(cos_sin + HALF + half)
         first, second = low.to(tl.float32), high.to(tl.float32)
         low = (first * cos - second * sin).to(low.dtype)
@@ -46,11 +56,12 @@ _put_heads: Any = triton.jit(_put)
 
 
 def _rotate_and_store(  # type: ignore[no-untyped-def]
-    q, k, v, cos_sin, slots, keys, values, key_scale, value_scale, key_factor, value_factor,
+    q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
+    key_scale, value_scale, key_factor, value_factor,
     q_token, k_token, v_token, block_stride, head_stride, slot_stride, block_size,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HAS_V: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr, SCALED: tl.constexpr,
-    KEEP: tl.constexpr,
+    HEADS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
+    SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
@@ -68,13 +79,13 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         if part < q_parts:
             head = part * HEADS + some
             source, own = q + token * q_token + head * 2 * HALF + half, head < NUM_Q
-            low, high = _rotated_heads(source, own, cos_sin, HALF, ROTATE)
+            low, high = _rotated_heads(source, own, cos_sin, q_norm, eps, HALF, ROTATE, NORM)
             tl.store(source, low, mask=own)
             tl.store(source + HALF, high, mask=own)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
         source, own = k + token * k_token + head * 2 * HALF + half, head < NUM_KV
-        low, high = _rotated_heads(source, own, cos_sin, HALF, ROTATE)
+        low, high = _rotated_heads(source, own, cos_sin, k_norm, eps, HALF, ROTATE, NORM)
         into = keys + at + head * head_stride + half if STORE else source
         _put_heads(low, source, into, own, key_scale, key_factor, SCALED, STORE, KEEP)
         _put_heads(
@@ -84,7 +95,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         if part >= q_parts + kv_parts:
             head = (part - q_parts - kv_parts) * HEADS + some
             source, own = v + token * v_token + head * 2 * HALF + half, head < NUM_KV
-            low, high = _rotated_heads(source, own, cos_sin, HALF, False)
+            low, high = _rotated_heads(source, own, cos_sin, None, eps, HALF, False, False)
             into = values + at + head * head_stride + half
             back: tl.constexpr = KEEP and SCALED
             _put_heads(low, source, into, own, value_scale, value_factor, SCALED, STORE, back)
@@ -100,9 +111,9 @@ _kernel: Any = triton.jit(_rotate_and_store)
 def store(
     k: Tensor, v: Tensor | None, slots: Tensor | None, caches: tuple[Tensor, ...],
     scales: tuple[float, ...] = (1.0, 1.0),
-    *, q: Tensor | None = None, cos_sin: Tensor | None = None, read_back: bool = False,
+    *, q: Tensor | None = None, turn: Turn | None = None, read_back: bool = False,
 ) -> None:  # fmt: skip
-    """Stores k and v by slot; with `cos_sin` rotates q, in place, and what is stored of k.
+    """Stores k and v by slot; with a `turn` changes q, in place, and what is stored of k.
 
     Args:
         k, v: [T, H, D], D a power of two; views whose last two dimensions are contiguous.
@@ -111,10 +122,10 @@ def store(
             them 1; of k's dtype, or float8_e4m3fn. None: nothing is stored.
         scales: of the caches' elements, where they are of FP8.
         q: [T, HQ, D], as k.
-        cos_sin: float32 [T, D], cosines then sines of half the elements each.
         read_back: whether k and v become, in place, what is read of them later; else they stay.
     """
-    q = None if cos_sin is None else q
+    q, cos_sin, norms, eps = (None, None, None, 0.0) if turn is None else (q, *turn)
+    q_norm, k_norm = norms or (None, None)
     for rows in (x for x in (q, k, v) if x is not None):
         assert rows.stride()[1:] == (k.shape[2], 1), rows.stride()
     keys, values = (caches[0], caches[-1]) if caches else (None, None)
@@ -127,9 +138,10 @@ def store(
     parts = triton.cdiv(num_q, _HEADS) + triton.cdiv(num_kv, _HEADS) * (1 if v is None else 2)
     tokens = [0 if x is None else x.stride(0) for x in (q, k, v)]
     _kernel[k.shape[0], parts](
-        q, k, v, cos_sin, slots, keys, values, scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
+        q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
+        scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
         *tokens, *strides, NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=k.shape[2] // 2,
-        HEADS=_HEADS, ROTATE=cos_sin is not None, STORE=keys is not None,
+        HEADS=_HEADS, ROTATE=cos_sin is not None, NORM=norms is not None, STORE=keys is not None,
         SCALED=keys is not None and keys.dtype != k.dtype, KEEP=read_back,
         num_warps=2, launch_pdl=True,
     )  # fmt: skip
@@ -137,4 +149,4 @@ def store(
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor) -> None:
     """Rotates q and k in place; as of `store`."""
-    store(k, None, None, (), q=q, cos_sin=cos_sin, read_back=True)
+    store(k, None, None, (), q=q, turn=Turn(cos_sin), read_back=True)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.base import Kind, LayerAttention
+from attention.base import Kind, LayerAttention, Turn
 from attention.support import UnsupportedPool
 from kvcache import fp8
 from kvcache.layout import KVLayout
@@ -121,22 +121,26 @@ def test_what_was_captured_serves_other_steps(window, monkeypatch):
 @examples(12)
 @given(
     st.sampled_from([(9, 3, 64), (1, 1, 32), (20, 10, 128)]),
-    st.sampled_from(["BHLCND", "LCBNHD"]), *[st.booleans()] * 3,
+    st.sampled_from(["BHLCND", "LCBNHD"]), *[st.booleans()] * 4,
 )  # fmt: skip
-def test_what_is_stored_and_rotated(heads, order, eight, rotates, back):
+def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed, back):
     sizes, dim = [heads[0], heads[1], heads[1]], heads[2]
     layout = KVLayout(order, 6, heads[1], 2, 2, 16, dim, plain.FP8 if eight else "bfloat16")
     pool, expected = (KVPool(layout, "cpu", SCALES * eight) for _ in range(2))
     rows, angle = torch.randn(4, sum(sizes), dim).bfloat16(), torch.rand(4, dim // 2)
+    rows = rows.sign() if normed else rows  # of which the norm is exact
+    norms = (torch.rand(dim), torch.rand(dim)) if normed else None
     (q, k, v), now = rows.clone().split(sizes, 1), rows.split(sizes, 1)
     cos_sin, scales = (
         torch.cat([angle.cos(), angle.sin()], -1),
         (pool.scale(1, 0), pool.scale(1, 1)),
     )
     slots, caches = torch.tensor([95, 17, 16, 3]), (pool.component(1, 0), pool.component(1, 1))
-    options = {"q": q, "cos_sin": cos_sin if rotates else None, "read_back": back}
+    options = {"q": q, "turn": Turn(cos_sin, norms, 1e-20) if rotates else None, "read_back": back}
     storing.store(k, v, slots.int(), caches, scales, **options)
-    low, high = rows.float().chunk(2, dim=-1)
+    weights = torch.stack(norms * 2)[:3] if norms else torch.ones(3, dim)
+    each = weights.repeat_interleave(torch.tensor(sizes), 0)
+    low, high = (rows * each).bfloat16().float().chunk(2, dim=-1)
     cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).bfloat16()
     for i, (found, old, new) in enumerate(zip((q, k, v), now, turned.split(sizes, 1), strict=True)):

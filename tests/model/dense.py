@@ -24,7 +24,7 @@ class DenseAttention:
         self._values: dict[int, torch.Tensor] = {}
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cos_sin: None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, turn: None
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, k)
         values = self._append(self._values, layer, v)

@@ -1,8 +1,5 @@
-"""The public API's shapes: every member that its reference lists is there, with its type.
-
-The shapes are written down here by hand from the reference's examples: a type per member, a list of
-one shape for lists, None where null is what the reference shows. Members of our own may follow.
-"""
+"""Answers and errors are what the types of OpenAI's own client declare, read strictly. Members of
+our own may follow."""
 
 import asyncio
 from collections.abc import AsyncIterator

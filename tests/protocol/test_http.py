@@ -1,5 +1,5 @@
-"""Server-sent events, limits on silence, and bodies that are refused half-way. The proxy's
-test_bodies.py has the rest."""
+"""Server-sent events, limits on silence, and bodies that are refused half-way.
+tests/proxy/test_connections.py has the rest."""
 
 import asyncio
 import json

@@ -32,7 +32,7 @@ MAX_LINES = {
     "prefill_server": 188,
     "protocol": 6873,
     "proxy": 5249,
-    "tests": 40545,
+    "tests": 40542,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -184,10 +184,6 @@ class PrefixIndex:
         cursor.node = node
         self._prune(node)
 
-    def clear(self) -> None:
-        """Forgets everything; blocks that were only CACHED become FREE."""
-        self._drop_below(self._root)
-
     def _key(self, token_ids: Sequence[int], at: int) -> bytes:
         """The token ids of full block number `at`, as bytes."""
         start = at * self.block_size

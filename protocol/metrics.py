@@ -274,14 +274,6 @@ class Metrics:
         """Takes over EngineStats.values; see `stat_key` for the keys."""
         self._engine.values.update(values)
 
-    def value(self, name: str, **labels: str) -> float:
-        """The current value of a counter or gauge, 0 when it was never touched (for tests)."""
-        spec = SPECS[name]
-        if spec.origin == "engine":
-            return self._engine.values.get(stat_key(name, **labels), 0.0)
-        suffix = "_total" if spec.kind == "counter" else ""
-        return self._registry.get_sample_value(name + suffix, labels) or 0.0
-
     def values(self, *names: str) -> dict[str, float]:
         """The current values of some metrics of this process, by the keys of `stat_key`."""
         families = (family for name in names for family in self._own[name].collect())

@@ -181,11 +181,6 @@ class EngineClient:
         """Whether the engine has failed or hung up, after which its processes should be ending."""
         return self._hung_up or not self.healthy
 
-    @property
-    def num_open(self) -> int:
-        """Requests of which some choice has not ended."""
-        return len(self._subscriptions)
-
     async def start(self) -> None:
         """Begins to listen; call it on the event loop that the requests will run on."""
         self._server = await asyncio.start_unix_server(self._listen, self._path)

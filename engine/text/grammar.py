@@ -140,15 +140,11 @@ class GrammarState:
         self._advance(self._news(token_ids, first_output), fill=False)
         return self.ending
 
-    def fill(self) -> None:
-        """Writes the allowed tokens' bits to `row`. Where nothing can be drawn, that sets `ending`,
-        and `row` allows everything."""
-        self._advance([], fill=True)
-
     def begin(
         self, token_ids: Sequenceable[int], first_output: int, threads: ThreadPoolExecutor
     ) -> None:
-        """Has another thread follow the outputs and fill `row`, unless that is done."""
+        """Has another thread follow the outputs and write the allowed tokens' bits to `row`, unless
+        that is done. Where nothing can be drawn, it sets `ending`, and `row` allows everything."""
         news = self._news(token_ids, first_output)
         if news or self._num_filled_at != self._num_consumed:
             self.work = threads.submit(self._advance, news, fill=True)

@@ -19,6 +19,7 @@ from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
 from tests.rigs.http_server import Server, ask, connected, events, serving
 from tests.rigs.memory_pair import REMOTE
+from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang
 
 
@@ -189,7 +190,7 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(tok
         assert (await first).status_code == 200
         assert (await server.post(path, **fields)).status_code == 200
         endpoint = path.split("/")[2]
-        count = server.metrics.value("baton_requests", endpoint=endpoint, outcome="rejected")
+        count = metric(server.metrics, "baton_requests", endpoint=endpoint, outcome="rejected")
         assert count == 1
         assert "baton_queue_tokens 0.0" in (await server.http.get("/metrics")).text
 
@@ -236,7 +237,7 @@ async def test_an_expired_request_ends_in_504_and_in_the_engine(tokenizer, defau
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert sorted(server.engine.aborted) == sorted(a.request_id for a in server.engine.added)
-        assert server.engine.num_open == 0
+        assert not server.engine._subscriptions
 
 
 async def test_one_that_is_answered_in_time_does_not_expire(tokenizer):
@@ -256,8 +257,8 @@ async def test_an_expired_stream_ends_in_an_error_event(tokenizer):
         found = events(await server.post(headers={"x-request-timeout-s": "0.3"}, stream=True))
         assert [name for name, _ in found] == ["message", "error"]
         assert found[-1][1]["error"]["code"] == "deadline_exceeded"
-        assert server.engine.num_open == 0 and len(server.engine.aborted) == 1
-        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert not server.engine._subscriptions and len(server.engine.aborted) == 1
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
 async def test_priorities_reach_the_engine(tokenizer):
@@ -290,7 +291,7 @@ async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer, m
         await ask(sock, stream=True, max_tokens=60)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
-        assert server.engine.num_open == 0
+        assert not server.engine._subscriptions
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         told = b""
         while b"client_too_slow" not in told:  # it reads on after all

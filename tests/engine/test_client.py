@@ -86,11 +86,11 @@ async def test_a_request_is_open_until_every_choice_has_ended(socket_folder):
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
                 remote.say(delta)
                 assert await subscription.next_batch() == [delta]
-                assert client.num_open == 1
+                assert len(client._subscriptions) == 1
             remote.say(_delta("r", 3, finish="length"))
             assert tokens(await subscription.next_batch()) == [3]
             assert await subscription.next_batch() == []
-            assert client.num_open == 0
+            assert not client._subscriptions
 
 
 async def test_an_error_ends_all_choices(socket_folder):
@@ -100,7 +100,7 @@ async def test_an_error_ends_all_choices(socket_folder):
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
         remote.say(failed)
         assert await answer == [failed]
-        assert client.num_open == 0
+        assert not client._subscriptions
 
 
 @pytest.mark.parametrize("how", ["leaving", "cancelled"])
@@ -119,7 +119,7 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder, ho
         remote.say(_delta("r", 2), _delta("r", finish="abort"))
         remote.transport.send_stats({"x": 1.0})
         await until(lambda: client.stats == {"x": 1.0})
-        assert client.num_open == 0
+        assert not client._subscriptions
 
 
 async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder):
@@ -144,7 +144,7 @@ async def test_a_dead_engine_ends_every_open_request(socket_folder, how):
     writer.write(framed(encode(SMALL_ENGINE)))
     await client.wait_ready(WAIT_S)
     answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
-    await until(lambda: client.num_open == 2)
+    await until(lambda: len(client._subscriptions) == 2)
     if how == "process":
         client.fail("out of memory")
     else:
@@ -152,7 +152,7 @@ async def test_a_dead_engine_ends_every_open_request(socket_folder, how):
     for answer in answers:
         (last,) = await asyncio.wait_for(answer, WAIT_S)
         assert last.error is not None and last.error.code == "engine_died"
-    assert not client.healthy and client.num_open == 0
+    assert not client.healthy and not client._subscriptions
     with pytest.raises(EngineDied):
         client.submit([add("c")])
     writer.close()
@@ -168,7 +168,7 @@ async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder):
         await client.wait_ready(0.001)
     with pytest.raises(EngineDied, match="not connected"):
         client.submit([add("r")])
-    assert client.num_open == 0
+    assert not client._subscriptions
     _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
     told: list[str] = []
     client.on_progress = told.append

@@ -19,6 +19,7 @@ from protocol.messages import (
     TokenDelta,
 )
 from tests.rigs.http_server import WAIT_S, Server, ask, connected, end, events, scripted, serving
+from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
 
@@ -64,8 +65,10 @@ async def test_a_later_failure_ends_the_stream_without_done(tokenizer):
         assert found[-1][1]["error"]["code"] == "transfer_failed"
         whole = await server.post()
         assert whole.status_code == 502
-        assert server.metrics.value("baton_requests", endpoint="completions", outcome="error") == 2
-        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert (
+            metric(server.metrics, "baton_requests", endpoint="completions", outcome="error") == 2
+        )
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
 async def test_one_failing_prompt_ends_the_others(tokenizer):
@@ -90,7 +93,7 @@ async def test_a_bug_in_a_hook_is_an_internal_error(tokenizer):
         response = await server.post()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
-        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
 async def test_a_dead_engine_is_503_everywhere(tokenizer):
@@ -144,11 +147,11 @@ async def test_a_client_that_leaves_aborts_its_sequences(tokenizer, stage):
             pending.cancel()
         await asyncio.wait_for(ended.wait(), WAIT_S)
         assert server.engine.aborted == [server.engine.added[0].request_id]
-        assert server.engine.num_open == 0
-        value = server.metrics.value
-        while value("baton_requests", endpoint="completions", outcome="abort") != 1:
+        assert not server.engine._subscriptions
+        aborted = {"endpoint": "completions", "outcome": "abort"}
+        while metric(server.metrics, "baton_requests", **aborted) != 1:
             await asyncio.sleep(0)
-        assert value("baton_requests_in_progress") == 0
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -191,8 +194,8 @@ async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_eng
             patched.setattr("engine.http.call.PromptGeneration", fails)
             assert (await server.post()).status_code == 500
         assert server.engine.aborted == [server.engine.added[0].request_id]
-        assert server.engine.num_open == 0
-        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert not server.engine._subscriptions
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
 # -- answers that say where leased KV is --------------------------------------------------------

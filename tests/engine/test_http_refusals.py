@@ -15,6 +15,7 @@ from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving, with_template
+from tests.rigs.metric import metric
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LONG = "context_length_exceeded"
@@ -97,7 +98,7 @@ async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, par
         assert (error["code"] == LONG) == ("context length" in error["message"])
         assert error["type"] == "invalid_request_error" and error["retryable"] is False
         assert server.engine.added == []
-        assert server.metrics.value("baton_requests_in_progress") == 0
+        assert metric(server.metrics, "baton_requests_in_progress") == 0
         assert (await server.post()).status_code == 200
 
 

@@ -267,7 +267,7 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        await until(lambda: not (server.engine.moving or server.engine.num_open))
+        await until(lambda: not (server.engine.moving or server.engine._subscriptions))
 
 
 async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_there(tokenizer):

@@ -7,6 +7,7 @@ import pytest
 
 from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
 from protocol.version import VERSION, system_fingerprint
+from tests.rigs.metric import metric
 
 
 def test_the_table_has_one_line_per_name_in_prometheus_style():
@@ -69,7 +70,7 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
     metrics = Metrics("proxy")
     metrics.inc("baton_proxy_requests", path="pd", reason="routed")
     metrics.inc("baton_proxy_requests", 2, reason="routed", path="pd")
-    assert metrics.value("baton_proxy_requests", path="pd", reason="routed") == 3
+    assert metric(metrics, "baton_proxy_requests", path="pd", reason="routed") == 3
     with pytest.raises(ValueError, match="label"):
         metrics.inc("baton_proxy_requests", path="pd")
     with pytest.raises(KeyError):

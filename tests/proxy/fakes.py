@@ -23,6 +23,7 @@ from protocol.settings.settings import ProxySettings
 from proxy.__main__ import ProxyServer
 from proxy.app import ProxyApp
 from tests.rigs.brief_naps import take_brief_naps
+from tests.rigs.metric import metric
 
 take_brief_naps()
 LIMIT_S = 120.0
@@ -357,7 +358,7 @@ class Rig:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.app.metrics.value(name, **labels)
+        return metric(self.app.metrics, name, **labels)
 
     def decode_only(self, reason: str) -> float:
         return self.metric("baton_proxy_requests", path="decode_only", reason=reason)

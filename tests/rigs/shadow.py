@@ -345,7 +345,7 @@ def masks_of(compiler: GrammarCompiler, states: Sequence[GrammarState | None]) -
     """Of one step, however long they take."""
     for state in states:
         if state is not None:
-            state.fill()
+            state._advance([], fill=True)
     return step_masks(states, compiler.vocab_size)
 
 

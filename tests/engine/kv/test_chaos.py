@@ -78,7 +78,8 @@ class Chaos:
         pair.now_s += 1e6
         pair.until(pair.p.is_home)
         assert pair.p.core.scheduler.prefix is not None
-        pair.p.core.scheduler.prefix.clear()
+        prefix = pair.p.core.scheduler.prefix
+        prefix._drop_below(prefix._root)
         pair.end_of(pair.p, pair.begin(pair.p, prompt[::-1], 1))
         pair.d.movers.resume()
         assert pair.answer(name) == expected_output(prompt, 6)

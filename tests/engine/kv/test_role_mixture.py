@@ -79,7 +79,7 @@ def _expected(
     state, tokens, start = compiler.state(request), list(prompt), len(prompt)
     while len(tokens) - start < limit:
         state.follow(tokens, start)
-        state.fill()
+        state._advance([], fill=True)
         if state.ending is not None:
             return tokens[start:], "error" if state.ending.error else None
         banned = stop if len(tokens) - start < min_tokens else ()

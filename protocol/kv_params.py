@@ -101,6 +101,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     remote_num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]  # the whole prompt
     remote_block_size: Annotated[int, Meta(ge=1, le=256)]  # tokens
     remote_cached_tokens: _Tokens  # of the prompt, what the prefill server did not compute
+    remote_transferred_tokens: _Tokens = 0  # of those, what it pulled from another server
     prompt_digest: _Digest
     sampling_digest: _Digest
     # What the first token was drawn with; the decode server goes on with it.

@@ -76,6 +76,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int  # tokens
     num_tokens: int  # tokens whose KV the blocks hold: the whole prompt, or known outputs as well
     cached_tokens: int  # of those, what the prefill server did not compute
+    transferred_tokens: int = 0  # of these, what it pulled itself
     tp_size: int
     first_tokens: list[FirstToken]  # one per choice, or none: the decode server draws them itself
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
@@ -165,13 +166,17 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return from_code(self.code, self.message, self.param)
 
 
-class KVUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt's KV came from; the first three add up to the prompt's tokens on D."""
+class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a prompt's KV came from; the first three add up to the prompt's tokens on D, the last
+    three are the same of its prefill leg on P, where it had one."""
 
     transferred: int = 0  # pulled from the prefill server and fenced
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
     cached_tokens: int = 0  # prompt tokens that no server computed for this request
+    prefill_transferred: int = 0
+    prefill_recomputed: int = 0
+    prefill_skipped: int = 0
 
 
 MOVED = "moved"  # what a request ends as that goes on at another server, with the KV it has here

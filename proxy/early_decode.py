@@ -13,9 +13,6 @@ from proxy.membership import Kind, Server
 from proxy.relay import Losses
 from proxy.upstream_call import Leg, LegFailed, Upstreams
 
-# For which an answer's head waits for the prefill server's, which is on its way by then, and tells
-# where that had its KV from.
-HEAD_WAIT_S = 0.001
 _OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
 
 
@@ -60,7 +57,6 @@ class EarlyDecode:
         if self._answer is None or not is_lent or await self._is_refused(self._answer):
             self._cancel()
             return None
-        await asyncio.wait({prefill}, timeout=HEAD_WAIT_S)
         self._is_taken = True
         answer, self._answer = self._answer, None
         return answer

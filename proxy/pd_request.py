@@ -30,7 +30,7 @@ from protocol.errors import (
 from protocol.http.access import visit_of
 from protocol.http.connections import read_body
 from protocol.http.deadlines import Deadline, deadline_of, within
-from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER, Offer
+from protocol.kv_params import Offer
 from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
@@ -208,7 +208,6 @@ class PDRequest:
             readers = self._pool.readers_of(leg.server.health.kv_digest)
             if params is not None and readers.ready(Kind.DECODE):
                 self._count("pd", "routed")
-                self._tell_prefill_kv(leg.response)
                 await self._decode_prefilled(leg.server, params, readers)
                 return
             if params is not None:  # who could read it has gone
@@ -220,12 +219,6 @@ class PDRequest:
         if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
         await self._decode(None, unfit, computes=True)
-
-    def _tell_prefill_kv(self, answer: Response) -> None:
-        """The client hears where the prefill server had its KV from."""
-        told = dict(answer.headers).get(KV_HEADER.encode())
-        if told is not None:
-            self.reply.headers = {**self.reply.headers, PREFILL_KV_HEADER: told.decode("latin-1")}
 
     def _open_early(self, prefill: Server) -> Coroutine[Any, Any, Leg] | None:
         """The decode leg beside a prefill at this server; None where it has to come after it."""
@@ -256,8 +249,6 @@ class PDRequest:
                 leg = await prefill
                 return False, leg
             self._count("pd", "routed")
-            if lender_of(prefill) and (done := prefill.result()):
-                self._tell_prefill_kv(done.response)
             await self._have_answered(decode)
             return True, None
         finally:

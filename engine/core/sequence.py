@@ -287,11 +287,16 @@ class Sequence:
         """Where the prompt's KV came from. Tokens computed on either server are not cached: what
         is computed here ends the prompt, and so does the prefill server's work, after its hit."""
         cached, remote = self.num_skipped + self.num_transferred, self.request.remote
+        prefill: dict[str, int] = {}
         if remote is not None and remote.transfer_id is None:
             cached = min(remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed)
+            prefill["prefill_transferred"] = remote.transferred_tokens
+            prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
+            prefill["prefill_skipped"] = remote.cached_tokens - remote.transferred_tokens
         return KVUsage(
             transferred=self.num_transferred,
             recomputed=self.num_recomputed,
             skipped=self.num_skipped,
             cached_tokens=cached,
+            **prefill,
         )

@@ -23,6 +23,7 @@ from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError
 from protocol.http import sse
 from protocol.http.connections import ClientDisconnected, is_closing
+from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
 from protocol.messages import MOVED, AddRequest, TokenDelta
 from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
@@ -118,8 +119,16 @@ class HttpRequestState:
         choices = self._best(merged)
         usage, extra = self._finish(choices[0].finish_reason)
         body = self._writer.full(choices, usage, extra)
-        headers = {"x-baton-kv": kv_header(usage)}
+        headers = {KV_HEADER: kv_header(usage), **self.prefill_kv()}
         return WholeAnswer(self.subscription, body, headers, tells_of_kv=bool(extra))
+
+    def prefill_kv(self) -> dict[str, str]:
+        """The header of what prefill legs did, once that is known of every prompt."""
+        firsts = [prompt.first_usage for prompt in self._prompts.values()]
+        usage = Usage(kv=add_kv([first for first in firsts if first is not None]))
+        if None in firsts or not any(usage.baton_kv("prefill_").values()):
+            return {}
+        return {PREFILL_KV_HEADER: kv_header(usage, "prefill_")}
 
     def _best(self, merged: dict[int, ChoicePiece]) -> list[ChoicePiece]:
         """Of the whole answers by index, those to be returned, in order and with new indices."""
@@ -193,7 +202,7 @@ class HttpRequestState:
         prompt = self._prompts[delta.request_id]
         if delta.prompt_logprobs is not None:
             prompt.add_logprobs(delta.prompt_logprobs)
-        if prompt.is_known and delta.choice == 0 and delta.usage is not None:
+        if delta.choice == 0 and delta.usage is not None:
             delta = prompt.with_first_usage(delta)
         choice = prompt.choices[delta.choice]
         was_found = choice.stop_found
@@ -280,7 +289,8 @@ class EventStream(Response):
     media_type = sse.MEDIA_TYPE
 
     def __init__(self, call: HttpRequestState, pieces: list[ChoicePiece]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers | call.prefill_kv())
         del self.headers["content-length"]
         self._framing = call.framing if call.framing and call.framing.is_asked else None
         if self._framing:

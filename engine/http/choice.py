@@ -47,7 +47,7 @@ class PromptGeneration:
     ) -> None:
         self.ids = add.token_ids
         self.is_known = bool(add.known)  # its answer goes on from another server
-        self._first_usage: KVUsage | None = None  # as told by that
+        self.first_usage: KVUsage | None = None  # as told with the first token
         self.request = request
         self._given = given
         self._tokenizer = tokenizer
@@ -66,12 +66,13 @@ class PromptGeneration:
         self._found += found
 
     def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
-        """Its first choice's first or last delta; in the last one as many tokens were cached as in
-        the first: what was computed again is nothing that the client asked for."""
-        if delta.finish_reason is None or self._first_usage is None or delta.usage is None:
-            self._first_usage = delta.usage
+        """Its first choice's first or last delta; in the last one of an answer that was moved as
+        many tokens were cached as in the first: what was computed again nobody asked for."""
+        first = self.first_usage
+        if first is None or delta.usage is None or not (self.is_known and delta.finish_reason):
+            self.first_usage = delta.usage
             return delta
-        cached = self._first_usage.cached_tokens
+        cached = first.cached_tokens
         return replace(delta, usage=replace(delta.usage, cached_tokens=cached))
 
     def report(

@@ -128,6 +128,7 @@ class Lender(KVConnector):
             remote_num_tokens=num_tokens,
             remote_block_size=self._config.block_size,
             remote_cached_tokens=sequence.num_skipped + sequence.num_transferred,
+            remote_transferred_tokens=sequence.num_transferred,
             prompt_digest=kv_params.prompt_digest(prompt),
             sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
             seed=sampling.seed,

@@ -79,9 +79,10 @@ class Usage(msgspec.Struct):
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
-    def baton_kv(self) -> dict[str, int]:
-        """Where the prompts' KV came from, in tokens."""
-        return {name: getattr(self.kv, name) for name in ("transferred", "recomputed", "skipped")}
+    def baton_kv(self, leg: str = "") -> dict[str, int]:
+        """Where the prompts' KV came from, in tokens; `leg` is "prefill_" for that leg."""
+        names = ("transferred", "recomputed", "skipped")
+        return {name: getattr(self.kv, leg + name) for name in names}
 
 
 def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
@@ -90,9 +91,9 @@ def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
     return KVUsage(**{name: sum(getattr(usage, name) for usage in usages) for name in names})
 
 
-def kv_header(usage: Usage) -> str:
-    """The value of the `x-baton-kv` response header."""
-    return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv().items())
+def kv_header(usage: Usage, leg: str = "") -> str:
+    """The value of the `x-baton-kv` response header, or of the one of the prefill `leg`."""
+    return ", ".join(f"{name}={tokens}" for name, tokens in usage.baton_kv(leg).items())
 
 
 class ResponseWriter:

@@ -265,7 +265,9 @@ async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for _ in range(request.max_tokens)
         for choice in range(request.num_choices)
     ]
-    usage = KVUsage(transferred=1, recomputed=len(request.token_ids), skipped=2, cached_tokens=1)
+    n = len(request.token_ids)
+    usage = KVUsage(transferred=1, recomputed=n, skipped=2, cached_tokens=1, prefill_skipped=n)
+    deltas[0]["usage"] = usage
     ends = [end(choice, usage=usage) for choice in reversed(range(request.num_choices))]
     async for delta in scripted(*deltas, *ends)(request):
         yield delta
@@ -286,3 +288,6 @@ async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path)
         assert whole["usage"] == usage(prompt=3, completion=12, cached=2)
         answer = await server.post(**prompts, n=3)
         assert answer.headers["x-baton-kv"] == "transferred=2, recomputed=3, skipped=4"
+        streamed = await server.post(prompt=[1, 2, 3], stream=True)
+        for head in (answer.headers, streamed.headers):
+            assert head["x-baton-kv-prefill"] == "transferred=0, recomputed=0, skipped=3"

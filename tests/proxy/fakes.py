@@ -105,8 +105,11 @@ def fails(status: int, code: str) -> Behave:
     return answers(status, {"error": {"code": code}})
 
 
-P_KV = {"x-baton-kv": "transferred=0, recomputed=3, skipped=0"}
-prefills = answers(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS}, P_KV)
+prefills = answers(200, {"id": "p", "choices": [], "kv_transfer_params": KV_PARAMS})
+D_KV = {
+    "x-baton-kv": "transferred=3, recomputed=0, skipped=0",
+    "x-baton-kv-prefill": "transferred=0, recomputed=3, skipped=0",
+}
 releases = answers(200, {"released": 1})
 
 
@@ -165,8 +168,7 @@ async def decodes(call: Call) -> None:
         events = (b'data: {"text": "one"}\n\n', b'data: {"text": "two"}\n\n')
         await streams(*events, b"data: [DONE]\n\n")(call)
     else:
-        kv = {"x-baton-kv": "transferred=3, recomputed=0, skipped=0"}
-        await call.answer(200, {"text": "onetwo"}, kv)
+        await call.answer(200, {"text": "onetwo"}, D_KV)
 
 
 class Fake:

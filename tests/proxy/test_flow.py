@@ -7,9 +7,9 @@ import pytest
 
 from protocol.kv_params import REMOTE_DECODE
 from tests.proxy.fakes import (
+    D_KV,
     KV_PARAMS,
     LENT,
-    P_KV,
     Call,
     Fake,
     Rig,
@@ -52,8 +52,7 @@ async def test_headers_travel_both_ways():
             assert call.headers["content-type"] == "application/json"
         assert response.headers.get_list("x-request-id") == [response.headers["x-request-id"]]
         assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
-        assert response.headers["x-baton-kv"] == "transferred=3, recomputed=0, skipped=0"
-        assert response.headers["x-baton-kv-prefill"] == P_KV["x-baton-kv"]
+        assert D_KV.items() <= response.headers.items()
         assert response.headers["content-type"] == "application/json"
 
 

@@ -46,6 +46,8 @@ def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair):
     pair.until(lambda: pair.d.core.scheduler.receiving != {})
     pair.d.movers.stall()
     pair.until(lambda: len(pair.d.out.tokens(theirs)) == 1)
+    (first,) = [delta for delta in pair.d.out.deltas if delta.request_id == theirs]
+    assert first.usage is not None and first.usage.prefill_recomputed == 45  # as its head tells
     assert pair.p.out.terminals(name)
     pair.d.movers.resume()
     assert pair.answer(theirs) == expected_output(PROMPT, 6)

@@ -131,6 +131,7 @@ def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, 
     assert pair.d.kv(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
     told = pair.end(name).usage
     assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
+    assert (told.prefill_recomputed, told.prefill_skipped) == (len(PROMPT) - on_p, on_p)
 
 
 @pytest.mark.parametrize("aborted", [False, True])

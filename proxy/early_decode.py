@@ -19,14 +19,15 @@ _OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refus
 class EarlyDecode:
     """
     Args:
-        ask: asks decode servers, which a prefill server is named to; None where that cannot be.
+        ask: asks decode servers, which a prefill server is named to. Raises LegFailed where that
+            cannot be.
         losses: count those that failed with an offer.
     """
 
     def __init__(
         self,
         upstreams: Upstreams,
-        ask: Callable[[Server], Coroutine[Any, Any, Leg] | None],
+        ask: Callable[[Server], Coroutine[Any, Any, Leg]],
         losses: Losses,
     ) -> None:
         self._upstreams, self._ask, self._losses = upstreams, ask, losses
@@ -41,9 +42,8 @@ class EarlyDecode:
         if self._is_over:
             return
         self._cancel()
-        if asked := self._ask(prefill):
-            self._answer = asyncio.create_task(asked)
-            self._answer.add_done_callback(self._on_done)
+        self._answer = asyncio.create_task(self._ask(prefill))
+        self._answer.add_done_callback(self._on_done)
 
     async def take(self, prefill: "asyncio.Task[Leg | None]") -> "asyncio.Task[Leg] | None":
         """The decode leg, as soon as either leg has an answer: it has one, or is about to, as the
@@ -71,8 +71,9 @@ class EarlyDecode:
         may be given the request."""
         await asyncio.wait({answer})
         if failed := answer.exception():
-            may = isinstance(failed, LegFailed) and self._losses.take_failure(failed.failure)
-            return may and bool(self._upstreams.fleet.ready(Kind.DECODE))
+            if not isinstance(failed, LegFailed) or not self._losses.take_failure(failed.failure):
+                return False
+            return failed.failure is None or bool(self._upstreams.fleet.ready(Kind.DECODE))
         leg = answer.result()
         if not error_of(leg.response.body or b"", "param").startswith(_OFFER):
             return False

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -220,23 +220,26 @@ class PDRequest:
             unfit = self._unfit(Kind.DECODE)
         await self._decode(None, unfit, computes=True)
 
-    def _open_early(self, prefill: Server) -> Coroutine[Any, Any, Leg] | None:
-        """The decode leg beside a prefill at this server; None where it has to come after it."""
+    async def _open_early(self, prefill: Server) -> Leg:
+        """The decode leg beside a prefill at this server, whose bytes go first. Raises LegFailed
+        where it has to come after it."""
+        await asyncio.sleep(0)
+        late = LegFailed("not beside its prefill", None, None)
         channel, secret = prefill.health.side_channel, self.upstreams.secret
         is_late = self._losses.num > 0 or bodies.tells_of_prompt(self._plain)
         if channel is None or not channel.host or not secret or is_late:
-            return None
+            raise late
         pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
         decodes = pool.ready(Kind.DECODE)
         unfit += [s for s in decodes if s.is_doubted or s.url == prefill.url]
         unfit += [s for s in decodes if not s.health.subscribes]
         if not pool.ready(Kind.DECODE, unfit):
-            return None
+            raise late
         told = {"transfer_id": self._transfer_id, "issued_s": int(time.time()), **asdict(channel)}
         self._trace.prefill = prefill.url
         params = msgspec.Raw(msgspec.json.encode(Offer(**told).to_json(secret)))
         call = replace(self._decode_call(params, whole_from=400), pool=pool)
-        return self.upstreams.run(call, self._trace, unfit)
+        return await self.upstreams.run(call, self._trace, unfit)
 
     async def _prefill_or_both(self) -> tuple[bool, Leg | None]:
         """False and what `_prefill` returns; or True, when a decode leg that was opened together

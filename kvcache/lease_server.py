@@ -1,9 +1,9 @@
 """The side channel: how decode engines ask a prefill engine for metadata and about leases.
 
 On P a thread owns the lease table and the connections, so an answer never waits for a forward
-step; the engine grants leases and collects ended ones through a lock held for microseconds. On D a
-client (lease_client.py) posts requests and takes replies without ever blocking: who asks keeps the
-nonce. A message on the wire is its MAC and its payload.
+step; the engine grants leases, tells readers of them and collects ended ones under a lock that is
+held for no more than a message. On D a client (lease_client.py) posts requests and takes replies
+without ever blocking: who asks keeps the nonce. A message on the wire is its MAC and its payload.
 """
 
 import threading
@@ -83,7 +83,7 @@ class LeaseServer:
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the leases, and of what is said over wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
@@ -145,7 +145,7 @@ class LeaseServer:
             told = transfer_id, new_id(), block_ids, self._clock()
             has_grown = self._offers.grow(*told, seals=seals)
             self._counters["granted"] += begins and has_grown
-        self._waker.wake()
+            self._tell_readers()
         return has_grown
 
     def tell_end(
@@ -153,7 +153,7 @@ class LeaseServer:
     ) -> None:
         with self._lock:
             self._offers.tell_end(transfer_id, lease_id, block_ids, reference, self._clock())
-        self._waker.wake()
+            self._tell_readers()
 
     def withdraw(self, transfer_id: str) -> None:
         with self._lock:
@@ -204,14 +204,12 @@ class LeaseServer:
         while not self._stopping.is_set():
             for key, _ in self._selector.select(_SWEEP_S):
                 key.data()
-            while self._calls:
-                self._calls.popleft()()
             with self._lock:
+                while self._calls:
+                    self._calls.popleft()()
                 self._table.expire(self._clock())
                 ended = self._table.has_ended
-                news = self._offers.take(self._clock(), lambda wire: wire.has_unsent)
-            for wire, reply in news:
-                self._push(wire, reply)
+                self._tell_readers()
             if (ended or self.asked) and self._on_event is not None:
                 self._on_event()
 
@@ -230,12 +228,16 @@ class LeaseServer:
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._strangers[wire] = None
             if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
-                self._drop(next(iter(self._strangers)))
+                with self._lock:
+                    self._drop(next(iter(self._strangers)))
 
     def _serve(self, wire: Wire) -> None:
-        """Reads a little, so that no peer keeps others waiting, and answers."""
-        if wire not in self._wires:  # dropped in this round
-            return
+        """Reads a little, so that no peer, nor the engine, is kept waiting, and answers."""
+        with self._lock:
+            if wire in self._wires:  # else it was dropped in this round
+                self._exchange(wire)
+
+    def _exchange(self, wire: Wire) -> None:
         try:
             for message in exchange(self._selector, wire):
                 self._reply(wire, message)
@@ -248,6 +250,11 @@ class LeaseServer:
             self._counters["internal_errors"] += 1
             self._drop(wire)  # or the next round might meet the same again
 
+    def _tell_readers(self) -> None:
+        """By whichever thread has the lock: the engine's own need not wait for another to wake."""
+        for wire, reply in self._offers.take(self._clock(), lambda wire: wire.has_unsent):
+            self._push(wire, reply)
+
     def _push(self, wire: Wire, reply: Reply) -> None:
         """Tells a reader, who may have been dropped meanwhile."""
         if wire in self._wires:
@@ -259,8 +266,7 @@ class LeaseServer:
 
     def _begin_digest(self, asked: AskDigest, wire: Wire) -> Gone | None:
         """None: it is told when it is computed."""
-        with self._lock:
-            blocks = self._table.blocks(asked.lease_id, self._clock())
+        blocks = self._table.blocks(asked.lease_id, self._clock())
         if blocks is None:
             return Gone(nonce=asked.nonce, reason="unknown or ended")
         is_begun = asked.nonce in self._digesting
@@ -275,15 +281,13 @@ class LeaseServer:
 
     def _tell_digest(self, asked: AskDigest, sums: bytes) -> None:
         """If its lease has been held since it was asked for."""
-        with self._lock:
-            is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
+        is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
         gone = Gone(nonce=asked.nonce, reason="ended meanwhile")
         reply = Digest(nonce=asked.nonce, sums=sums) if is_held else gone
         self._push(self._digesting.pop(asked.nonce), reply)
 
     def _drop(self, wire: Wire) -> None:
-        with self._lock:
-            self._offers.leave(wire)
+        self._offers.leave(wire)
         self._wires.discard(wire)
         self._strangers.pop(wire, None)
         self._selector.unregister(wire)
@@ -317,8 +321,7 @@ class LeaseServer:
             self._counters["gone"] += 1
             return Gone(nonce=request.nonce, reason="this prefill server was restarted")
         if isinstance(request, Subscribe):
-            with self._lock:
-                return self._offers.subscribe(request, wire, self._clock())
+            return self._offers.subscribe(request, wire, self._clock())
         if isinstance(request, AskDigest):
             return self._begin_digest(request, wire)
         if isinstance(request, Lookup):
@@ -326,9 +329,7 @@ class LeaseServer:
                 return Found(nonce=request.nonce, remote=None)
             self.asked.append((request, wire))
             return None
-        with self._lock:
-            ok = self._decide(request, self._clock())
-        if not ok:
+        if not self._decide(request, self._clock()):
             self._counters["gone"] += 1
             return Gone(nonce=request.nonce, reason="unknown or ended")
         self._counters["renewed"] += isinstance(request, Renew)

@@ -36,6 +36,7 @@ class Lender(KVConnector):
         self._by_request: dict[str, str] = {}  # lease ids of ended requests and of lookups
         self._named: dict[str, str] = {}  # whose a transfer id is: two requests may come with one
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
+        self._stands = False  # whether somebody waits and nothing was computed at the last look
 
     def expect(self, sequence: Sequence) -> None:
         """A prompt has come, which may be subscribed to."""
@@ -163,12 +164,24 @@ class Lender(KVConnector):
             self.core.scheduler.allocator.end_lease(held(ended.block_ids))
             if self._by_request.get(ended.request_id) == ended.lease_id:
                 del self._by_request[ended.request_id]
+        self._let_lent_go_on()
         for _ in range(_MAX_LOOKUPS):
             if not self._leases.asked:
                 return
             asked, reader = self._leases.asked.popleft()
             self._leases.found(reader, Found(nonce=asked.nonce, remote=self._look_up(asked)))
         self.core.wake()  # for those that are left
+
+    def _let_lent_go_on(self) -> None:
+        """Where nothing runs, as nobody fits beside what is lent of half a prompt, that goes first:
+        it needs the rest of its blocks alone, and its readers wait for it."""
+        scheduler = self.core.scheduler
+        waiting, stood = scheduler.waiting, self._stands
+        self._stands = bool(waiting) and not (scheduler.running or scheduler.receiving)
+        lent = [s for s in waiting if self._leases.leased(self._name_of(s))] if stood else []
+        if self._stands and lent:
+            waiting.remove(lent[0])
+            waiting.appendleft(lent[0])
 
     def _look_up(self, asked: Lookup) -> RemotePrefill | None:
         """Leases the longest prefix that is here, whoever else uses its blocks."""

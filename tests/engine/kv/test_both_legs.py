@@ -95,6 +95,20 @@ def test_what_d_will_not_read_comes_home_unless_another_d_may(make_pair, policy,
     pair.p.core.round([AbortRequest(ours)])
 
 
+def test_what_is_lent_by_half_goes_before_who_does_not_fit_beside_it(make_pair):
+    """In a pool of one sequence: a stream has preempted it, and then itself."""
+    pair, prompt = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3), PROMPT[:40]
+    ours, theirs = pair.both(prompt, order="d")
+    pair.until(lambda: pair.leases.wanted(f"{ours}-0") == 0)
+    for messages in ([add("stream", [5] * 9, 55)], [], [], []):
+        pair.p.core.round(messages)
+    pair.p.core.round([add(ours, prompt, 1, retain_kv=True, transfer_id=f"{ours}-0")])
+    assert pair.answer(theirs) == expected_output(prompt, 6)
+    assert (pair.d.kv(theirs), pair.p.core.scheduler.num_preemptions) == ((40, 0, 0), 2)
+    pair.until(lambda: bool(pair.p.out.terminals("stream")))
+    assert pair.p.out.tokens("stream") == expected_output([5] * 9, 55)
+
+
 @pytest.mark.parametrize("order", ["pd", "dp"])
 def test_a_transfer_id_is_the_latest_request_s(pair, order):
     """Another router's may come twice: neither reference names the other prompt's blocks."""

@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 208,
     "deploy": 900,
-    "engine": 11211,
-    "kvcache": 7761,
+    "engine": 11241,
+    "kvcache": 7762,
     "kvcache/transfer": 5194,
     "model": 5300,
     "prefill_server": 188,
-    "protocol": 6865,
-    "proxy": 5249,
-    "tests": 40560,
+    "protocol": 6872,
+    "proxy": 5240,
+    "tests": 40579,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

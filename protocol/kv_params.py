@@ -35,8 +35,6 @@ from protocol.short_repr import short_repr
 _UNSIGNED = ("signature", "checksums", "prompt_token_ids")
 _MAX_TRANSFER_ID = 128  # characters
 HINT = "hint"  # the member by which proxies name who may have the KV of a prompt's beginning
-KV_HEADER = "x-baton-kv"  # of an answer: where the KV of its prompt came from
-PREFILL_KV_HEADER = "x-baton-kv-prefill"  # the same of the prefill leg, as the proxy passes it on
 SENDER_RELEASES = "sender_releases"  # see sender_releases
 RELEASE_PATH = "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
 

@@ -36,7 +36,6 @@ from protocol import errors
 from protocol.http.access import RATE_HEADERS
 from protocol.http.tls import Certificate
 from protocol.ipc.wire import keep_alive
-from protocol.kv_params import KV_HEADER, PREFILL_KV_HEADER
 from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
 
@@ -46,6 +45,8 @@ MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every an
 MAX_TARGET_BYTES = 8192  # of a request's path and query
 MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
+KV_HEADER = "x-baton-kv"  # of an answer: where the KV of its prompt came from
+PREFILL_KV_HEADER = "x-baton-kv-prefill"  # the same of its prefill leg
 _EXPOSED = ["x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after", *RATE_HEADERS]  # to pages
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope

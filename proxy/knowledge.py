@@ -40,6 +40,8 @@ _MEMORY_S = 0.5  # of work, after which new measurements count as much as all be
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
 _MAX_ENDS = 16_384  # of prompts and their answers, of all servers
 _DOUBT = 2.0  # that a step takes any time besides its tokens'; 1: none
+_FORGOTTEN = 0.05  # by each health check of an idle server, of how much slower it was than others
+_MOST = 10**12  # of anything that a server tells
 _LEAST_OF_PROMPTS = 0.25  # of a step's time with prompts, whatever streams take
 
 
@@ -391,15 +393,19 @@ class Knowledge:
         """A health check's answer: tokens of KV in all, what its steps have taken, and what it lets
         one with streams take."""
         load, before = self.loads[server], self._totals.get(server, Totals())
-        load.capacity, load.target_s, self._totals[server] = capacity, itl_target_s, totals
+        load.capacity, load.target_s = capacity and max(min(capacity, _MOST), 0), itl_target_s
+        self._totals[server] = totals
         new = Totals(*(b - a for a, b in zip(before, totals, strict=True)))
-        if min(new) < 0:  # it has restarted
+        if not all(0 <= each < _MOST for each in new):  # it has restarted
             return
         steps, streams = new.steps - new.mixed_steps, new.tokens - new.mixed_tokens
         seconds = new.seconds - new.mixed_seconds
-        if steps > 0 and streams > 0 and seconds > 0:
+        if steps >= 1 and streams > 0 and seconds > 0:
             load.step_s = _moved(load.step_s, steps + streams / DOUBLING, seconds)
-        if new.prompts > 0 and new.mixed_seconds > 0:
+        if not new.prompts:  # what it did last may have been slow for once
+            known = [each.token_s for each in self._prompt_steps.values()]
+            load.token_s -= max(load.token_s - min(known, default=load.token_s), 0) * _FORGOTTEN
+        elif new.prompts >= 1 and new.mixed_steps >= 1 and new.mixed_seconds > 0:
             streams = max(new.mixed_tokens - new.prompts, 0.0)
             steps = min(new.mixed_steps, streams) + streams / DOUBLING
             least = _LEAST_OF_PROMPTS * new.mixed_seconds

@@ -350,8 +350,8 @@ class Known:
         return self._fleet.engines[found.decode if found.prefill is None else found.prefill]
 
     def generates(self, request: Request) -> Engine:
-        ask, depths, _, decodes = self._seen(request)
-        return self._fleet.decodes[cheapest_decode(ask, decodes, depths, self._limits, alone=False)]
+        ask, _, _, decodes = self._seen(request)
+        return self._fleet.decodes[cheapest_decode(ask, decodes)]
 
     def told(self, request: Request, what: str) -> None:
         pass

@@ -20,9 +20,11 @@ from proxy.placement import (
     Limits,
     Load,
     PrefixIndex,
+    cheapest_alone,
     cheapest_decode,
     cheapest_prefill,
     place,
+    saved_s,
     share_for_prompts,
     step_s,
 )
@@ -32,7 +34,7 @@ Disaggregate = Literal["always", "auto", "never"]
 
 ServerT = TypeVar("ServerT")
 
-BLOCK_BYTES = 1024  # of a prompt's JSON text
+BLOCK_BYTES = 512  # of a prompt's JSON text
 _MOST_BYTES = 2**22  # of it that are told apart: a million tokens
 _TOKEN_BYTES = 4.0  # of text, about
 _FASTEST_S = 1e-7  # of a token, and of a step
@@ -241,9 +243,9 @@ class Knowledge:
         loads = [self.loads[server] for server in servers]
         depths = self._depths(ask) if self._routing == "auto" else {}
         known = self._timed(ask, depths), loads, depths, self._limits
-        if not generates:
-            return servers[cheapest_prefill(*known)]
-        return servers[cheapest_decode(*known, alone=computes)]
+        if computes:
+            return servers[(cheapest_alone if generates else cheapest_prefill)(*known)[0]]
+        return servers[cheapest_decode(ask, loads)]
 
     def lends(self, server: object, does: bool) -> None:
         """Whether others may pull its KV."""
@@ -326,10 +328,11 @@ class Knowledge:
             self.ended(placed)
         takes_s, new = 0.0, list[tuple[int, int]]()
         if computes:
-            depth = self._depths(ask).get(load.index, 0)
+            depth = (depths := self._depths(ask)).get(load.index, 0)
             new = [(block, load.index) for block in ask.hashes[int(depth) :]]
             self._coming.update(new)
             takes_s = load.launch_s + ask.uncached(depth) * load.token_s
+            takes_s -= saved_s(self._timed(ask, depths), load, depths, self._limits)
             if generates:
                 takes_s /= share_for_prompts(load, self._limits)
             load.free_at = max(load.free_at, now) + takes_s

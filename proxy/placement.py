@@ -23,6 +23,7 @@ DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 _PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
+_SURE = 0.875  # of what that saves: it may come late, or not at all
 
 
 STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
@@ -258,34 +259,33 @@ def place(
     if not decodes:
         return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
-    at, cost = _cheapest_alone(ask, decodes, depths, limits, coming)
+    at, cost = cheapest_alone(ask, decodes, depths, limits, coming)
     own = decodes[at]
     alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
     if not prefills:
         return alone
-    at, seconds, lost = _cheapest_prefill(ask, prefills, depths, limits)
+    at, seconds, lost = cheapest_prefill(ask, prefills, depths, limits)
     p, seconds = prefills[at], seconds + _HANDOFF_S
-    if cost < _felt_s(seconds) + lost:
-        return alone
-    d = decodes[cheapest_decode(ask, decodes, depths, limits, alone=False)]
+    if cost < (felt := _felt_s(seconds) + lost):
+        # An idle one that lacks the prefix computes it at last: who comes after gains. By lot: what
+        # streams lose to a prompt each time, of the price.
+        lacks = depths.get(own.index, 0) - depths.get(p.index, 0)
+        lot = hash((ask.tokens, *ask.hashes[-1:])) % 997 / 997
+        if p.prompts or lacks < 1 or lot * felt >= min(own.running, _CROWD) * _INTERRUPTED_S:
+            return alone
+        cost = felt
+    d = decodes[cheapest_decode(ask, decodes)]
     if p is d or cost < _felt_s(seconds + _room_s(ask, d)) + lost:
         return alone
     return Placement(p.index, d.index, ask.uncached(depths.get(p.index, 0)))
 
 
 def cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits = USUAL
-) -> int:
-    """The place of the server that would have computed the prompt first, and with the least of
-    what another server has computed already. One with streams (it takes either leg) counts what
-    these lose."""
-    return _cheapest_prefill(ask, servers, depths, limits)[0]
-
-
-def _cheapest_prefill(
     ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits
 ) -> tuple[int, float, float]:
-    """That, when it would have computed the prompt, and what is lost by that, in seconds."""
+    """The place of the server that would have computed the prompt first, and with the least of
+    what another server has computed already; when, and what is lost by that, in seconds. One with
+    streams (it takes either leg) counts what these lose."""
     best, least, most, now, block = 0, float("inf"), 0.0, ask.now, ask.block_tokens
     size = ask.size
     if depths:
@@ -301,7 +301,7 @@ def _cheapest_prefill(
             seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
             seconds *= server.token_s
         if ask.lent:
-            saved = _saved_s(ask, server, depths, limits)
+            saved = saved_s(ask, server, depths, limits)
             again = (most - depths.get(server.index, 0)) * block * server.token_s
             seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
         if (begun_at := server.free_at - server.passed_s[size]) > now:
@@ -315,24 +315,15 @@ def _cheapest_prefill(
     depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
     lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
     if ask.lent:
-        saved = _saved_s(ask, servers[best], depths, limits)
+        saved = saved_s(ask, servers[best], depths, limits)
         lost -= _WORK * saved + _COPY * min(saved, (most - depth) * block * token_s)
     lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
     return best, least - lost, lost
 
 
-def cheapest_decode(
-    ask: Ask,
-    servers: Sequence[Load],
-    depths: Depths,
-    limits: Limits,
-    *,
-    alone: bool,
-) -> int:
+def cheapest_decode(ask: Ask, servers: Sequence[Load]) -> int:
     """The place of the server with the least KV, which sets how long its steps take, that has room
-    for more; `alone`: of the one that would compute the prompt itself at the least cost."""
-    if alone:
-        return _cheapest_alone(ask, servers, depths, limits)[0]
+    for more."""
     wanted, best, least = ask.tokens + ask.answer, 0, float("inf")
     for place, server in enumerate(servers):
         if server.held >= least:
@@ -345,7 +336,7 @@ def cheapest_decode(
     return best
 
 
-def _cheapest_alone(
+def cheapest_alone(
     ask: Ask,
     servers: Sequence[Load],
     depths: Depths,
@@ -367,7 +358,7 @@ def _cheapest_alone(
             seconds = (left if left > 1 else 1) * server.token_s
             lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
         if ask.lent:
-            saved = _saved_s(ask, server, depths, limits)
+            saved = saved_s(ask, server, depths, limits)
             seconds -= saved
             lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:
@@ -395,10 +386,10 @@ def _cheapest_alone(
     return best, least
 
 
-def _saved_s(ask: Ask, server: Load, depths: Depths, limits: Limits) -> float:
+def saved_s(ask: Ask, server: Load, depths: Depths, limits: Limits) -> float:
     """Of what this server would compute, where it pulls what others lend if that is quicker."""
     tokens = (ask.lent - depths.get(server.index, 0)) * ask.block_tokens
-    return max(tokens * (server.token_s - limits.pulled_s) - _PULL_S - ask.lent_s, 0.0)
+    return max(_SURE * (tokens * (server.token_s - limits.pulled_s) - _PULL_S - ask.lent_s), 0.0)
 
 
 def _felt_s(seconds: float) -> float:

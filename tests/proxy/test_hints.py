@@ -130,6 +130,18 @@ def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secr
     assert fleet.named(fleet.q) is None
 
 
+def test_what_a_server_pulls_does_not_keep_it_busy():
+    waits = []
+    for lends in (True, False):
+        knowledge, ask = Knowledge("auto", "auto", clock=lambda: 1.0), ask_of(b"", b"x" * 80_000, 9)
+        knowledge.pulls = True
+        knowledge.lends("a", lends)
+        knowledge.answered(knowledge.begin("a", ask, computes=True, generates=False))
+        knowledge.begin("b", ask, computes=True, generates=False)
+        waits.append(knowledge.wait_s("b"))
+    assert waits[0] < 0.5 * waits[1]
+
+
 def test_a_prefix_that_can_be_pulled_need_not_be_queued_for():
     having, idle = Load(0, free_at=0.3), Load(1)
     decode = Load(2, running=32, held=32_000)

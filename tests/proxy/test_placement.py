@@ -1,5 +1,6 @@
 """Placement: always a usable answer, whatever is known; the cheaper server by what is known."""
 
+import math
 import random
 from collections import OrderedDict
 
@@ -9,16 +10,19 @@ from hypothesis import strategies as st
 
 from proxy.placement import Ask, Limits, Load, PrefixIndex, cheapest_decode, place
 
-numbers = st.floats(0, 1e9)
+numbers = st.floats(0) | st.sampled_from([0.0, 1e-320, 1e9, math.nan])
 loads = st.builds(
     Load,
     index=st.just(0),
-    free_at=numbers,
-    running=st.integers(0, 10_000),
+    prompts=st.integers(0, 10**9),
+    free_at=numbers | numbers.map(lambda seconds: -seconds),
+    passed_s=st.lists(numbers, min_size=12, max_size=12),
+    running=st.integers(0, 10**9),
     held=st.integers(0, 10**9),
-    capacity=st.none() | st.integers(1, 10**7),
-    token_s=st.floats(1e-9, 1.0),
-    step_s=st.floats(0, 10.0),
+    capacity=st.none() | st.integers(-5, 10**7),
+    token_s=numbers,
+    step_s=numbers,
+    target_s=st.none() | numbers,
 )
 
 
@@ -33,10 +37,13 @@ def servers(found: list[Load], first: int) -> list[Load]:
     st.lists(loads, max_size=4),
     st.integers(1, 10**6),
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
+    st.tuples(numbers, numbers, numbers),
 )
-def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tokens, depths):
+def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tokens, depths, ask):
     servers(decodes, len(servers(prefills, 0)))
-    found = place(Ask(tokens), prefills, decodes, depths)
+    now, lent, lent_s = ask
+    asked = Ask(tokens, range(tokens // 512), now=now, lent=lent, lent_s=lent_s)
+    found = place(asked, prefills, decodes, depths)
     if not decodes:
         assert found is None
         return
@@ -96,9 +103,31 @@ def test_streams_near_their_limit_get_no_prompt_beside_them():
     assert found is not None and (found.prefill, found.decode) == (None, 2)
 
 
+@pytest.mark.parametrize(("step_s", "expected"), [(0.004, None), (0.024, 0)])
+def test_a_decode_server_whose_streams_take_all_its_time_leaves_prompts_to_others(step_s, expected):
+    prefill, decode = Load(0, free_at=0.6), Load(1, running=64, held=60_000, step_s=step_s)
+    found = place(Ask(128), [prefill], [decode], {}, limits=Limits(step_s=0.025))
+    assert found is not None and found.prefill == expected
+
+
+@pytest.mark.parametrize(
+    ("running", "waits", "buys"), [(16, 0, True), (0, 0, False), (16, 2, False)]
+)
+def test_an_idle_prefill_server_computes_before_long_what_only_busy_decode_servers_have(
+    running, waits, buys
+):
+    """Each prompt alone would go to the decode server, and so would all that follow."""
+    prefill = Load(0, prompts=waits, free_at=0.05 * waits)
+    decode = Load(1, running=running, held=4000 * running)
+    asks = [Ask(12_988, [*range(24), 1000 + n]) for n in range(60)]
+    found = [place(ask, [prefill], [decode], {1: 24}) for ask in asks]
+    bought = sum(each is not None and each.prefill == 0 for each in found)
+    assert 1 < bought < 20 if buys else bought == 0
+
+
 def test_a_server_without_room_for_the_kv_is_the_last_choice():
     full, free = Load(1, running=4, held=9000, capacity=10_000), Load(2, running=40, held=90_000)
-    assert cheapest_decode(Ask(2048), [full, free], {}, Limits(), alone=False) == 1
+    assert cheapest_decode(Ask(2048), [full, free]) == 1
 
 
 class Caches:

@@ -32,7 +32,7 @@ MAX_LINES = {
     "prefill_server": 188,
     "protocol": 6871,
     "proxy": 5240,
-    "tests": 40579,
+    "tests": 40666,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

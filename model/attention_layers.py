@@ -1,5 +1,6 @@
 """The two kinds of attention layer: over keys and values of heads, and over latents (MLA)."""
 
+from collections.abc import Generator
 from typing import Final, NamedTuple
 
 import torch
@@ -53,8 +54,32 @@ class Step(NamedTuple):
     """What the attention layers of a step need besides hidden states."""
 
     angles: tuple[Angles, ...]  # of each of the model's ropes
-    backend: AttentionBackend
+    backend_rotates: bool
     rows: Tensor | None = None  # i64 [R], where the layer is to compute no others
+
+
+class Query(NamedTuple):
+    """What a layer asks of the attention backend: by q, k and v, or by what latents take."""
+
+    layer: int
+    inputs: tuple[Tensor, ...]  # [T, ...] each
+    turn: Turn | None = None
+    is_latent: bool = False
+
+    def answer(self, backend: AttentionBackend) -> Tensor:
+        """[T, heads, dim]; see the backend's `forward` and `forward_latent`."""
+        if self.is_latent:
+            return backend.forward_latent(self.layer, *self.inputs)
+        return backend.forward(self.layer, *self.inputs, turn=self.turn)
+
+    def first(self, num_tokens: int) -> "Query":
+        """Of so many tokens."""
+        turn = self.turn and self.turn._replace(cos_sin=self.turn.cos_sin[:num_tokens])
+        return self._replace(inputs=tuple(x[:num_tokens] for x in self.inputs), turn=turn)
+
+
+# A layer that asks, is sent the answer, and returns hidden states.
+Asking = Generator[Query, Tensor, Tensor]
 
 
 def _elements(heads: range, dim: int) -> range:
@@ -101,7 +126,7 @@ class HeadAttention:
             sinks = loader.load(f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32)
         self.attends = LayerAttention(Kind(config.window_of(layer), config.score_cap), sinks)
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
         """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
         it, or only the wanted rows [R, hidden]."""
         num_tokens = hidden.shape[0]
@@ -113,12 +138,12 @@ class HeadAttention:
         angles = turn = None
         if self._which is not None and self._rope is not None:
             angles = step.angles[self._which]
-            turn = self._turn_of(angles, norms) if step.backend.rotates else None
+            turn = self._turn_of(angles, norms) if step.backend_rotates else None
         if turn is None and norms:
             q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
         if turn is None and angles is not None and self._rope is not None:
             q, k = self._rope.rotate_pair(q, k, angles)
-        attended = step.backend.forward(self._layer, q, k, v, turn=turn).flatten(1)
+        attended = (yield Query(self._layer, (q, k, v), turn)).flatten(1)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)
@@ -217,7 +242,7 @@ class LatentAttention:
             loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel, join
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
         """See HeadAttention."""
         mla, x, angles = self._mla, hidden if norm is None else norm(hidden), step.angles[0]
         compressed, *low = self._down(x)
@@ -228,7 +253,7 @@ class LatentAttention:
         key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], angles)[:, 0]
         latent = torch.cat((self._latent_norm(compressed[:, : mla.kv_lora_rank]), key_rope), dim=-1)
         q_rope = self._rope.rotate(q_rope, angles)
-        attended = step.backend.forward_latent(self._layer, q_latent, q_rope, latent)
+        attended = yield Query(self._layer, (q_latent, q_rope, latent), is_latent=True)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]

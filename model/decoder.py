@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention.base import AttentionBackend
 from model.attention_layers import (
+    Asking,
     AttentionSpec,
     HeadAttention,
     LatentAttention,
@@ -90,12 +91,29 @@ class CausalLM:
         Returns:
             [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
         """
+        asking = self.asking(token_ids, positions, attention.rotates, rows)
+        query = next(asking)
+        while True:
+            try:
+                query = asking.send(query.answer(attention))
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                return hidden
+
+    def asking(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        backend_rotates: bool,
+        rows: Tensor | None = None,
+    ) -> Asking:
+        """`forward`, which leaves attention to who sends the answers."""
         hidden = self._vocab.embed(token_ids)
-        step = Step(tuple(rope.angles(positions) for rope in self._ropes), attention)
+        step = Step(tuple(rope.angles(positions) for rope in self._ropes), backend_rotates)
         for index, layer in enumerate(self._layers, 1):
             if index == len(self._layers):
                 step = step._replace(rows=rows)
-            hidden = layer.attention(hidden, layer.norm, step)
+            hidden = yield from layer.attention(hidden, layer.norm, step)
             hidden = layer.feed_forward(hidden, layer.mlp_norm)
         return self._norm(hidden)
 

@@ -9,6 +9,8 @@ captured size; the added rows read and write the null block, and their outputs a
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +33,17 @@ def captured_sizes(max_seqs: int) -> list[int]:
     # Padding costs little beside reading weights.
     small = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32))
     return [*(n for n in (*small, *range(512, max_seqs, 64)) if n < max_seqs), max_seqs]
+
+
+@contextmanager
+def products_of(num_rows: int) -> Iterator[None]:
+    """The library that multiplies so many rows best."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt" if num_rows in _LT_ROWS else "cublas")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +114,12 @@ class DecodeGraphs:
         )
 
     def _step(self, num_rows: int) -> DecodeOutput:
-        before = torch.backends.cuda.preferred_blas_library()
-        torch.backends.cuda.preferred_blas_library("cublaslt" if num_rows in _LT_ROWS else "cublas")
-        token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
-        hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
-        logits = self._model.raw_logits(hidden)
-        greedy_ids = self._last_drawn.token_ids[:num_rows]
-        greedy_ids.copy_(greedy(logits))
-        torch.backends.cuda.preferred_blas_library(before)
+        with products_of(num_rows):
+            token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
+            hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
+            logits = self._model.raw_logits(hidden)
+            greedy_ids = self._last_drawn.token_ids[:num_rows]
+            greedy_ids.copy_(greedy(logits))
         return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:

@@ -30,6 +30,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput
 from engine.worker.load import load, open_device
 from engine.worker.memory import RankMemory, fitting, longest, make_memory
+from engine.worker.prompt_graphs import PromptGraphs
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch
@@ -124,6 +125,7 @@ class ModelRunner:
         self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
         self.stepping = StepWatch()
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, the null block included."""
@@ -164,9 +166,16 @@ class ModelRunner:
             logger.warning("decode runs without CUDA graphs, which is slower: %s", error)
             return
         fix = "lower --gpu-memory-utilization or --max-num-seqs, or use --enforce-eager"
+        prompt_graphs = PromptGraphs(
+            self.model,
+            self.memory.backend,
+            max_tokens=self.config.max_num_batched_tokens,
+            device=self.device,
+        )
         with fitting("what CUDA graphs need", self.device, fix):
             graphs.capture()
-        self.graphs = graphs
+            prompt_graphs.capture()
+        self.graphs, self.prompt_graphs = graphs, prompt_graphs
 
     @property
     def depth(self) -> int:
@@ -284,6 +293,10 @@ class ModelRunner:
             token_ids = self.last_drawn.fill_in(token_ids)
         positions = self._to_device(step.positions)
         wanted = None if rows is None else self._to_device(rows)
+        graphs = self.prompt_graphs
+        if graphs is not None and memory is self.memory and graphs.takes(len(token_ids)):
+            hidden = graphs.run(token_ids, positions)
+            return hidden if wanted is None else hidden[wanted]
         return self.model.forward(token_ids, positions, memory.backend, wanted)
 
     def _to_device(self, array: Int64s) -> torch.Tensor:

@@ -143,6 +143,34 @@ def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(name, bac
     assert_same_but_for_ties(tokens, logits, expected)
 
 
+@pytest.mark.parametrize("name", SERVED)
+@torch.inference_mode()
+def test_prompts_between_graphs_are_those_of_eager_steps(name):
+    """New and continued ones of any size, beside a sequence that decodes; nobody else's block is
+    written by rows that a graph adds."""
+    with runner_for(MODELS[name]) as runner:
+        groups, pool = runner.groups.count, runner.memory.pool
+        others = torch.ones(512, dtype=torch.bool, device="cuda")
+        others[torch.from_numpy(tables_for(160, groups)[:3]).long().cuda()] = False
+        others[0] = False  # nobody's
+        content = pool.tensor.view(torch.uint8).movedim(pool.layout.order.index("B"), 0)
+        graphs, found = runner.prompt_graphs, []
+        assert graphs is not None
+        for way in (graphs, None):
+            runner.prompt_graphs = way
+            torch.manual_seed(0)
+            content.random_(0, 60)  # numbers, in any dtype
+            before = content[others].clone()
+            prompts = [range(5, 35), range(9, 39), [7]]
+            runner.execute(step_of(prompts, [30, 30, 1], num_groups=groups))
+            for n in (3, 12, 13, 70, 73, 100):
+                parts = [range(40, 40 + n), [8], range(90, 90 + n // 3)]
+                step = step_of(parts, [30 + n, 31, 1 + n // 3], num_groups=groups)
+                found.append(runner.compute(step).logits.clone())
+            assert torch.equal(content[others], before)
+    torch.testing.assert_close(found[:6], found[6:], atol=LOGIT_TOLERANCE, rtol=0.02)
+
+
 def continue_ahead(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:

@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 208,
     "deploy": 900,
-    "engine": 11245,
+    "engine": 11378,
     "kvcache": 7762,
     "kvcache/transfer": 5194,
-    "model": 5300,
+    "model": 5340,
     "prefill_server": 188,
     "protocol": 6871,
     "proxy": 5240,
-    "tests": 40666,
+    "tests": 40694,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

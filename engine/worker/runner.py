@@ -27,10 +27,9 @@ from engine.sampling.sampler import (
     score,
 )
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput
+from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput, PromptGraphs
 from engine.worker.load import load, open_device
 from engine.worker.memory import RankMemory, fitting, longest, make_memory
-from engine.worker.prompt_graphs import PromptGraphs
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.step_watch import StepWatch

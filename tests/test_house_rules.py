@@ -25,7 +25,7 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 208,
     "deploy": 900,
-    "engine": 11378,
+    "engine": 11361,
     "kvcache": 7762,
     "kvcache/transfer": 5194,
     "model": 5340,

@@ -30,9 +30,9 @@ from model.decoder import CausalLM
 
 logger = logging.getLogger("baton.engine")
 
-# Tokens that get graphs: padding costs little beside reading weights. Of more than about 1,000 the
-# device takes longer than the host.
-_PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 1025, 128))
+# Tokens that get graphs: padding costs little beside reading weights. Of more the device takes
+# longer than the host.
+_PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 769, 128))
 # Rows whose products cuBLASLt's heuristics serve better than cuBLAS', as measured on an H200.
 _LT_ROWS: Final = range(32, 193)
 

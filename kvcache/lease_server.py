@@ -83,7 +83,7 @@ class LeaseServer:
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
-        self._lock = threading.Lock()  # of the leases, and of what is said over wires
+        self._lock = threading.RLock()  # of the leases, and of what is said over wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
         names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")

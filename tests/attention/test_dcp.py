@@ -197,10 +197,11 @@ MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
 
 @pytest.mark.parametrize("group", GQA + MLA, ids=str)
-@pytest.mark.parametrize("scratch", [64, 1000], ids=["in turns, 8 bits", "at once"])
-def test_shared_tokens_attend_like_whole_sequences(group, scratch):
+@pytest.mark.parametrize("scratch", [64, 1000], ids=["in-turns", "at-once"])
+@pytest.mark.parametrize("kv_dtype", ["", FP8])
+def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
     size, *heads = group
-    shape = in_8_bits(shape_of(*heads)) if scratch == 64 else shape_of(*heads)
+    shape = in_8_bits(shape_of(*heads)) if kv_dtype else shape_of(*heads)
     bench = Bench(size, shape, scratch=scratch)
     check_growing_sequences(bench)
     for layer, component in np.ndindex(NUM_LAYERS, shape.num_components):

@@ -39,9 +39,8 @@ def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[st
     }
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((), torch.float32), ((1,), torch.bfloat16), ((1,), torch.float16)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize(
     ("k", "v"),
     [

@@ -104,14 +104,6 @@ class Legs(PrefillLeg):
             return [replace(add, kv_rejected=error.message) for add in adds]
         return [replace(add, hint=hint) for add in adds] if hint else adds
 
-    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
-        offered = kv_transfer_params
-        if not isinstance(offered, dict) or offered.get("text_digest") is None:
-            return None  # as of every prompt that came as ids: the rest needs no look
-        for params in kv_params.signed(offered, self._secret):
-            return params.tokenized()
-        return None  # `prepare` tells what is wrong with it
-
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """KV that nobody comes for goes home now, here or there, not when its lease expires."""
         ours = kv_params.signed(kv_transfer_params, self._secret)

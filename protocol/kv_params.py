@@ -32,7 +32,7 @@ from protocol.messages import (
 from protocol.registration import MAX_AGE_S
 from protocol.short_repr import short_repr
 
-_UNSIGNED = ("signature", "checksums", "prompt_token_ids")
+_UNSIGNED = ("signature", "checksums")
 _MAX_TRANSFER_ID = 128  # characters
 HINT = "hint"  # the member by which proxies name who may have the KV of a prompt's beginning
 SENDER_RELEASES = "sender_releases"  # see sender_releases
@@ -108,10 +108,6 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     first_tokens: Annotated[list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)]
     # One per prompt token, None for the first; None altogether when nobody asked.
     prompt_logprobs: Annotated[list[LogprobBits | None], _Size] | None = None
-    # Of a prompt that came as text: what was tokenized, and the result (text_encoder.py).
-    text_digest: _Digest | None = None
-    # Not signed: prompt_digest vouches for them.
-    prompt_token_ids: Annotated[list[_TokenId], _Size] | None = None
     # CRC-16s of the signed members, in this order: which of them somebody altered. Not signed.
     checksums: Annotated[str, Meta(max_length=128)] | None = None
     signature: _Digest
@@ -147,14 +143,6 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         members = msgspec.structs.asdict(self).items()
         return {name: msgspec.json.encode(v) for name, v in members if name not in _UNSIGNED}
 
-    def tokenized(self) -> tuple[str, list[int]] | None:
-        """The text digest and its token ids, where both are told and the ids are those of the
-        prompt digest."""
-        if self.text_digest is None or self.prompt_token_ids is None:
-            return None
-        ids = self.prompt_token_ids
-        return (self.text_digest, ids) if prompt_digest(ids) == self.prompt_digest else None
-
     def to_json(self) -> dict[str, Any]:
         """The object for the response body: JSON types only."""
         orders = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -177,7 +165,6 @@ def build(
     seed: int,
     first_tokens: Sequence[FirstToken],
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None,
-    prompt_token_ids: Sequence[int] | None = None,
     remote_block_ids: Sequence[int],
     **values: Any,
 ) -> KVTransferParams:
@@ -188,7 +175,6 @@ def build(
         seed=str(seed),
         first_tokens=[FirstTokenBits(token.id, _bits_of(token.logprobs)) for token in first_tokens],
         prompt_logprobs=[*map(_bits_of, prompt_logprobs)] if prompt_logprobs else None,
-        prompt_token_ids=list(prompt_token_ids) if prompt_token_ids else None,
         signature="",
         **values,
     )

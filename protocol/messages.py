@@ -116,7 +116,6 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     num_choices: int = 1  # drawn from one prompt; each has deltas and a terminal one of its own
     num_prompt_logprobs: int | None = None  # k: logprobs of the prompt's tokens and the top k
     grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
-    text_digest: str | None = None  # prefill role: of the text that token_ids were made of
     priority: int = 0  # the smaller is served first
     known: list[Known] = []  # of each choice, where the request goes on from another server
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params

@@ -57,11 +57,6 @@ class ServerHooks:
         """
         return adds
 
-    def tokenized(self, kv_transfer_params: object) -> tuple[str, list[int]] | None:
-        """The text digest and the token ids of the one prompt, where a holder of the cluster
-        secret tells them; see text_encoder.text_digest."""
-        return None
-
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
     ) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from engine.http.middleware import (
 )
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
-from engine.http.text_encoder import grammar_of, text_digest
+from engine.http.text_encoder import grammar_of
 from protocol.errors import BatonError
 from protocol.http.connections import ClientDisconnected
 from protocol.http.deadlines import deadline_of, within
@@ -144,11 +144,7 @@ async def _engine_requests(
     if all_guided := guided_decodings(parsed):
         async with cancelled_on_disconnect(receive):
             await api.grammars.check(all_guided)
-    told = api.hooks.tokenized(parsed.kv_transfer_params)
-    if told is not None and told[0] == text_digest(parsed, api.tokenizer):
-        prompts = [told[1]]  # which a prefill server made of this very text
-    else:
-        prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
+    prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     asked, room = parsed, ready.max_model_len
@@ -181,7 +177,6 @@ def _adds(
             stop_token_ids=[*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)],
             num_choices=parsed.num_candidates,
             num_prompt_logprobs=parsed.num_prompt_logprobs,
-            text_digest=text_digest(parsed, api.tokenizer) if parsed.is_prefill else None,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),
             priority=parsed.priority,
         )

@@ -1,9 +1,4 @@
-"""A call's prompts as token ids: tokenized off the event loop, or not at all.
-
-Tokenizing takes milliseconds, for which no stream may wait and which the prefill server has just
-spent. So a prefill server hands over a text's ids with the KV, and signs a digest of the text and
-of its tokenizer. A decode server that finds the same digest for its own copy of the request takes
-the ids; with any other it tokenizes.
+"""A call's prompts as token ids: tokenized off the event loop, as no stream may wait for that.
 
 What cannot fit the model's context is refused before all of it is tokenized, as that takes a
 second for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at
@@ -14,7 +9,6 @@ message says what there is and how to call it, in the form that engine/text/tool
 """
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -53,25 +47,6 @@ def given_texts(parsed: GenerationRequest) -> list[str | None]:
     if not isinstance(parsed, CompletionRequest):
         return [None]
     return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
-
-
-def text_digest(parsed: GenerationRequest, tokenizer: Tokenizer) -> str | None:
-    """SHA-256 over all that the token ids of the one prompt follow from; None where the prompt is
-    ids, or there are several."""
-    if isinstance(parsed, ChatRequest):
-        options = {**_chat(parsed, tokenizer), "add_special_tokens": parsed.add_special_tokens}
-        given: list[Any] = ["chat", options.pop("messages"), options]
-    else:
-        texts = given_texts(parsed)
-        if len(texts) != 1 or texts[0] is None:
-            return None
-        assert isinstance(parsed, CompletionRequest)
-        given = ["text", texts[0], parsed.add_special_tokens]
-    try:
-        text = msgspec.json.encode([tokenizer.digest, *given])
-    except UnicodeEncodeError:  # half a surrogate pair
-        return None
-    return hashlib.sha256(b"baton text\0" + text).hexdigest()
 
 
 def grammar_of(

@@ -24,7 +24,6 @@ from protocol.metrics import stat_key
 _MAX_LOOKUPS = 4  # answered between two steps
 # Of the pool, that lookups may keep from running sequences, and where who waits needs no more.
 _MAX_LENT_SHARE = 0.5
-MAX_TOLD_IDS = 1 << 17  # at most 1 MB of the body that a server takes
 
 
 class Lender(KVConnector):
@@ -104,8 +103,7 @@ class Lender(KVConnector):
             self._leases.abort(lease_id)  # nobody will hear of it
             raise
         if name:
-            told = {key: params[key] for key in params if key != "prompt_token_ids"}
-            self._leases.tell_end(name, lease_id, block_ids, msgspec.json.encode(told))
+            self._leases.tell_end(name, lease_id, block_ids, msgspec.json.encode(params))
         return params
 
     def _params(
@@ -113,7 +111,6 @@ class Lender(KVConnector):
     ) -> dict[str, Any]:
         prompt = sequence.token_ids[:num_tokens]
         sampling = sequence.request.sampling
-        tells_ids = bool(sequence.request.text_digest) and len(prompt) <= MAX_TOLD_IDS
         host, port = self._config.side_channel_advertise, self._leases.address[1]
         return kv_params.build(
             self._config.cluster_secret,
@@ -139,8 +136,6 @@ class Lender(KVConnector):
                 if len(choice.token_ids) > choice.first_output
             ],
             prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
-            text_digest=sequence.request.text_digest,
-            prompt_token_ids=prompt if tells_ids else None,
         ).to_json()
 
     def _told(self, block_ids: list[int], num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A decode server takes the token ids that a prefill server made of its text, and no others."""
+"""Which texts are tokenized, and where."""
 
 import asyncio
 import threading
@@ -7,104 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_server.server import Legs
 from engine.http.api import ENDPOINTS
-from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder, text_digest
+from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from prefill_server.server import PrefillLeg
-from protocol.kv_params import REMOTE_DECODE
 from protocol.openai.chat import ChatRequest
-from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
 from tests.rigs.http_server import CONTEXT, READY, saying, serving
-from tests.rigs.offers import offer
 
-_SECRET = b"the cluster's secret"
-_TOLD = [7, 7, 7]  # what no tokenizer makes of the texts here: it shows who tokenized
-_CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
-_TEXT = {"model": "m", "prompt": "abc", "seed": 7}
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
-
-
-def _parse(body: dict[str, Any]) -> GenerationRequest:
-    return validate(ChatRequest, body) if "messages" in body else validate(CompletionRequest, body)
-
-
-def _params(body: dict[str, Any], tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
-    """What a prefill server says that made _TOLD of the text of `body`."""
-    told = {"text_digest": text_digest(_parse(body), tokenizer), "prompt_token_ids": _TOLD}
-    return offer(_SECRET, _TOLD, **{**told, **changes})
-
-
-async def _ids(
-    tokenizer: Tokenizer, body: dict[str, Any], params: dict[str, Any]
-) -> tuple[list[int], bool]:
-    """What the decode engine gets: the prompt's ids, and whether it is to pull their KV."""
-    hooks = Legs(_SECRET, "recompute")
-    async with serving(tokenizer, saying(tokenizer, "x"), hooks) as server:
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        answer = await server.http.post(path, json={**body, "kv_transfer_params": params})
-        assert answer.status_code == 200, answer.text
-        (added,) = server.engine.added
-        return added.token_ids, added.remote is not None
-
-
-@pytest.mark.parametrize("body", [_TEXT, _CHAT], ids=["text", "chat"])
-async def test_ids_that_come_with_their_text_s_digest_are_taken(body, tokenizer):
-    params = _params(body, tokenizer)
-    assert await _ids(tokenizer, body, params) == (_TOLD, True)
-
-
-_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # the prefill server's text, the decode server's, and what is changed after signing
-    "another text": (_TEXT, {**_TEXT, "prompt": "abd"}, {}),
-    "other specials": (_TEXT, {**_TEXT, "add_special_tokens": False}, {}),
-    "another message": (_CHAT, {**_CHAT, "messages": [{"role": "user", "content": "Ho"}]}, {}),
-    "another role": (_CHAT, {**_CHAT, "messages": [{"role": "system", "content": "Hi"}]}, {}),
-    "another template": (_CHAT, {**_CHAT, "chat_template_kwargs": {"x": 1}}, {}),
-    "other ids": (_TEXT, _TEXT, {"prompt_token_ids": [7, 7, 8]}),
-    "ids as text": (_TEXT, _TEXT, {"prompt_token_ids": None}),
-    "a digest of others": (_TEXT, _TEXT, {"text_digest": "00" * 32}),
-    "no signature": (_TEXT, _TEXT, {"signature": "00" * 32}),
-}
-
-
-@pytest.mark.parametrize("name", _OTHERS)
-async def test_other_ids_than_of_this_text_are_not(name, tokenizer):
-    given, asked, forged = _OTHERS[name]
-
-    params = {**_params(given, tokenizer), **forged}
-    ids, pulls = await _ids(tokenizer, asked, params)
-    if "messages" in asked:
-        own = tokenizer.encode(tokenizer.render_chat(asked["messages"]))
-    else:
-        own = tokenizer.encode(asked["prompt"])
-    assert (ids, pulls) == (own, False)
-
-
-async def test_another_tokenizer_s_ids_are_not_taken(tokenizer, monkeypatch):
-    params = _params(_TEXT, tokenizer)
-    monkeypatch.setattr(tokenizer, "digest", "another")
-
-    assert await _ids(tokenizer, _TEXT, params) == (tokenizer.encode("abc"), False)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "is_told"),
-    [("abc", True), ([1, 2, 3], False), (["abc", "abd"], False), ("\ud800", False)],
-)
-async def test_a_prefill_server_tells_what_it_tokenized(prompt, is_told, tokenizer):
-    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
-    told = text_digest(validate(CompletionRequest, body), tokenizer)
-    assert (told is not None) is is_told
-    if prompt == "\ud800":
-        return  # no JSON carries it
-
-    async with serving(tokenizer, saying(tokenizer, "x"), PrefillLeg()) as server:
-        assert (await server.http.post("/v1/completions", json=body)).status_code == 200
-        assert {added.text_digest for added in server.engine.added} == {told}
 
 
 # -- what streams do not wait for ---------------------------------------------------------------

@@ -8,7 +8,6 @@ import time
 import msgspec
 import pytest
 
-from engine.kv import lender as role
 from kvcache.blocks import BlockState
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
@@ -311,14 +310,3 @@ def test_a_client_is_told_of_a_late_pull_without_an_address(make_pair, caplog):
     address = f"{params['remote_host']}:{params['remote_port']}"
     assert "from its address took longer than" in told
     assert address not in told and address in caplog.text
-
-
-@pytest.mark.parametrize(("limit", "told"), [(14, True), (13, False)])
-def test_ids_of_a_text_are_handed_over_unless_they_would_swell_the_reference(
-    pair, monkeypatch, limit, told
-):
-    monkeypatch.setattr(role, "MAX_TOLD_IDS", limit)
-    params = pair.prefill(PROMPT, text_digest="ab" * 32)
-    assert params["prompt_token_ids"] == (PROMPT if told else None)
-    name = pair.ask(PROMPT, params)
-    assert pair.answer(name) == expected_output(PROMPT, 6)

@@ -22,6 +22,7 @@ from typing import Any
 import uvloop
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
+from engine.http.app import create_app
 from engine.http.starting import FrontDoor
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
@@ -147,8 +148,6 @@ class _Server:
         await client.start()
         try:
             self.processes.start(prepared.config)
-            from engine.http.app import create_app  # FastAPI, while the engine's processes start
-
             progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)

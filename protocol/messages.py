@@ -126,6 +126,11 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     kv_unused: RemotePrefill | None = None  # what they stand for, where a server of ours made them
 
 
+def call_of(request_id: str) -> str:
+    """Of whose prompts it is one: their ids differ in the number at the end."""
+    return request_id.rsplit("-", 1)[0]
+
+
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
     choice: int | None = None  # None: all of them

@@ -111,6 +111,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.receiving)
 
+    @property
+    def stands(self) -> bool:
+        """Whether some wait, and nobody has blocks but who borrows them, or READs that hang."""
+        return bool(self.waiting) and not (self.running or self.receiving)
+
     def add(self, sequence: Sequence) -> None:
         assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
         assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"

@@ -52,6 +52,8 @@ from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.kv")
 
+_STANDS_S = 5.0  # in which nobody gets a block, until a sequence that waits for KV lets go of it
+
 
 def _zeros(policy: str) -> dict[str, float]:
     """Counters that are exposed from the start: a rate does not show the event with which its
@@ -101,6 +103,7 @@ class Borrower(KVConnector):
         self._rates, self._engine_id = rates, engine_id
         self._looking: dict[str, Sequence] = {}  # while somebody is asked for a prefix
         self._locked_out: dict[Sequence, float] = {}  # and since when
+        self._stands_since = math.inf  # while nobody has blocks to run, or to receive, here
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
         self._connecting: dict[PeerKey, list[Sequence]] = {}
         self._undrained: dict[str, list[int]] = {}  # blocks that READs may still write to
@@ -262,6 +265,7 @@ class Borrower(KVConnector):
                 case PullDrained():
                     allocator.drained(self._undrained.pop(event.pull_id, []))
         self._compute_beside_hung()
+        self._compute_where_all_wait()
         self._fail_locked_out()
 
     def _compute_beside_hung(self) -> None:
@@ -275,6 +279,18 @@ class Borrower(KVConnector):
                 self._release_remote(sequence)
                 scheduler.withdraw(sequence)
                 told = f"READs that hang hold {quarantined} blocks: there is no room for more"
+                self._give_up_remote(sequence, PullWithheld(told))
+
+    def _compute_where_all_wait(self) -> None:
+        """Who has this engine's blocks may wait for blocks of an engine whose blocks are held for
+        who waits here, and both would for ever: the last of these lets go, one a round."""
+        scheduler, now = self.core.scheduler, time.monotonic()
+        self._stands_since = min(self._stands_since, now) if scheduler.stands else math.inf
+        if now - self._stands_since >= _STANDS_S:
+            for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
+                self._release_remote(sequence, lend=not self._may_recompute(sequence))
+                scheduler.withdraw(sequence)
+                told = f"nothing was computed for {_STANDS_S} s, as others have all KV blocks"
                 self._give_up_remote(sequence, PullWithheld(told))
 
     def _fail_locked_out(self) -> None:

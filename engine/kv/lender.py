@@ -18,7 +18,7 @@ from kvcache.groups import held
 from kvcache.lease_server import LeaseServer
 from protocol import kv_params
 from protocol.handshake import Found, Lookup
-from protocol.messages import FirstToken, RemotePrefill
+from protocol.messages import FirstToken, RemotePrefill, call_of
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS = 4  # answered between two steps
@@ -168,15 +168,17 @@ class Lender(KVConnector):
         self.core.wake()  # for those that are left
 
     def _let_lent_go_on(self) -> None:
-        """Where nothing runs, as nobody fits beside what is lent of half a prompt, that goes first:
-        it needs the rest of its blocks alone, and its readers wait for it."""
-        scheduler = self.core.scheduler
-        waiting, stood = scheduler.waiting, self._stands
-        self._stands = bool(waiting) and not (scheduler.running or scheduler.receiving)
-        lent = [s for s in waiting if self._leases.leased(self._name_of(s))] if stood else []
-        if self._stands and lent:
-            waiting.remove(lent[0])
-            waiting.appendleft(lent[0])
+        """Where nothing runs, as nobody fits beside what is lent of half a prompt, or of some of a
+        call's, its rest goes first: what is lent comes home only then. If there are several such
+        prompts they take turns, as one of them may be in another's way."""
+        waiting, stood = self.core.scheduler.waiting, self._stands
+        self._stands = self.core.scheduler.stands
+        if not (stood and self._stands and self._by_request):
+            return
+        calls = {call_of(name) for name in self._by_request}
+        if lent := [each for each in waiting if call_of(each.request_id) in calls]:
+            waiting.remove(lent[-1])
+            waiting.appendleft(lent[-1])
 
     def _look_up(self, asked: Lookup) -> RemotePrefill | None:
         """Leases the longest prefix that is here, whoever else uses its blocks."""

@@ -90,6 +90,7 @@ class Message(Strict):
     )
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # every prompt's beginning is cached
+    provider_specific_fields: Any = UNREAD  # what litellm adds to an answer and sends back
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Text = None

@@ -74,6 +74,7 @@ def test_a_conversation_is_read_whatever_its_form():
     part = {"type": "text", "text": "b"}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked["provider_specific_fields"] = {"refusal": None}  # as litellm's clients send it back
     told = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
     parsed = chat(messages=[USER, asked, told])
     assert turns(parsed) == [("user", "Hi"), ("assistant", ""), ("tool", "b\nb")]

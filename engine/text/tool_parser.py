@@ -428,8 +428,8 @@ def _call_in(text: str) -> tuple[str | None, str]:
     """A tool's name, None where `text` is no call, and the arguments."""
     try:
         found = json.loads(text)
-        name, given = found["name"], found.get("arguments", found.get("parameters", {}))
-        # Some write the arguments as a string.
+        # Some write the arguments as a string, or nothing where there are none.
+        name, given = found["name"], found.get("arguments", found.get("parameters")) or {}
         arguments = (
             given.strip() if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         )

@@ -41,12 +41,14 @@ def joined(content: Any) -> str:
 
 
 def _as_object(arguments: str | dict[str, Any]) -> Any:
-    """An object where the text is one; models also write other things."""
+    """An object where the text is one, or says nothing; models also write other things."""
     try:
-        found = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        found: Any = arguments
+        if isinstance(arguments, str):
+            found = msgspec.json.decode(arguments.strip() or "null")
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return {} if found is None else found if isinstance(found, dict) else arguments
 
 
 class CalledFunction(Strict):

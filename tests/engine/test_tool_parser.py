@@ -46,6 +46,8 @@ CASES = [
      '<tool_call>\n{"arguments": {"s": "a\\"b \\\\"} , "name": "look_up"}\n</tool_call>\n', "",
      [("add", "{}"), ("look_up", '{"s": "a\\"b \\\\"}')]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>'
+     '<tool_call>{"name": "add", "arguments": ""}</tool_call>', "", [("add", "{}")] * 2),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
      " and more", [("add", '{"a": 1}')]),
     ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),

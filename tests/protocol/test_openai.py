@@ -81,6 +81,9 @@ def test_a_conversation_is_read_whatever_its_form():
     _, turn, answer = parsed.messages
     assert turn.tool_calls[0].function.model_dump() == {"name": "f", "arguments": {"x": 1}}
     assert answer.tool_call_id == "c1"
+    for text in ("", " ", "null"):  # as some write a call without arguments
+        call["function"]["arguments"] = text
+        assert chat(messages=[asked]).messages[0].tool_calls[0].function.arguments == {}
 
 
 def test_what_responses_are_asked_for_is_a_conversation():

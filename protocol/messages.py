@@ -26,6 +26,8 @@ class Grammar(msgspec.Struct, frozen=True):
     # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>.
     reasoning: Literal["", "open", "perhaps"] = ""
     banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
+    # What calls of tools begin with, texts and special tokens: one may come instead, then anything.
+    calls: tuple[str | int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -162,8 +162,7 @@ def _adds(
     default = api.generation_config.max_new_tokens
     limits = [token_limit(parsed, len(ids), ready.max_model_len, default) for ids in prompts]
     sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
-    how = api.tokenizer, api.settings.reasoning_parser
-    grammar = grammar_of(sampling.grammar, parsed, prompts[0], *how)
+    grammar = grammar_of(sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings)
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     end_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.

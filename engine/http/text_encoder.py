@@ -18,12 +18,14 @@ import msgspec
 from engine.http.limits import too_long
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_parser import call_beginnings
 from protocol.errors import QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
+from protocol.settings.settings import EngineSettings
 
 INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
 LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
@@ -54,13 +56,15 @@ def grammar_of(
     parsed: GenerationRequest,
     prompt_ids: list[int],
     tokenizer: Tokenizer,
-    reasoning_parser: str,
+    settings: EngineSettings,
 ) -> Grammar | None:
-    """`grammar` with the reasoning that may go before it, and with what the request says of single
-    tokens and words."""
+    """`grammar` with the reasoning that may go before it and the calls that may take its place, and
+    with what the request says of single tokens and words."""
     if grammar is not None:
-        begins = reasoning_begins(reasoning_parser, parsed, prompt_ids, tokenizer)
-        grammar = msgspec.structs.replace(grammar, reasoning=begins or "")
+        begins = reasoning_begins(settings.reasoning_parser, parsed, prompt_ids, tokenizer)
+        tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
+        calls = call_beginnings(tools, settings.tool_call_parser, tokenizer)
+        grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
     banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
     if not (parsed.allowed_token_ids or banned):
         return grammar

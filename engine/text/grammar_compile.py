@@ -86,7 +86,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}")
     try:
-        source = _behind_reasoning(_to_llguidance(grammar), grammar.reasoning)
+        source = _with_others(_to_llguidance(grammar), grammar)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
     except Exception as error:  # the converters raise several kinds, all about the text
@@ -123,19 +123,19 @@ def _to_llguidance(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
 
 
-_THOUGHTS = {
-    "open": "thoughts @answer",
-    "perhaps": '/[ \\n\\r\\t]{0,4}/ ("<think>" thoughts)? @answer',
-}
+_BLANKS = r"/[ \n\r\t]{0,4}/"
+_THOUGHTS = {"": "", "open": "thoughts ", "perhaps": f'{_BLANKS} ("<think>" thoughts)? '}
 
 
-def _behind_reasoning(source: str, begins: str) -> str:
-    """What a grammar became, with anything before it up to </think>."""
-    if not begins:
+def _with_others(source: str, grammar: Grammar) -> str:
+    """What a grammar became, with anything before it up to </think>, and calls in its place."""
+    if not (grammar.reasoning or grammar.calls):
         return source
+    tags = [json.dumps(tag) if isinstance(tag, str) else f"<[{tag}]>" for tag in grammar.calls]
+    calls = f" | {_BLANKS} ({' | '.join(tags)}) /(.|\\n)*/" if tags else ""
     is_lark = not source.lstrip().startswith("{")
     first, *others = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
-    lark = f"start: {_THOUGHTS[begins]}\n" + (
+    lark = f"start: {_THOUGHTS[grammar.reasoning]}said\nsaid: @answer{calls}\n" + (
         'thoughts: until_end /[ \\n\\r\\t]{0,8}/\nuntil_end[suffix="</think>"]: /(.|\\n)*/'
     )
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
 
 Syntax = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"]
@@ -75,6 +76,12 @@ _SHOWN: Final[dict[Syntax, str]] = {
     "pythonic": r"func_name1\(",
     "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
 }
+# What only a call begins with, in some formats with the name of a tool.
+_BEGINNINGS: Final[dict[Syntax, tuple[str, ...]]] = {
+    "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
+    "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
+    "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'),
+}  # fmt: skip
 _JSON_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
     "integer": (int,), "number": (int, float),
@@ -99,6 +106,17 @@ def tool_syntax(option: str, template: ChatTemplate | None) -> Syntax:
     source = template.source if template and template.knows_tools else ""
     shown: Iterator[Syntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
     return next(shown, "hermes") if option == "auto" else cast(Syntax, option)
+
+
+def call_beginnings(tools: Tools, option: str, tokenizer: Tokenizer) -> tuple[str | int, ...]:
+    """What the model may begin an answer with to call a tool of its own accord: texts, and tokens
+    that are no text."""
+    if tools.mode != "auto":
+        return ()
+    forms = _BEGINNINGS[tool_syntax(option, tokenizer.chat_template)]
+    texts = dict.fromkeys(form.format(name) for form in forms for name in sorted(tools.names))
+    found = {text: tokenizer.id_of(text) for text in texts}
+    return tuple(n if n in tokenizer.special_ids else text for text, n in found.items())
 
 
 def create_tool_parser(

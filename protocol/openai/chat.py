@@ -166,7 +166,10 @@ class ChatRequest(GenerationRequest):
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
-        return only_one([self.toolset.guided, super().guided])
+        called, said = self.toolset.guided, super().guided
+        if called and said and said.field.startswith("response_format"):
+            return called  # a format is of what the model says, and it is to call
+        return only_one([called, said])
 
     @property
     def num_logprobs(self) -> int | None:

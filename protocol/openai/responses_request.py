@@ -22,7 +22,7 @@ from protocol.openai.sampling import (
     UnreadText,
     integer,
 )
-from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers, only_one
+from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
 _SAMPLING = {"temperature", "top_p"}
@@ -198,9 +198,9 @@ class ResponsesChat(ChatRequest):
     @cached_property
     def guided(self) -> GuidedDecoding | None:
         asked = self.asked.text.format if self.asked.text else None
-        if asked is None or asked["type"] == "text":
+        if self.toolset.guided or asked is None or asked["type"] == "text":
             return self.toolset.guided
-        return only_one([self.toolset.guided, validate(TextFormat, asked).guided_at("text.format")])
+        return validate(TextFormat, asked).guided_at("text.format")
 
     @property
     def limit_field(self) -> str:

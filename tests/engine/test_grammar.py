@@ -219,16 +219,24 @@ def test_a_vocabulary_larger_than_the_logits():
         ("perhaps", "<think>hm</think>ab", True),
         ("perhaps", "ab", True),
         ("perhaps", "I</think>ab", None),
+        ("open", "I</think>\n\n<call>{", False),
+        ("perhaps", "<think>hm</think> <call>", False),
+        ("perhaps", "\n<call>what", False),
+        ("", "<call>what", False),
+        ("", "<|im_start|>{", False),
+        ("", "ab", True),
+        ("", "I<call>", None),
     ],
 )
 @pytest.mark.parametrize(("kind", "text"), [
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
 ])  # fmt: skip
-def test_a_grammar_begins_behind_the_reasoning(
+def test_a_grammar_begins_behind_the_reasoning_and_leaves_room_for_calls(
     compiler, tokenizer, begins, said, is_complete, kind, text
 ):
-    """What is said before may be anything, but no end."""
-    grammar = Grammar(kind, text, reasoning=begins)
+    """What is said before may be anything, but no end; so may a call that takes its place."""
+    calls = ("<call>", tokenizer.id_of("<|im_start|>"))
+    grammar = Grammar(kind, text, reasoning=begins, calls=calls)
     state = compiler.state(replace(request(kind, text), sampling=SamplingParams(grammar=grammar)))
     outputs = list[int]()
     for token_id in tokenizer.encode(said, add_special_tokens=False):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.http.text_encoder import with_tools
-from engine.text.tool_parser import create_tool_parser
+from engine.text.tool_parser import call_beginnings, create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools
 from tests.rigs.http_server import chunks, saying, serving_4k, with_template
@@ -97,6 +97,24 @@ async def test_what_the_engine_is_told(tokenizer):
         auto, named, regex = (add.sampling.grammar for add in server.engine.added)
         assert auto is None and regex == Grammar("regex", "a+")
         assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
+        # A format is of what the model says: it may call a tool instead, or must.
+        asked: dict[str, Any] = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+        for choice in ("auto", "none", NAMED):
+            assert (await server.chat(tool_choice=choice, **asked)).status_code == 200
+        either, answer, call = (add.sampling.grammar for add in server.engine.added[3:])
+        assert either == Grammar("json_object", calls=("<tool_call>",))
+        assert answer == Grammar("json_object") and call == named
+
+
+def test_what_only_a_call_begins_with(tokenizer):
+    tools = Tools((TOOL,), "auto")
+    knowing = with_template(tokenizer, "{{ tools }} [TOOL_CALLS]")
+    knowing.special_ids = {ord("[")}
+    knowing.id_of = {"[TOOL_CALLS]": ord("[")}.get
+    assert call_beginnings(tools, "auto", knowing) == (ord("["),)
+    assert call_beginnings(tools, "pythonic", knowing) == ("<|python_start|>", "[add(")
+    assert call_beginnings(tools, "llama3_json", knowing) == ("<|python_tag|>", '{"name": "add"')
+    assert call_beginnings(Tools((TOOL,), "none"), "hermes", knowing) == ()
 
 
 async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(tokenizer):

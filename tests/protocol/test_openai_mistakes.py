@@ -196,7 +196,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (chat, {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice.function.name"),
     (chat, {"tool_choice": "required"}, "tool_choice"),
     (chat, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
-    (chat, {**tool(), "tool_choice": "required", **JSON_OBJECT}, "response_format"),
+    (chat, {**tool(), "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     *(
         (parse, fields, param)
         for parse in (chat, completion)

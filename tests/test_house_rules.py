@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11337,
+    "engine": 11358,
     "kvcache": 7767,
     "kvcache/transfer": 5199,
     "model": 5340,
     "prefill_server": 188,
-    "protocol": 6861,
+    "protocol": 6869,
     "proxy": 5240,
-    "tests": 40743,
+    "tests": 40775,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

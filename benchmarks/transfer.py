@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -199,39 +200,37 @@ class Bench:
             self.rows += rows
 
     def _case(self, case: Case, path: str) -> list[Row]:
-        metadata, setup, decode = self._open(case, path)
-        try:
-            decode.pull(self.prefill.call("lease", self.size.tokens))  # warms up
+        setup = self._setup(path)
+        with self._opened(case, setup) as (decode, metadata):
+            decode.pull(self.size.tokens)  # warms up
             decode.check()
             row = self._pulls(decode, case.name, self.size.tokens, self.args.repeat)
             if path == "mapped":
                 return [row]
             beside = self._bare(case, setup, metadata)
             return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
-        finally:
-            decode.close()
 
     def _short(self, path: str) -> list[Row]:
-        *_, decode = self._open(_case("same", "same"), path)
         name = f"{SHORT_TOKENS} tokens"
-        try:
+        with self._opened(_case("same", "same"), self._setup(path)) as (decode, _):
             self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up
             held = self._pulls(decode, name, SHORT_TOKENS, 25)
             decode.holds = False
             return [held, self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)]
-        finally:
-            decode.close()
 
-    def _open(self, case: Case, path: str) -> tuple[EngineMetadata, Setup, Decode]:
-        metadata: EngineMetadata = self.prefill.call("open", case.p)
+    def _setup(self, path: str) -> Setup:
         ours = self.args.staging_bytes, self.args.verify
-        setup = Setup(self.size, self.targets, path == "mapped", *ours)
-        decode = Decode(case.d, setup)
-        decode.connect(self.prefill.call("lease", self.size.tokens))
-        return metadata, setup, decode
+        return Setup(self.size, self.targets, path == "mapped", *ours)
+
+    @contextmanager
+    def _opened(self, case: Case, setup: Setup) -> Iterator[tuple[Decode, EngineMetadata]]:
+        metadata = self.prefill.call("open", case.p)
+        with closing(Decode(self.prefill, case.d, setup)) as decode:
+            decode.connect()
+            yield decode, metadata
 
     def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
-        done = [decode.pull(self.prefill.call("lease", tokens)) for _ in range(count)]
+        done = [decode.pull(tokens) for _ in range(count)]
         seconds, last = [each.seconds for each in done], done[-1]
         return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
 

@@ -246,7 +246,10 @@ class DecodeRank:
 
 
 class Decode:
-    """D for one case.
+    """D for one case, and the P that it pulls from.
+
+    Args:
+        prefill: a Prefill with an open side.
 
     Attributes:
         holds: leases are held before they are pulled, as those of an unknown P, or of a request
@@ -255,9 +258,9 @@ class Decode:
 
     holds = True
 
-    def __init__(self, side: Side, setup: Setup) -> None:
+    def __init__(self, prefill: "Remote", side: Side, setup: Setup) -> None:
         use_device(setup.device(0))
-        self._side, self._size = side, setup.size
+        self._prefill, self._side, self._size = prefill, side, setup.size
         self._woken, self._count = threading.Event(), 0
         address, compat, wake = _new_address(), setup.size.compat, self._woken.set
         self._coordinator = PullCoordinator(
@@ -268,17 +271,17 @@ class Decode:
         self._first = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 
-    def connect(self, remote: RemotePrefill) -> None:
+    def connect(self) -> None:
         """Shakes hands. Raises BatonError where that fails."""
-        self._coordinator.connect(remote)
+        self._coordinator.connect(self._prefill.call("lease", self._size.tokens))
         assert isinstance(self._wait(), PeerReady)
 
-    def pull(self, remote: RemotePrefill) -> PullDone:
-        """A whole pull; its seconds are those from the order to the end, fence included. Raises
-        BatonError where it fails."""
+    def pull(self, tokens: int) -> PullDone:
+        """A whole pull of so many; its seconds are those from the order to the end, fence included.
+        Raises BatonError where it fails."""
         self._count += 1
-        pull_id = str(self._count)
-        blocks = self._side.blocks(self._size, remote.num_tokens).tolist()
+        pull_id, remote = str(self._count), self._prefill.call("lease", tokens)
+        blocks = self._side.blocks(self._size, tokens).tolist()
         if self.holds:
             self._coordinator.hold(pull_id, remote)
         # The lease's first renewal, which no pull waits for. The thread that orders pulls works
@@ -286,7 +289,7 @@ class Decode:
         renewed = time.perf_counter() + 0.002
         while time.perf_counter() < renewed:
             time.sleep(0.00002)
-        self._coordinator.pull(pull_id, remote, 0, remote.num_tokens, blocks)
+        self._coordinator.pull(pull_id, remote, 0, tokens, blocks)
         event = self._wait()
         assert isinstance(event, PullDone)
         return event

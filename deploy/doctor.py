@@ -6,7 +6,7 @@ and no running server.
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from pydantic import Field
@@ -15,13 +15,11 @@ from kvcache.transports import GPU_FIX, Host, UcxRead, look, ucx_log
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 
-_BLOCK_TOKENS, _LAYERS, _HEADS, _HEAD_DIM = 64, 8, 8, 64
-_BLOCK_BYTES = _BLOCK_TOKENS * _LAYERS * _HEADS * _HEAD_DIM * 2 * 2
+_BLOCK_TOKENS, _SIZES = 64, (8, 8, 64)  # layers, heads, elements of one
 # Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
 _SLOW_GPU_BYTES_PER_S = 15e9
-_MIN_SHM_BYTES = 64 << 20
 _GPU_BYTES = 1 << 30  # beside which its fence takes little
-_MIN_MEMLOCK_BYTES = 64 << 30  # with RDMA the whole KV pool is locked
+_MIN_SHM_BYTES, _MIN_MEMLOCK_BYTES = 64 << 20, 64 << 30  # with RDMA the whole KV pool is locked
 
 
 class DoctorSettings(BatonSettings):
@@ -51,52 +49,46 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
         path: "mapped" or "nixl".
         source, target: torch devices, of the process that owns the KV and of this one.
     """
-    with ExitStack() as opened:
-        try:
-            from benchmarks import transfer_pair as pair  # loads UCX
+    try:
+        from benchmarks import transfer_pair as pair  # loads UCX
 
-            tokens = -(-nbytes // _BLOCK_BYTES) * _BLOCK_TOKENS
-            size = pair.Size(_LAYERS, _HEADS, _HEAD_DIM, tokens)
-            side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
-            prefill = pair.Remote(pair.Prefill, source, size)
-            opened.callback(prefill.close)
+        blocks = -(-nbytes // pair.Size(*_SIZES, _BLOCK_TOKENS).kv_bytes)
+        size = pair.Size(*_SIZES, blocks * _BLOCK_TOKENS)
+        side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
+        setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
+        with closing(pair.Remote(pair.Prefill, source, size)) as prefill:
             prefill.call("open", side)
-            setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
-            decode = pair.Decode(side, setup)
-            opened.callback(decode.close)
-            decode.connect(prefill.call("lease", tokens))
-            seconds = min(decode.pull(prefill.call("lease", tokens)).seconds for _ in range(4))
-            decode.check()
-            gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
-            way = None if setup.mapped else ucx_log.read_between(**gpus)
-            return Link(path, source, target, size.kv_bytes / seconds, way=way)
-        except Exception as error:  # whatever it is, it is what the user has to know
-            return Link(path, source, target, None, str(error) or repr(error))
+            with closing(pair.Decode(prefill, side, setup)) as decode:
+                decode.connect()
+                seconds = min(decode.pull(size.tokens).seconds for _ in range(4))
+                decode.check()
+                gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
+                way = None if setup.mapped else ucx_log.read_between(**gpus)
+    except Exception as error:  # whatever it is, it is what the user has to know
+        return Link(path, source, target, None, str(error) or repr(error))
+    return Link(path, source, target, size.kv_bytes / seconds, way=way)
 
 
 def links(host: Host, nbytes: int) -> list[Link]:
     """All ways between the devices that servers would use, measured: two GPUs, else one GPU with
     itself, else the CPU."""
-    devices = ("cpu", "cpu")
-    if host.gpus:
-        devices = ("cuda:0", "cuda:1" if len(host.gpus) > 1 else "cuda:0")
-        nbytes = max(nbytes, _GPU_BYTES)
-    return [measure(path, *devices, nbytes) for path in ("mapped", "nixl")]
+    devices = [f"cuda:{index}" for index in range(len(host.gpus))] or ["cpu"]
+    pair, least = (devices * 2)[:2], _GPU_BYTES if host.gpus else 0
+    return [measure(path, *pair, max(nbytes, least)) for path in ("mapped", "nixl")]
 
 
 def advice(host: Host, found: Sequence[Link]) -> list[str]:
     """What should be changed, each with its fix."""
-    gpus, rdma = host.gpus, ", ".join(host.rdma_devices)
-    lacks = {name for name, version in host.packages.items() if version is None}
+    gpus, versions, rdma = host.gpus, host.packages, ", ".join(host.rdma_devices)
     tls = host.ucx_environment.get("UCX_TLS", "all")
     memlock, shm = host.memlock_bytes, f"/dev/shm has {host.shm_bytes >> 20} MiB left"
     notes: dict[str, object] = {
         "NIXL is not installed: no KV moves between hosts. Fix: pip install nixl.":
-            "nixl" in lacks,
+            not versions["nixl"],
         "Triton is not installed: no mapped path. Fix: pip install triton.":
-            gpus and "triton" in lacks,
+            gpus and not versions["triton"],
         "FlashInfer is not installed. Fix: pip install flashinfer-python.":
-            gpus and "flashinfer-python" in lacks,
+            gpus and not versions["flashinfer-python"],
         f"No GPU can read another's memory. {GPU_FIX}":
             len(gpus) > 1 and not host.peer_access,
         f"UCX_TLS={tls} leaves out cuda_ipc and cuda_copy. Fix: unset UCX_TLS.":
@@ -113,28 +105,30 @@ def advice(host: Host, found: Sequence[Link]) -> list[str]:
         "ulimit -l unlimited; in compose, ulimits: memlock: -1.":
             rdma and host.rdma_usable and 0 <= memlock < _MIN_MEMLOCK_BYTES,
     }  # fmt: skip
-    return [note for note, holds in notes.items() if holds] + [*filter(None, map(_on_link, found))]
+    of_links = (_judged(link)[1] for link in found)
+    return [*(note for note, holds in notes.items() if holds), *filter(None, of_links)]
 
 
-def _on_link(link: Link) -> str | None:
-    way = f"{link.path}, {link.source} to {link.target}"
+def _judged(link: Link) -> tuple[str, str | None]:
+    """How fast it is, and what should be changed."""
+    way, slow = f"{link.path}, {link.source} to {link.target}", None
     if link.bytes_per_s is None:
-        return f"{way}: {link.reason}"
-    rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
+        return "does not work", f"{way}: {link.reason}"
+    rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
     if link.way is not None:
         warning = link.way.warning()
-        return warning and f"{warning} It was {rate}."
+        return f"{rate} by {link.way}", warning and f"{warning} It was {rate}."
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
-        return f"{way}: {rate} goes through host memory. {GPU_FIX}"
-    return None
+        slow = f"{way}: {rate} goes through host memory. {GPU_FIX}"
+    silent = "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
+    return rate + silent, slow
 
 
 def used(transfer: str, found: Sequence[Link]) -> str:
     """What `--transfer auto` or `nixl` takes on this machine."""
-    works = [link.path for link in found if link.bytes_per_s is not None]
-    if transfer == "auto" and "mapped" in works:
-        return "mapped"
-    return "nixl" if "nixl" in works else "nothing: every pull would fail and be computed again"
+    wanted = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
+    works = (link.path for link in found if link.path in wanted and link.bytes_per_s is not None)
+    return next(works, "nothing: every pull would fail and be computed again")
 
 
 def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
@@ -149,18 +143,11 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
         f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}",
         host.rdma_devices and f"RDMA devices: {', '.join(host.rdma_devices)}",
         f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}",
-        *(f"{link.path:7} {link.source} -> {link.target}: {_rate(link)}" for link in found),
+        *(f"{link.path:7} {link.source} -> {link.target}: {_judged(link)[0]}" for link in found),
         found and f"--transfer {default} (the default here) uses: {used(default, found)}",
         *([f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]),
     ]
     return "\n".join(str(line) for line in lines if line)
-
-
-def _rate(link: Link) -> str:
-    if link.bytes_per_s is None:
-        return "does not work"
-    silent = "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
-    return f"{link.bytes_per_s / 1e9:.2f} GB/s" + (f" by {link.way}" if link.way else silent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,9 +156,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = look()
     found = links(host, settings.nbytes) if settings.measure else []
     notes = advice(host, found)
-    if settings.as_json:
-        report = {"host": asdict(host), "links": [asdict(link) for link in found], "notes": notes}
-        print(json.dumps(report))
-    else:
-        print(text(host, found, notes))
+    report = {"host": asdict(host), "links": [asdict(link) for link in found], "notes": notes}
+    print(json.dumps(report) if settings.as_json else text(host, found, notes))
     return 1 if found and all(link.bytes_per_s is None for link in found) else 0

@@ -20,13 +20,7 @@ from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from model.config import load_config
 from model.sizes import check_parallelism
-from protocol.settings.options import (
-    DType,
-    GeometryOptions,
-    LinkOptions,
-    ModelName,
-    PartOfRanks,
-)
+from protocol.settings.options import DType, GeometryOptions, LinkOptions, ModelName, PartOfRanks
 from protocol.settings.settings import BatonSettings, parse
 
 
@@ -56,21 +50,20 @@ class Geometry(GeometryOptions):
 
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
         """All ranks of such an engine, with room for `tokens` tokens; `dtype` is not auto."""
-        heads, groups = model.total_kv_heads, self.tp // self.shared_by
-        blocks = self.num_blocks(tokens) * len(model.windows) + 1
+        heads = len(heads_of(0, self.tp // self.shared_by, model.total_kv_heads))
+        blocks = sum(map(len, self.tables(model, tokens))) + 1
         sizes = model.num_layers, model.num_components, self.block_size, model.head_dim
-        held = [len(heads_of(rank // self.shared_by, groups, heads)) for rank in range(self.tp)]
-        layouts = [KVLayout(self.kv_layout, blocks, count, *sizes, self.dtype) for count in held]
+        layout = KVLayout(self.kv_layout, blocks, heads, *sizes, self.dtype)
         rest = self.tp, (), self.shared_by, KVGroups(model.windows)
-        return [Endpoint(each, n, *rest) for n, each in enumerate(layouts)]
+        return [Endpoint(layout, rank, *rest) for rank in range(self.tp)]
 
-    def num_blocks(self, tokens: int) -> int:
-        """That a sequence of so many tokens takes; every rank has its part of each."""
-        return -(-tokens // (self.block_size * self.shared_by))
-
-    def __str__(self) -> str:
-        ranks = f"tp {self.tp}" + (f", dcp {self.shared_by}" if self.shared_by > 1 else "")
-        return f"{ranks}, {self.kv_layout}, {self.block_size}-token blocks, {self.dtype}"
+    def tables(self, model: Model, tokens: int) -> list[IntArray]:
+        """A block table of so many tokens for each group of layers, in which no two neighbours are
+        next to each other, as after long use."""
+        groups = len(model.windows)
+        count = -(-tokens // (self.block_size * self.shared_by)) * groups
+        odd_then_even = np.concatenate((np.arange(2, count + 1, 2), np.arange(1, count + 1, 2)))
+        return [odd_then_even[group::groups] for group in range(groups)]
 
 
 class DecodeGeometry(Geometry):
@@ -96,42 +89,35 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     Raises:
         PlanError: the two cannot be bridged.
     """
-    hit, tokens = settings.hit_tokens, settings.tokens
+    hit, tokens, heads = settings.hit_tokens, settings.tokens, model.total_kv_heads
     if hit > tokens:
         raise PlanError(f"hit_tokens is {hit} of {tokens} tokens; use 0 to {tokens}")
-    sides: dict[str, Geometry] = {"prefill": settings.prefill, "decode": settings.decode}
-    ends, tables = {}, {}
-    for name, side in sides.items():
-        if side.dtype == "auto":
-            sides[name] = side.model_copy(update={"dtype": auto_dtype})
-        ends[name] = sides[name].endpoints(model, tokens)
-        tables[name] = _scattered(side.num_blocks(tokens) * len(model.windows))
+    p, d = (
+        side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
+        for side in (settings.prefill, settings.decode)
+    )
+    owners, tables = p.endpoints(model, tokens), (d.tables(model, tokens), p.tables(model, tokens))
     configured = CostModel.configured(settings.transfer_costs, settings.device)
-    costs, groups = configured or DEFAULT_COSTS[settings.device], KVGroups(model.windows)
+    costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
-    for end in ends["decode"]:
-        planner = Planner(
-            *(end, ends["prefill"], model.total_kv_heads),
-            staging_bytes=settings.staging_bytes,
-            convert=settings.kv_convert,
-        )
-        plans = []
-        for group, span in enumerate(groups.spans(hit, tokens, tokens)):
-            own = (tables[name][group :: groups.count] for name in ("decode", "prefill"))
-            plans.append(planner.plan(planner.take((span.start, span.stop), *own), costs))
-        plan = joined(plans)
+    for end in d.endpoints(model, tokens):
+        options = {"staging_bytes": settings.staging_bytes, "convert": settings.kv_convert}
+        planner = Planner(end, owners, heads, **options)
+        parts = zip(end.groups.spans(hit, tokens, tokens), *tables, strict=True)
+        transfers = (planner.take((span.start, span.stop), *own) for span, *own in parts)
+        plan = joined([planner.plan(each, costs) for each in transfers])
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
-        heads = _listed(end.heads(model.total_kv_heads))
-        ranks.append({"rank": end.rank, "heads": heads, "tokens": whole - before} | _facts(plan))
+        told = {"rank": end.rank, "heads": _listed(end.heads(heads)), "tokens": whole - before}
+        ranks.append(told | _facts(plan))
     used = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
     return {
         "model": model._asdict(),
-        "p": sides["prefill"].model_dump(),
-        "d": sides["decode"].model_dump(),
+        "p": p.model_dump(),
+        "d": d.model_dump(),
         "tokens": tokens,
         "hit_tokens": hit,
-        "idle_p_ranks": [end.rank for end in ends["prefill"] if end.rank not in used],
+        "idle_p_ranks": [end.rank for end in owners if end.rank not in used],
         "ranks": ranks,
         "estimated_s_per_1000_tokens": per_1000,  # of the slowest
     }
@@ -155,36 +141,28 @@ def text(found: dict[str, Any]) -> str:
     """What `explain` found, for people."""
     windows = [window or "all" for window in found["model"]["windows"]]
     lines = [
-        f"P      {DecodeGeometry(**found['p'])}",
-        f"D      {DecodeGeometry(**found['d'])}",
+        *(_SIDE.format(**{"name": name.upper(), "dcp": 1, **found[name]}) for name in "pd"),
         f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} tokens, of "
         "{num_layers} layers, {total_kv_heads} KV heads of {head_dim} elements, "
         "{num_components} component(s)".format(**found["model"]),
         f"prompt {found['tokens']} tokens, {found['hit_tokens']} of them already on D; blocks "
-        "scattered on both sides",
-        "",
+        "scattered on both sides\n",
     ]
     for rank in found["ranks"]:
         sized = {name: value for name, value in rank.items() if "bytes" in name}
         sizes = {n: ByteSize(v).human_readable(separator=" ") for n, v in sized.items()}
         lines.append(_RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"])))
-    if idle := found["idle_p_ranks"]:
-        lines.append(f"P ranks without a reader: {_listed(idle)}")
-    lines.append(f"{found['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens")
-    return "\n".join(lines)
+    idle = f"P ranks without a reader: {_listed(found['idle_p_ranks'])}"
+    took = f"{found['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
+    return "\n".join([*lines, idle, took])
 
 
+_SIDE = "{name}      tp {tp}, dcp {dcp}, {kv_layout}, {block_size}-token blocks, {dtype}"
 _RANK = """\
 D rank {rank}: {tokens} tokens of head(s) {heads} from P rank(s) {owners}, {path}
   {descriptors} descriptors, {bytes_read} read for {useful_bytes} wanted; runs of \
 {run_bytes_min} / {run_bytes_median} / {run_bytes_max} (min / median / max)
   why: {why}"""
-
-
-def _scattered(count: int) -> IntArray:
-    """A block table in which no two neighbours are next to each other, as after long use."""
-    odd_then_even = np.concatenate((np.arange(1, count, 2), np.arange(0, count, 2)))
-    return odd_then_even.astype(np.int64) + 1
 
 
 def _listed(numbers: range | list[int]) -> str:

@@ -48,7 +48,7 @@ def test_what_is_missing_is_named_with_its_fix(host, word):
 
 def test_a_slow_way_between_gpus_is_a_warning_with_the_fix():
     (note,) = advice(GPU_HOST, [FAST, SLOW])
-    assert "6.0 GB/s" in note and "ipc: host" in note
+    assert "6.00 GB/s" in note and "ipc: host" in note
     assert used("auto", [FAST, SLOW]) == "mapped"
     assert used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
 

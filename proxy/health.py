@@ -21,6 +21,7 @@ MAX_PAUSE = 5.0  # of the usual interval, between checks of a server that answer
 FAILURES = 5  # in a row, that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
+_KEPT = ("room", "models", "kv_digest")  # where a server does not say
 CIRCUITS = ("closed", "half_open", "open")  # by number in the metric
 
 
@@ -70,17 +71,13 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Health:
-    """One server's state. Times are seconds of the caller's monotonic clock."""
+class Health(Said):
+    """One server's state: what it said last, room, models and digest whenever that was. Times are
+    seconds of the caller's monotonic clock."""
 
     ready: bool = False
-    reason: str = "not checked yet"  # why it is not ready
+    reason: str = "not checked yet"
     room: Room = Room()
-    models: tuple[str, ...] = ()  # as it said last, like the next two
-    kv_digest: str = ""
-    is_foreign: bool = False
-    side_channel: SideChannel | None = None
-    subscribes: bool = False
     silences: int = 0  # health checks without an answer, in a row
     misses: int = 0  # those, and those that found no connection
     changed_at: float = float("-inf")  # when a connection error took readiness back
@@ -94,14 +91,12 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     """The answer to a health check begun at `started_at`; one older than a failure is void."""
     if said.ready and started_at < health.changed_at:
         return health
-    reason, room = "" if said.ready else said.reason, said.room or health.room
-    misses = 0 if said.answered else health.misses + 1
-    new = replace(health, ready=said.ready, reason=reason, silences=0, misses=misses, room=room)
     if not said.answered:
-        return new
-    digest, models = said.kv_digest or health.kv_digest, said.models or health.models
-    new = replace(new, models=models, kv_digest=digest, side_channel=said.side_channel)
-    return replace(new, is_foreign=said.is_foreign, subscribes=said.subscribes)
+        new = replace(health, ready=said.ready, reason=said.reason, misses=health.misses + 1)
+        return replace(new, silences=0)
+    kept = {name: getattr(said, name) or getattr(health, name) for name in _KEPT}
+    told = {**vars(said), **kept, "reason": "" if said.ready else said.reason}
+    return replace(health, **told, silences=0, misses=0)
 
 
 def silent(health: Health, reason: str) -> Health:

@@ -26,7 +26,7 @@ from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from engine.core import pace
 from engine.core.waiting import LONG_TOKENS
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import Ask, Depths, Limits, Load, PrefixIndex, cheapest_decode, place
+from proxy.placement import USUAL_STEP_S, Ask, Depths, Load, PrefixIndex, cheapest_decode, place
 
 POLL_S = 1.0  # between two health checks
 HEAD = (
@@ -277,11 +277,10 @@ class Knowing:
         fleet: Fleet,
         routing: Routing,
         disaggregate: Disaggregate,
-        limits: Limits,
+        step_s: float = USUAL_STEP_S,
         pulls: bool = False,
     ):
-        step_s, harm, clock = limits.step_s, limits.harm, lambda: fleet.now
-        self.knowledge = Knowledge(routing, disaggregate, step_s=step_s, harm=harm, clock=clock)
+        self.knowledge = Knowledge(routing, disaggregate, step_s=step_s, clock=lambda: fleet.now)
         self.knowledge.pulls = pulls
         self.lender: Engine | None = None
         for each in fleet.engines:
@@ -340,12 +339,12 @@ class Known:
 
     lender: Engine | None = None
 
-    def __init__(self, fleet: Fleet, limits: Limits) -> None:
-        self._fleet, self._limits = fleet, limits
+    def __init__(self, fleet: Fleet, step_s: float) -> None:
+        self._fleet, self._step_s = fleet, step_s
 
     def computes(self, request: Request) -> Engine:
         ask, depths, prefills, decodes = self._seen(request)
-        found = place(ask, prefills, decodes, depths, limits=self._limits)
+        found = place(ask, prefills, decodes, depths)
         assert found is not None
         return self._fleet.engines[found.decode if found.prefill is None else found.prefill]
 
@@ -370,7 +369,7 @@ class Known:
         for each in e.waiting:
             load.queued_s[Ask(each.tokens).size] += each.left * load.token_s
         load.queue(0, 0.0)
-        load.capacity = e.times.capacity
+        load.capacity, load.target_s = e.times.capacity, self._step_s
         return load
 
 
@@ -423,12 +422,12 @@ def simulate(
     policy: str, shape: str, requests: list[Request], then: Then, args: argparse.Namespace
 ) -> dict[str, Any]:
     num_prefills, num_decodes = (int(n or 0) for n in shape.rstrip("D").rpartition("P")[::2])
-    limits, times = Limits(args.itl_target_s, args.harm), Times()
+    step_s, times = args.itl_target_s, Times()
     count = num_prefills + num_decodes
-    engines = [Engine(i, i < num_prefills, times, args.itl_target_s) for i in range(count)]
+    engines = [Engine(i, i < num_prefills, times, step_s) for i in range(count)]
     fleet = Fleet(engines, times, then)
     given = POLICIES[policy]
-    fleet.router = Knowing(fleet, *given[:2], limits, given[2]) if given else Known(fleet, limits)
+    fleet.router = Knowing(fleet, *given[:2], step_s, given[2]) if given else Known(fleet, step_s)
     fleet.run(requests)
     return figures(fleet, args)
 
@@ -444,8 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--policies", default=",".join(POLICIES))
     add("--ttft-s", type=float, default=2.0)
     add("--tpot-s", type=float, default=0.025)
-    add("--itl-target-s", type=float, default=Limits().step_s)
-    add("--harm", type=float, default=Limits().harm)
+    add("--itl-target-s", type=float, default=USUAL_STEP_S)
     args = parser.parse_args(argv)
     if (args.trace is None) == (args.mix is None):
         parser.error("give either --trace FILE or --mix NAME")

@@ -14,10 +14,9 @@ from typing import Literal, NamedTuple, TypeVar
 from proxy.placement import (
     DOUBLING,
     STEP_TOKENS,
-    USUAL,
+    USUAL_STEP_S,
     Ask,
     Depths,
-    Limits,
     Load,
     PrefixIndex,
     cheapest_alone,
@@ -158,10 +157,14 @@ class _Loads(dict[object, Load]):
     """By server; each gets an index of its own, the smallest that no other has: indices are bits
     of PrefixIndex, which must not grow while servers come and go."""
 
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+
     def __missing__(self, server: object) -> Load:
         taken = {load.index for load in self.values()}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        return self.setdefault(server, Load(index))
+        return self.setdefault(server, Load(index, target_s=self.step_s))
 
 
 class Knowledge:
@@ -169,7 +172,7 @@ class Knowledge:
 
     Args:
         max_blocks: of all prefixes of all servers.
-        step_s, harm: see Limits.
+        step_s: what a step with streams may take at servers that do not say.
     """
 
     def __init__(
@@ -178,15 +181,13 @@ class Knowledge:
         disaggregate: Disaggregate = "always",
         *,
         max_blocks: int = 250_000,
-        step_s: float = USUAL.step_s,
-        harm: float = USUAL.harm,
+        step_s: float = USUAL_STEP_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routing, self._disaggregate = routing, disaggregate
-        self._limits = Limits(step_s, harm)
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
-        self.loads = _Loads()
+        self.loads = _Loads(step_s)
         self._totals: dict[object, Totals] = {}
         self._prompt_steps: dict[object, _PromptSteps] = {}
         self._lenders: dict[int, object] = {}  # by index
@@ -220,7 +221,7 @@ class Knowledge:
             return self._disaggregate == "never"
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         depths = self._depths(ask)
-        found = place(self._timed(ask, depths), p, d, depths, limits=self._limits)
+        found = place(self._timed(ask, depths), p, d, depths)
         if found is None or found.prefill is not None:
             return False
         server = next(server for server in decodes if self.loads[server].index == found.decode)
@@ -242,7 +243,7 @@ class Knowledge:
             servers = [s for s in servers if self.loads[s] is placed.load] or servers
         loads = [self.loads[server] for server in servers]
         depths = self._depths(ask) if self._routing == "auto" else {}
-        known = self._timed(ask, depths), loads, depths, self._limits
+        known = self._timed(ask, depths), loads, depths
         if computes:
             return servers[(cheapest_alone if generates else cheapest_prefill)(*known)[0]]
         return servers[cheapest_decode(ask, loads)]
@@ -283,7 +284,7 @@ class Knowledge:
     def _answers_s(self, lender: object) -> float:
         """Until a server can tell what it lends: between two steps."""
         load = self.loads[lender]
-        step_s = self._limits.step_s if load.running else STEP_TOKENS * load.token_s
+        step_s = load.target_s if load.running else STEP_TOKENS * load.token_s
         return min(max(load.free_at - self._clock(), 0.0), step_s)
 
     def _computed_of(self, ask: Ask, index: int, depth: float) -> float:
@@ -332,9 +333,9 @@ class Knowledge:
             new = [(block, load.index) for block in ask.hashes[int(depth) :]]
             self._coming.update(new)
             takes_s = load.launch_s + ask.uncached(depth) * load.token_s
-            takes_s -= saved_s(self._timed(ask, depths), load, depths, self._limits)
+            takes_s -= saved_s(self._timed(ask, depths), load, depths)
             if generates:
-                takes_s /= share_for_prompts(load, self._limits)
+                takes_s /= share_for_prompts(load)
             load.free_at = max(load.free_at, now) + takes_s
             load.prompts += 1
             load.queue(ask.size, takes_s)
@@ -396,7 +397,8 @@ class Knowledge:
         """A health check's answer: tokens of KV in all, what its steps have taken, and what it lets
         one with streams take."""
         load, before = self.loads[server], self._totals.get(server, Totals())
-        load.capacity, load.target_s = capacity and max(min(capacity, _MOST), 0), itl_target_s
+        load.capacity = capacity and max(min(capacity, _MOST), 0)
+        load.target_s = itl_target_s or self.loads.step_s
         self._totals[server] = totals
         new = Totals(*(b - a for a, b in zip(before, totals, strict=True)))
         if not all(0 <= each < _MOST for each in new):  # it has restarted

@@ -8,6 +8,7 @@ server computes its prompts in turn is the whole model.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
@@ -23,8 +24,10 @@ DOUBLING = 96.0  # streams that make a step take twice as long, about
 _WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 _PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
+_PULLED_S = 5e-6  # of a token that is pulled from another server: that of an 8B over 25 GB/s
 _SURE = 0.875  # of what that saves: it may come late, or not at all
-
+_HARM = 0.2  # seconds of first token that one second less for one stream is worth
+USUAL_STEP_S = 0.025  # that a step may take while streams are generated
 
 STEP_TOKENS = 8192  # of a prompt, before which a short one that came later is not begun
 _SIZES = 12  # of prompts, each twice as long as the one before
@@ -51,7 +54,7 @@ class Load:
         token_s: what it takes for one token of a prompt, in seconds.
         launch_s: what it takes besides for a step with prompts.
         step_s: what a step of one stream takes; more add to that, see `step_s`.
-        target_s: what a step with streams may take there; None: see Limits.
+        target_s: what a step with streams may take there: prompts are cut to fit.
     """
 
     index: int
@@ -67,7 +70,7 @@ class Load:
     token_s: float = _UNKNOWN_TOKEN_S
     launch_s: float = 0.0
     step_s: float = 0.005
-    target_s: float | None = None
+    target_s: float = USUAL_STEP_S
 
     def queue(self, size: int, seconds: float) -> None:
         """It has a prompt of this size more, or less."""
@@ -78,35 +81,11 @@ class Load:
             self.passed_s[longer - _MUCH_LONGER] = max(longer_s, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """
-    Attributes:
-        step_s: what a step may take while streams are generated, where the server has not said:
-            prompts are cut to fit.
-        harm: seconds of first token that one second less for one stream is worth.
-        pulled_s: what a token takes that is pulled from another server: that of an 8B over 25 GB/s.
-    """
-
-    step_s: float = 0.025
-    harm: float = 0.2
-    pulled_s: float = 5e-6
-
-
-USUAL = Limits()
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """
-    Attributes:
-        prefill: index of the prefill server; None: the decode server computes the prompt itself.
-        uncached: tokens that are left to compute there, as far as is known.
-    """
+class Placement(NamedTuple):
+    """Indices of servers; without a prefill server the decode server computes the prompt itself."""
 
     prefill: int | None
     decode: int
-    uncached: int
 
 
 class PrefixIndex:
@@ -243,12 +222,7 @@ class Ask:
 
 
 def place(
-    ask: Ask,
-    prefills: Sequence[Load],
-    decodes: Sequence[Load],
-    depths: Depths,
-    *,
-    limits: Limits = USUAL,
+    ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths
 ) -> Placement | None:
     """The cheapest placement among these servers; None where there is no decode server.
 
@@ -259,12 +233,12 @@ def place(
     if not decodes:
         return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
-    at, cost = cheapest_alone(ask, decodes, depths, limits, coming)
+    at, cost = cheapest_alone(ask, decodes, depths, coming)
     own = decodes[at]
-    alone = Placement(None, own.index, ask.uncached(depths.get(own.index, 0)))
+    alone = Placement(None, own.index)
     if not prefills:
         return alone
-    at, seconds, lost = cheapest_prefill(ask, prefills, depths, limits)
+    at, seconds, lost = cheapest_prefill(ask, prefills, depths)
     p, seconds = prefills[at], seconds + _HANDOFF_S
     if cost < (felt := _felt_s(seconds) + lost):
         # An idle one that lacks the prefix computes it at last: who comes after gains. By lot: what
@@ -277,12 +251,10 @@ def place(
     d = decodes[cheapest_decode(ask, decodes)]
     if p is d or cost < _felt_s(seconds + _room_s(ask, d)) + lost:
         return alone
-    return Placement(p.index, d.index, ask.uncached(depths.get(p.index, 0)))
+    return Placement(p.index, d.index)
 
 
-def cheapest_prefill(
-    ask: Ask, servers: Sequence[Load], depths: Depths, limits: Limits
-) -> tuple[int, float, float]:
+def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple[int, float, float]:
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already; when, and what is lost by that, in seconds. One with
     streams (it takes either leg) counts what these lose."""
@@ -301,7 +273,7 @@ def cheapest_prefill(
             seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
             seconds *= server.token_s
         if ask.lent:
-            saved = saved_s(ask, server, depths, limits)
+            saved = saved_s(ask, server, depths)
             again = (most - depths.get(server.index, 0)) * block * server.token_s
             seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
         if (begun_at := server.free_at - server.passed_s[size]) > now:
@@ -315,7 +287,7 @@ def cheapest_prefill(
     depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
     lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
     if ask.lent:
-        saved = saved_s(ask, servers[best], depths, limits)
+        saved = saved_s(ask, servers[best], depths)
         lost -= _WORK * saved + _COPY * min(saved, (most - depth) * block * token_s)
     lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
     return best, least - lost, lost
@@ -337,11 +309,7 @@ def cheapest_decode(ask: Ask, servers: Sequence[Load]) -> int:
 
 
 def cheapest_alone(
-    ask: Ask,
-    servers: Sequence[Load],
-    depths: Depths,
-    limits: Limits,
-    coming: float = 0.0,
+    ask: Ask, servers: Sequence[Load], depths: Depths, coming: float = 0.0
 ) -> tuple[int, float]:
     """The place of the decode server that would compute the prompt itself at the least cost, and
     that: how late its first token feels, and what streams lose, those included that are `coming`
@@ -358,14 +326,12 @@ def cheapest_alone(
             seconds = (left if left > 1 else 1) * server.token_s
             lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
         if ask.lent:
-            saved = saved_s(ask, server, depths, limits)
+            saved = saved_s(ask, server, depths)
             seconds -= saved
             lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:
-            share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / (
-                server.target_s or limits.step_s
-            )
-            harm = limits.harm * seconds * streams
+            share = 1.0 - server.step_s * (1.0 + streams / DOUBLING) / server.target_s
+            harm = _HARM * seconds * streams
             interrupted = _INTERRUPTED_S * (streams if streams < _CROWD else _CROWD)
             counts = _ALL_LATE if share < _LEAST_SHARE and server.running else 1.0
             lost += counts * (harm if harm > interrupted else interrupted)
@@ -386,10 +352,10 @@ def cheapest_alone(
     return best, least
 
 
-def saved_s(ask: Ask, server: Load, depths: Depths, limits: Limits) -> float:
+def saved_s(ask: Ask, server: Load, depths: Depths) -> float:
     """Of what this server would compute, where it pulls what others lend if that is quicker."""
     tokens = (ask.lent - depths.get(server.index, 0)) * ask.block_tokens
-    return max(_SURE * (tokens * (server.token_s - limits.pulled_s) - _PULL_S - ask.lent_s), 0.0)
+    return max(_SURE * (tokens * (server.token_s - _PULLED_S) - _PULL_S - ask.lent_s), 0.0)
 
 
 def _felt_s(seconds: float) -> float:
@@ -397,10 +363,9 @@ def _felt_s(seconds: float) -> float:
     return seconds + (seconds if seconds < _LATE_S else _LATE_S) ** 2 / _PATIENCE_S
 
 
-def share_for_prompts(server: Load, limits: Limits) -> float:
+def share_for_prompts(server: Load) -> float:
     """Of its time, while its streams keep within the limit, those that are coming too."""
-    target_s = server.target_s or limits.step_s
-    share = 1.0 - step_s(server, server.coming) / target_s if server.running else 1.0
+    share = 1.0 - step_s(server, server.coming) / server.target_s if server.running else 1.0
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import routing
 from benchmarks.loads import MIXES, Loaded, Request
 from proxy.knowledge import Totals
-from proxy.placement import Ask, Limits
+from proxy.placement import Ask
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_pref
         times = routing.Times(token=token_s, step=50 * token_s, prompts=50 * token_s, handoff=0.02)
         engines = [Uneven(i, i < num_prefills, times, 0.5) for i in range(4)]
         fleet = routing.Fleet(engines, times, lambda request, now: None)
-        fleet.router = routing.Knowing(fleet, "auto", "auto", Limits(0.5), pulls)
+        fleet.router = routing.Knowing(fleet, "auto", "auto", 0.5, pulls)
         before = [Request(0.1 * i, 560, 16, (100 + i,)) for i in range(48)]
         at = [20 + n // 8 * 0.32 + rng.random() * 0.002 for n in range(96)]
         fleet.run([*before, *(Request(at[n], 560, 16, (n % 4,)) for n in range(96))])
@@ -87,7 +87,7 @@ def served(shape: tuple[int, int], router: type[routing.Knowing], load: Loaded) 
     num, times = sum(shape), routing.Times()
     engines = [routing.Engine(i, i < shape[0], times, 0.025) for i in range(num)]
     fleet = routing.Fleet(engines, times, load[1])
-    fleet.router = router(fleet, "auto", "auto", Limits())
+    fleet.router = router(fleet, "auto", "auto")
     fleet.run(load[0])
     return fleet
 
@@ -132,7 +132,7 @@ def test_stale_or_wrong_knowledge_only_costs_time(seed):
                 self.knowledge.forget(engine)
             return super().computes(request)
 
-    fleet.router = Misled(fleet, "auto", "auto", Limits())
+    fleet.router = Misled(fleet, "auto", "auto")
     fleet.run(requests)
     assert len(fleet.requests) == 48 and all(each.done == each.answer for each in fleet.requests)
     assert all(1 <= each.computed <= each.tokens for each in fleet.requests)

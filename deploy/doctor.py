@@ -72,9 +72,9 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
 def links(host: Host, nbytes: int) -> list[Link]:
     """All ways between the devices that servers would use, measured: two GPUs, else one GPU with
     itself, else the CPU."""
-    devices = [f"cuda:{index}" for index in range(len(host.gpus))] or ["cpu"]
-    pair, least = (devices * 2)[:2], _GPU_BYTES if host.gpus else 0
-    return [measure(path, *pair, max(nbytes, least)) for path in ("mapped", "nixl")]
+    least = _GPU_BYTES if host.gpus else 0
+    source, target = ([f"cuda:{n}" for n in range(len(host.gpus))] * 2 or ["cpu", "cpu"])[:2]
+    return [measure(path, source, target, max(nbytes, least)) for path in ("mapped", "nixl")]
 
 
 def advice(host: Host, found: Sequence[Link]) -> list[str]:

@@ -101,8 +101,8 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
     for end in d.endpoints(model, tokens):
-        options = {"staging_bytes": settings.staging_bytes, "convert": settings.kv_convert}
-        planner = Planner(end, owners, heads, **options)
+        nbytes, converts = settings.staging_bytes, settings.kv_convert
+        planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
         parts = zip(end.groups.spans(hit, tokens, tokens), *tables, strict=True)
         transfers = (planner.take((span.start, span.stop), *own) for span, *own in parts)
         plan = joined([planner.plan(each, costs) for each in transfers])

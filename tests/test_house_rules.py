@@ -31,8 +31,8 @@ MAX_LINES = {
     "model": 5340,
     "prefill_server": 188,
     "protocol": 6869,
-    "proxy": 5240,
-    "tests": 40775,
+    "proxy": 5202,
+    "tests": 40774,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

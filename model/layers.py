@@ -1,8 +1,6 @@
 """The layers that every architecture shares, each holding only this rank's part of its weights."""
 
-import ctypes
 import itertools
-import mmap
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from model.weights import WeightLoader
 
 # Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
 _ROWS_HINT: Final = 512
-_MADV_DONTNEED: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
 
 
@@ -33,23 +30,12 @@ def can_pack(weight: Weight) -> bool:
     )
 
 
-def _forget_pages(weight: Weight) -> None:
-    """Gives back the memory of a weight that nobody will read again; its content is undefined."""
-    assert isinstance(weight, Tensor)
-    page = mmap.PAGESIZE
-    start = -(-weight.data_ptr() // page) * page
-    stop = (weight.data_ptr() + weight.nbytes) // page * page
-    if weight.is_contiguous() and stop > start:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
-
-
 class Linear:
     """x [T, in] -> [T, out] with this rank's rows of the weight.
 
     Args:
         pack: keeps a float32 weight on the CPU in oneDNN's own blocked order, a copy that is read
-            faster; the mapped original is then no longer needed, and `load_*` give back its pages.
+            faster; the mapped original is then no longer needed.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, pack: bool = False) -> None:
@@ -241,10 +227,7 @@ def _join(parts: list[Linear], *, pack: bool) -> Linear | None:
     if (weight := concatenated([part.weight for part in parts])) is None:
         return None
     joined = Linear(weight, torch.cat(biases) if biases else None, pack=pack)
-    if pack:
-        for part in parts:
-            _forget_pages(part.weight)
-    parts.clear()  # their memory is the device's: let go of it
+    parts.clear()  # their memory is the device's, or mapped: let go of it
     return joined
 
 
@@ -318,10 +301,7 @@ def load_rows(
     whole = len(cols) == shape[1]
     weight = loader.matrix(f"{name}.weight", shape, cols=None if whole else cols)
     offset = loader.load(f"{name}.bias", shape[:1]) if bias else None
-    linear = RowParallelLinear(weight, offset, parallel, pack=loader.pack, join=join)
-    if linear.weight is not weight:
-        _forget_pages(weight)
-    return linear
+    return RowParallelLinear(weight, offset, parallel, pack=loader.pack, join=join)
 
 
 def load_norm(
@@ -358,8 +338,6 @@ class Vocabulary:
         # The embedding needs its rows as they are, so a head that shares its weight with it takes
         # memory of its own when it is packed.
         self._head = Linear(head, pack=loader.pack)
-        if self._head.is_packed and not config.tie_embeddings:
-            _forget_pages(head)
 
     def _load(self, loader: WeightLoader, name: str, shape: tuple[int, int]) -> Tensor:
         rows = range(self._start, min(self._start + self._share, self._size))

@@ -37,7 +37,7 @@ _new_event: Any = torch.cuda.Event
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
-class SafetensorsSource:
+class SafetensorsSource(stored.StoredWeights):
     """A directory's model.safetensors, or the shards that its index names."""
 
     def __init__(
@@ -46,32 +46,7 @@ class SafetensorsSource:
         quantization: Quantization | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._tensors, self._upload = read_headers(folder), Upload(torch.device(device))
-        self._stored = stored.StoredWeights(self._tensors, quantization, self._upload)
-
-    def names(self) -> set[str]:
-        """Without what belongs to a quantised weight."""
-        return self._stored.names()
-
-    def quantised(
-        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None = None
-    ) -> Quantized | None:
-        """As `part`, of a matrix that is quantised; None: it is not."""
-        if (found := self._stored.read(name, shape, rows)) is None:
-            return None
-        return (found if cols is None else found.columns(cols)).each(self._upload)
-
-    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
-        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
-        device if that is a GPU, else where the file is mapped."""
-        if (there := self._tensors.get(name)) is None:
-            raise ModelLoadError(f"weight {name} is missing from the model's files")
-        if there.shape != shape:
-            raise ModelLoadError(
-                f"weight {name} has shape {there.shape}, the config implies {shape}"
-            )
-        tensor = stored.mapped(name, there)[rows.start : rows.stop]
-        return self._upload(tensor if cols is None else tensor[:, cols.start : cols.stop])
+        super().__init__(read_headers(folder), quantization, Upload(torch.device(device)))
 
 
 class DummySource:

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ _NAMES: Final = {
 _ORDERS: Final = (".weight_g_idx", ".g_idx")  # which group a column is of
 
 
-class StoredWeights(NamedTuple):
-    """The weights of some files that are quantised; `take` brings to where it is unpacked what is
-    in words."""
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of some files; `take` brings a tensor to where it is unpacked and used."""
 
     tensors: Mapping[str, StoredTensor]
     how: Quantization | None
@@ -64,9 +65,22 @@ class StoredWeights(NamedTuple):
     def _names(self) -> tuple[str, tuple[str, ...]]:
         return _NAMES.get(self.how.stored if self.how else "", ("", ()))
 
-    def read(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
-        """Rows of a weight of full shape `shape`, or whole experts of [experts, out, in]; None: it
-        is not quantised. Raises ModelLoadError for what is missing of it, or of another shape."""
+    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
+        """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
+        device if that is a GPU, else where the file is mapped."""
+        tensor = self._get(name, *shape)[rows.start : rows.stop]
+        return self.take(tensor if cols is None else tensor[:, cols.start : cols.stop])
+
+    def quantised(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None = None
+    ) -> Quantized | None:
+        """As `part`, of a matrix that is quantised, or of whole experts [experts, out, in]; None:
+        it is not. Raises ModelLoadError for what is missing of it, or of another shape."""
+        if (found := self._quantised(name, shape, rows)) is None:
+            return None
+        return (found if cols is None else found.columns(cols)).each(self.take)
+
+    def _quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
         if (stored := self.tensors.get(name)) is not None:
             return self._fp8(name, shape, rows) if stored.dtype == _FP8 else None
         (end, _), part = self._names, slice(rows.start, rows.stop)

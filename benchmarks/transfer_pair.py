@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from socket import socket, socketpair
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -129,10 +130,6 @@ class _RankMemory:
         return torch.equal(self._words[self._blocks], self._wanted)
 
 
-def _new_address() -> str:
-    return f"ipc://\0baton-pair-{uuid.uuid4().hex}"  # of no file
-
-
 def use_device(device: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -173,9 +170,10 @@ class Prefill:
             ranks=[self._rank(rank) for rank in range(side.tp)],
             digests=DIGESTS,
         )
-        address, compat = _new_address(), self._size.compat
-        coordinator = PullCoordinator(address, side.tp, compat, _SECRET, block_size=side.block_size)
-        links: list[PullCoordinator | str] = [coordinator, *[address] * (side.tp - 1)]
+        pairs = [socketpair() for _ in self._ranks[1:]]
+        ours, compat = [end for end, _ in pairs], self._size.compat
+        coordinator = PullCoordinator(ours, compat, _SECRET, block_size=side.block_size)
+        links: list[PullCoordinator | socket] = [coordinator, *(theirs for _, theirs in pairs)]
         self._workers = list(map(TransferWorker, self._ranks, links))
         for worker in self._workers:
             worker.start()
@@ -225,7 +223,7 @@ class Prefill:
 class DecodeRank:
     """One rank of D: its pool and its worker."""
 
-    def __init__(self, rank: int, side: Side, setup: Setup, link: PullCoordinator | str) -> None:
+    def __init__(self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket) -> None:
         device = setup.device(rank)
         use_device(device)
         memory = _RankMemory(side, setup.size, rank, device)
@@ -262,12 +260,14 @@ class Decode:
         use_device(setup.device(0))
         self._prefill, self._side, self._size = prefill, side, setup.size
         self._woken, self._count = threading.Event(), 0
-        address, compat, wake = _new_address(), setup.size.compat, self._woken.set
+        pairs = [socketpair() for _ in range(1, side.tp)]
+        ours, about = [end for end, _ in pairs], (setup.size.compat, _SECRET)
         self._coordinator = PullCoordinator(
-            address, side.tp, compat, _SECRET, block_size=side.block_size, verify=setup.verify
+            ours, *about, block_size=side.block_size, verify=setup.verify
         )
-        self._coordinator.on_event = wake
-        self._others = [Remote(DecodeRank, r, side, setup, address) for r in range(1, side.tp)]
+        self._coordinator.on_event = self._woken.set
+        others = enumerate((theirs for _, theirs in pairs), 1)
+        self._others = [Remote(DecodeRank, r, side, setup, end) for r, end in others]
         self._first = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 

@@ -14,8 +14,7 @@ class EngineConfig(KVOptions, ModelOptions):
     learned later live elsewhere.
 
     Addresses are `ipc://PATH`. `http_address` connects rank 0 to the HTTP process,
-    `control_address` connects rank 0 to the other ranks, `transfer_address` connects the pull
-    coordinator to every rank's pull worker.
+    `control_address` connects rank 0 to the other ranks.
     """
 
     model_config = ConfigDict(
@@ -36,7 +35,6 @@ class EngineConfig(KVOptions, ModelOptions):
     threads: int | None = None
     http_address: str = ""
     control_address: str = ""
-    transfer_address: str = ""
     side_channel_host: str = "127.0.0.1"  # bound here
     side_channel_advertise: str = "127.0.0.1"  # told to peers; empty: none is known
     side_channel_port: int = 0

@@ -116,7 +116,6 @@ def engine_config(
         "threads": settings.threads or max(1, available_cores() // settings.tp),
         "http_address": address("http"),
         "control_address": address("ranks"),
-        "transfer_address": address("pulls"),
         "cluster_secret": secret,
         "side_channel_host": settings.host,
         "side_channel_advertise": settings.advertised_host or "",

@@ -47,6 +47,7 @@ class Rank:
         tell("sizing the KV pool")
         self._size = pool_size(config, model_config, runner)
         self.num_blocks = links.agree(self._size.num_blocks, int, min)
+        pulls = links.further()
         pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
         cuda = pool.device.type == "cuda"
@@ -59,7 +60,9 @@ class Rank:
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
         self.compat = _compat(config, model_config, runner.groups.to_wire())
         stepping = runner.stepping
-        self.service = KVService(config, rank, pool, agent, self.compat, busy=lambda: stepping.busy)
+        self.service = KVService(
+            config, rank, pool, agent, self.compat, pulls, busy=lambda: stepping.busy
+        )
         own = [describe(pool, rank, agent.metadata())]
         told = links.agree(own, list[RankMetadata], lambda each: [one for (one,) in each])
         self.metadata = sorted(told, key=lambda metadata: metadata.rank)

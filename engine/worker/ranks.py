@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -88,6 +89,21 @@ class RankLinks:
         self.send(msgspec.msgpack.encode(agreed))
         return agreed
 
+    def further(self) -> list[socket.socket]:
+        """One more socket for each link, for another thread; all ranks ask for them at once.
+
+        Raises:
+            RankTimeout, RankLost: as of `agree`.
+        """
+        if self._rank:
+            own, theirs = socket.socketpair()
+            with theirs:
+                send_handle(self._links[0], theirs.fileno(), None)
+            return [own]
+        indices = range(len(self._links))
+        files = [self._receive(index, self._timeout_s, recv_handle) for index in indices]
+        return [socket.socket(fileno=file) for file in files]
+
     def send(self, message: bytes) -> None:
         """Raises OSError: a rank has ended."""
         for link in self._links:
@@ -109,13 +125,18 @@ class RankLinks:
             link.close()
         self._listener.close()
 
-    def _receive(self, index: int = 0, timeout_s: float | None = None) -> bytes:
+    def _receive(
+        self,
+        index: int = 0,
+        timeout_s: float | None = None,
+        read: Callable[[Connection], Any] = Connection.recv_bytes,
+    ) -> Any:
         """The next message of a link. Whoever started the ranks has time to hear why one ended."""
         link, peer = self._links[index], "rank 0" if self._rank else "a rank"
         try:
             if timeout_s is not None and not link.poll(timeout_s):
                 raise RankTimeout(f"{peer} said nothing for {timeout_s:g} s")
-            return link.recv_bytes()
+            return read(link)
         except (EOFError, OSError) as error:
             time.sleep(_TORN_DOWN_S)
             raise RankLost(f"{peer} has ended") from error

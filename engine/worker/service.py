@@ -1,7 +1,8 @@
 """What runs on each rank for KV to come and go: its pool, which peers may read, and the thread that
 reads theirs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from socket import socket
 
 from engine.config import EngineConfig
 from engine.kv.borrower import Borrower
@@ -35,6 +36,7 @@ class KVService:
     from `start` on.
 
     Args:
+        links: sockets to the other ranks, of rank 0; of another one to that.
         busy: whether the rank computes.
     """
 
@@ -45,6 +47,7 @@ class KVService:
         pool: KVPool,
         agent: TransferAgent,
         compat: CompatRecord,
+        links: Sequence[socket],
         busy: Callable[[], bool],
     ) -> None:
         self._config, self._pool = config, pool
@@ -68,10 +71,11 @@ class KVService:
             connect_timeout_s=config.connect_timeout_s,
         )
         local.offer()
-        link: PullCoordinator | str = config.transfer_address
-        if rank == 0:
-            link = self._coordinator = _coordinator(config, compat)
-        self._worker = TransferWorker(local, link)
+        if rank:
+            self._worker = TransferWorker(local, *links)
+        else:
+            self._coordinator = _coordinator(config, compat, links)
+            self._worker = TransferWorker(local, self._coordinator)
         self.start, self.close = self._worker.start, self._worker.close
 
     def make_connector(self, metadata: EngineMetadata, wake: Callable[[], None]) -> Connector:
@@ -103,10 +107,11 @@ class KVService:
         return Connector(Lender(config, leases), borrower)
 
 
-def _coordinator(config: EngineConfig, compat: CompatRecord) -> PullCoordinator:
+def _coordinator(
+    config: EngineConfig, compat: CompatRecord, links: Sequence[socket]
+) -> PullCoordinator:
     return PullCoordinator(
-        config.transfer_address,
-        config.tp,
+        links,
         compat,
         config.cluster_secret,
         PullSettings(

@@ -10,6 +10,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from socket import socket
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ class TransferWorker:
 
     Args:
         link: brings commands and takes reports: on rank 0 the coordinator, which is closed with the
-            worker; elsewhere its `worker_address`.
+            worker; elsewhere a socket to it.
     """
 
-    def __init__(self, rank: LocalRank, link: PullCoordinator | str) -> None:
+    def __init__(self, rank: LocalRank, link: PullCoordinator | socket) -> None:
         self._rank, self._number = rank, rank.number
-        self._link = WorkerLink(link) if isinstance(link, str) else link
+        self._link = WorkerLink(link) if isinstance(link, socket) else link
         rank.wake = self._link.wake
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
         self._commands: list[Command] = []  # not yet obeyed

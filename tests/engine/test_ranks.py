@@ -87,6 +87,25 @@ def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(soc
     alone.close()
 
 
+def test_every_rank_has_a_further_socket_of_its_own_to_rank_0(socket_folder, follow):
+    def hear(links: RankLinks) -> bytes:
+        links.agree(0, int, max)
+        (further,) = links.further()
+        with further:
+            links.agree(0, int, max)  # what was said over others is none of its business
+            return further.recv(9)
+
+    links = _rank_0(socket_folder, 3)
+    others = [follow(rank, hear) for rank in (1, 2)]
+    links.agree(0, int, max)
+    for end, word in zip(links.further(), (b"one", b"other"), strict=True):
+        with end:
+            end.send(word)
+    links.agree(0, int, max)
+    assert {other.result(_TIMEOUT_S) for other in others} == {b"one", b"other"}
+    links.close()
+
+
 def test_a_rank_that_never_comes_is_a_typed_error(socket_folder):
     links = _rank_0(socket_folder, 2, timeout_s=0.05)
     with pytest.raises(RankTimeout, match="no rank joined"):

@@ -62,7 +62,7 @@ def make_config(**changes: Any) -> EngineConfig:
     fields: dict[str, Any] = {
         "role": "prefill", "engine_id": f"engine-{next(_names)}",
         "incarnation": f"{next(_names):016x}", "model_dir": "", "cluster_secret": SECRET,
-        "transfer_address": "inproc://pulls", **changes,
+        **changes,
     }  # fmt: skip
     return EngineConfig(**fields)
 

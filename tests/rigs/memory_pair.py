@@ -1,6 +1,7 @@
 """A prefill side and a decode side of pulls, small, with every byte known."""
 
 import selectors
+import socket
 import threading
 import time
 import uuid
@@ -32,12 +33,11 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
-from kvcache.transfer.worker import TransferWorker
 from protocol.errors import BatonError
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.messages import FirstToken, RemotePrefill
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.workers import Workers, pulls_address
+from tests.rigs.workers import Workers
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
@@ -136,31 +136,23 @@ class Orders:
     """The coordinator's end of one worker's link, played by a test.
 
     Attributes:
+        theirs: the worker's end.
         reports: of the worker, not yet taken by `report`.
     """
 
     def __init__(self) -> None:
-        self.address = pulls_address()
+        ours, self.theirs = socket.socketpair()
         self.reports: deque[Report] = deque()
         self._selector = selectors.DefaultSelector()
-        self._links = RankLinks(self.address, 1, self._selector, self.reports.append)
+        self._links = RankLinks([ours], self._selector, self.reports.append)
         self.send = self._links.broadcast
-
-    def start(self, worker: TransferWorker) -> None:
-        """What was sent before waits for it."""
-        worker.start()
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Until something comes from the worker."""
-        ready = self._selector.select(DEADLINE_S)
-        assert ready, "the worker says nothing"
-        for key, _ in ready:
-            key.data()
 
     def report(self) -> Report:
         while not self.reports:
-            self.go_on()
+            ready = self._selector.select(DEADLINE_S)
+            assert ready, "the worker says nothing"
+            for key, _ in ready:
+                key.data()
         return self.reports.popleft()
 
     def close(self) -> None:

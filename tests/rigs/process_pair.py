@@ -152,7 +152,7 @@ def serve_worker(connection: Connection, options: dict[str, Any]) -> None:
     rank, tp, dcp = options["rank"], options["tp"], options.get("dcp", 1)
     pool = KVPool(layout(tp, rank, dcp=dcp))
     local = LocalRank(rank, tp, HEADS, nixl("D"), pool, dcp=dcp)
-    worker = TransferWorker(local, options["address"])
+    worker = TransferWorker(local, options["link"])
     worker.start()
     connection.send({"rank": rank})
     while question := connection.recv():

@@ -1,8 +1,8 @@
 """What pulls for an engine, and computes the digests of what it lends: its coordinator, and a
 worker of each rank."""
 
+import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +13,6 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import CompatRecord
-
-
-def pulls_address() -> str:
-    """For a coordinator and its workers: a socket without a file."""
-    return f"ipc://\0baton-test-{uuid.uuid4().hex}"
 
 
 class Workers:
@@ -45,18 +40,19 @@ class Workers:
         mapped: Callable[[KVPool], Any] = lambda pool: None,
         **options: Any,
     ) -> None:
-        address, tp, size = pulls_address(), len(pools), pools[0].layout.block_size
+        tp, size = len(pools), pools[0].layout.block_size
+        pairs = [socket.socketpair() for _ in pools[1:]]
         about = {"dcp": told_dcp or dcp, "block_size": size, "verify": verify}
         settings, common = settings or PullSettings(), {"convert": convert}
         self.coordinator = PullCoordinator(
-            address, tp, compat, secret, settings, clock=clock, **about, **common
+            [ours for ours, _ in pairs], compat, secret, settings, clock=clock, **about, **common
         )
         self.ranks = [
             LocalRank(rank, tp, compat.total_kv_heads, agents[rank], pool, dcp=dcp,
                       mapped=mapped(pool), **options, **common)
             for rank, pool in enumerate(pools)
         ]  # fmt: skip
-        links = [self.coordinator, *[address] * (tp - 1)]
+        links = [self.coordinator, *(theirs for _, theirs in pairs)]
         self.workers = list(map(TransferWorker, self.ranks, links))
 
     def start(self) -> "Workers":

@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from socket import socket
 from typing import Any
 
 from kvcache.stripe import Stripe
@@ -78,8 +79,7 @@ class PullCoordinator:
     methods ask for; those may be called by any thread.
 
     Args:
-        worker_address: to listen on for the other ranks' workers: `ipc://PATH`, in a directory of
-            this user's own.
+        ends: of sockets to the other ranks' workers.
         compat: of this engine.
         convert: accept peers with another KV dtype.
         dcp, block_size: of this engine's ranks: where they share tokens, peers must have blocks
@@ -88,15 +88,11 @@ class PullCoordinator:
 
     Attributes:
         on_event: called by the worker's thread when `drain` has something; must not block.
-
-    Raises:
-        OSError: the worker address cannot be bound.
     """
 
     def __init__(
         self,
-        worker_address: str,
-        num_ranks: int,
+        ends: Sequence[socket],
         compat: CompatRecord,
         secret: bytes,
         settings: PullSettings | None = None,
@@ -107,7 +103,7 @@ class PullCoordinator:
         block_size: int = 1,
         verify: str = "off",
     ) -> None:
-        self._num_ranks = num_ranks
+        self._num_ranks = len(ends) + 1
         self._settings = settings or PullSettings()
         self._clock = clock
         self.on_event: Callable[[], None] = lambda: None
@@ -119,7 +115,7 @@ class PullCoordinator:
         self._selector = selectors.DefaultSelector()  # its data are calls
         self._selector.register(self._waker, selectors.EVENT_READ, self._obey)
         on_reply = partial(self._try, self._take_reply)
-        self._ranks = RankLinks(worker_address, num_ranks - 1, self._selector, self.report)
+        self._ranks = RankLinks(ends, self._selector, self.report)
         self._commands: list[Command] = []  # for rank 0
         self._leases = LeaseClient(secret, self._selector, on_reply, clock)
         self._due = 0.0  # when `_tick` has something to do

@@ -19,7 +19,7 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import PullState
 from protocol.errors import InternalError, PullWithheld
 from protocol.messages import ErrorInfo
-from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat, pulls_address
+from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):
@@ -27,7 +27,7 @@ class Driven(PullCoordinator):
 
     def __init__(self) -> None:
         self.clock, self.told = Clock(), list[int]()
-        super().__init__(pulls_address(), 1, compat(), SECRET, clock=self.clock)
+        super().__init__([], compat(), SECRET, clock=self.clock)
         self.on_event = lambda: self.told.append(1)
         self.commands: list[Command] = []
 
@@ -119,7 +119,7 @@ def test_a_call_that_raises_stops_no_other_and_what_is_told_is_told_once(coordin
 
 def test_a_coordinator_leaves_no_descriptor_open():
     before = len(os.listdir("/proc/self/fd"))
-    coordinator = PullCoordinator(pulls_address(), 1, compat(), SECRET)
+    coordinator = PullCoordinator([], compat(), SECRET)
     coordinator.close()
     coordinator.cancel("a")  # is nobody's any more
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,6 @@
 """Pulls between processes over NIXL: peers killed, stopped and continued; ranks of their own."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,6 @@ from tests.rigs.memory_pair import (
     compat,
     expected,
     layout,
-    pulls_address,
 )
 from tests.rigs.process_pair import Child, digest, digest_of, run_program
 
@@ -68,12 +68,13 @@ def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(prefi
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_ranks_in_processes_of_their_own(prefill, dcp):
     """Of 24 tokens that ranks share two blocks are the first one's, one is the second one's."""
-    woken, address = threading.Event(), pulls_address()
-    coordinator = PullCoordinator(address, 2, compat(), SECRET)
+    woken, (ours, theirs) = threading.Event(), socket.socketpair()
+    coordinator = PullCoordinator([ours], compat(), SECRET)
     coordinator.on_event = woken.set
     pool = KVPool(layout(2, 0, dcp=dcp))
     first = TransferWorker(LocalRank(0, 2, HEADS, agent(), pool, dcp=dcp), coordinator)
-    second = Child("worker", rank=1, tp=2, dcp=dcp, address=address)
+    second = Child("worker", rank=1, tp=2, dcp=dcp, link=theirs)
+    theirs.close()
     first.start()
     remote, blocks = prefill.lease([5, 2, 9], 24), [3, 1, 7][: 4 - dcp]
     coordinator.pull("a", remote, 0, 24, blocks)

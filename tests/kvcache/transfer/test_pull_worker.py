@@ -28,10 +28,8 @@ class Rank:
         self.report = self.link.report
         self.pool = KVPool(layout())
         local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool, **options)
-        self.worker = TransferWorker(local, self.link.address)
-
-    def start(self) -> None:
-        self.link.start(self.worker)
+        self.worker = TransferWorker(local, self.link.theirs)
+        self.start = self.worker.start
 
     def close(self) -> None:
         self.worker.close()

@@ -1,4 +1,5 @@
 import selectors
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -6,23 +7,18 @@ import pytest
 
 from kvcache.transfer.pulls.messages import Command, RankEnded, Report, StopPull
 from kvcache.transfer.pulls.rank_links import RankLinks, WorkerLink
-from tests.rigs.memory_pair import DEADLINE_S, pulls_address
+from tests.rigs.memory_pair import DEADLINE_S
 
 
 class Links:
     """The coordinator's end and those of two ranks."""
 
     def __init__(self) -> None:
-        address = pulls_address()
+        pairs = [socket.socketpair() for _ in range(2)]
         self.found: list[Report] = []
         self.selector = selectors.DefaultSelector()
-        self.links = RankLinks(address, 2, self.selector, self.found.append)
-        self.ranks = [WorkerLink(address) for _ in range(2)]
-
-    def connect(self, rank: int) -> WorkerLink:
-        self.ranks[rank].receive(0.0)
-        self.go_on()
-        return self.ranks[rank]
+        self.links = RankLinks([ours for ours, _ in pairs], self.selector, self.found.append)
+        self.ranks = [WorkerLink(theirs) for _, theirs in pairs]
 
     def go_on(self, timeout_s: float = DEADLINE_S) -> None:
         for key, _ in self.selector.select(timeout_s):
@@ -56,18 +52,7 @@ def ended(rank: int, pull_id: str = "p") -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=rank, complete=True)
 
 
-def test_commands_wait_for_a_rank_to_appear(links):
-    for rank, name in enumerate(("before all", "after the first")):
-        links.links.broadcast(StopPull(name))
-        links.connect(rank).report(ended(rank))
-    assert sorted(report.rank for report in links.reports(2)) == [0, 1]
-    links.links.broadcast(StopPull("late"))
-    for rank in range(2):
-        assert links.commands(rank, 3) == ["before all", "after the first", "late"]
-
-
 def test_a_rank_that_is_busy_loses_no_command(links):
-    links.connect(0)
     names = [str(index) * 1000 for index in range(5000)]  # more than the kernel keeps
     for name in names:
         links.links.broadcast(StopPull(name))
@@ -75,7 +60,7 @@ def test_a_rank_that_is_busy_loses_no_command(links):
 
 
 def test_a_rank_that_ends_is_no_error(links):
-    gone, stays = links.connect(0), links.connect(1)
+    gone, stays = links.ranks
     gone.close()
     links.go_on()
     links.links.broadcast(StopPull("a"))
@@ -87,7 +72,7 @@ def test_a_rank_that_ends_is_no_error(links):
 
 
 def test_reports_that_rank_0_had_no_room_for_reach_it_without_another_command(links):
-    link, num_reports = links.connect(0), 0
+    link, num_reports = links.ranks[0], 0
     while link._wire is None or not link._wire.has_unsent:
         link.report(ended(0, "p" * 1000))
         num_reports += 1

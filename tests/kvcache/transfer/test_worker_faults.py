@@ -95,7 +95,7 @@ class Rank:
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )
-        self.worker = TransferWorker(local, self.link.address)
+        self.worker = TransferWorker(local, self.link.theirs)
         self._free = [[1 + BLOCKS * i + j for j in range(BLOCKS)] for i in range(10)]
         self._reading: dict[str, tuple[Any, list[int]]] = {}
         self.num_complete = 0
@@ -140,7 +140,7 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
     monkeypatch.setattr(ReadJob, "_begin", faults.after(ReadJob._begin))
     prefills = [rig(Prefill, engine_id=name, order="LBCNHD") for name in "PQ"]
     rank = Rank(rng, faults, seed)
-    rank.link.start(rank.worker)
+    rank.worker.start()
     try:
         faults.odds = 0.01 * (1 + seed % 4)
         for number in range(60):

@@ -47,9 +47,6 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# Members that a proxy changes for the prefill leg: it repeats the client's own in `client_request`.
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-CLIENT_MEMBERS = (*_LIMITS, "stream", "stream_options")
 
 _LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
 _MAX_TOKENS = 1 << 24
@@ -302,24 +299,6 @@ def is_prefill_request(obj: object) -> bool:
         if isinstance(obj, dict) and obj.get(name) is not None:
             reject(name, "must be null when do_remote_decode is true")
     return True
-
-
-def client_request(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The request behind a prefill leg as the client made it; None where the proxy did not say."""
-    params = body.get("kv_transfer_params")
-    asked = params.get("client_request") if isinstance(params, dict) else None
-    if not isinstance(asked, dict):
-        return None
-    hidden = (*CLIENT_MEMBERS, "kv_transfer_params")
-    kept = {name: value for name, value in body.items() if name not in hidden}
-    return kept | {name: asked[name] for name in CLIENT_MEMBERS if name in asked}
-
-
-def decode_context(body: dict[str, Any]) -> int | None:
-    """The longest context of the decode servers behind a prefill leg, where the proxy said it."""
-    params = body.get("kv_transfer_params")
-    length = params.get("max_model_len") if isinstance(params, dict) else None
-    return length if type(length) is int and length > 0 else None
 
 
 def transfer_id(obj: object) -> str | None:

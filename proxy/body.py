@@ -10,7 +10,7 @@ import secrets
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.kv_params import CLIENT_MEMBERS, HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
+from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
 from protocol.resume import MEMBER
 from proxy.knowledge import ask_of
@@ -88,18 +88,13 @@ def seeded(body: Body) -> Body:
 def prefill_leg(
     body: Body,
     path: str = "/v1/completions",
-    context: int | None = None,
     transfer_id: str | None = None,
     *,
     foreign: bool = False,
 ) -> bytes:
-    """What the prefill server is asked: the same request, for one token.
-
-    What the client had said of that goes along as `client_request`, and the longest `context` of a
-    decode server as `max_model_len`, for the prefill server to refuse what the decode server
-    would, before there is any work. By `transfer_id` it can be called off; see `unanswered`.
-    A `foreign` one, vLLM's, is told no more than vLLM's own proxies tell it.
-    """
+    """What the prefill server is asked: the same request, for one token. By `transfer_id` it can
+    be called off; see `unanswered`. A `foreign` one, vLLM's, is told no more than vLLM's own
+    proxies tell it."""
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _LIMITS.get(path, _USUAL_LIMITS)
     limits = [name for name in names if member(leg, name) != b"null"]
@@ -111,12 +106,8 @@ def prefill_leg(
     if foreign:
         leg.pop("min_tokens", None)  # more than its one
         return _encode({**leg, "kv_transfer_params": REMOTE_DECODE})
-    asked = {name: body[name] for name in CLIENT_MEMBERS if name in body}
-    told = {"max_model_len": context, "transfer_id": transfer_id}
-    known = {name: value for name, value in told.items() if value is not None}
-    return _encode(
-        {**leg, "kv_transfer_params": {**REMOTE_DECODE, "client_request": asked, **known}}
-    )
+    named = {} if transfer_id is None else {"transfer_id": transfer_id}
+    return _encode({**leg, "kv_transfer_params": {**REMOTE_DECODE, **named}})
 
 
 def _is_token_limit(value: bytes) -> bool:

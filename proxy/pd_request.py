@@ -300,7 +300,7 @@ class PDRequest:
         """A prefill server's whole answer; None to do without."""
         context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = self._transfer_id = uuid.uuid4().hex
-        leg = bodies.prefill_leg(self._body, self.path, context, transfer_id)
+        leg = bodies.prefill_leg(self._body, self.path, transfer_id)
         if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
             self._decode_only("decode_choices")
             return None

@@ -37,8 +37,8 @@ from engine.http.text_encoder import grammar_of
 from protocol.errors import BatonError
 from protocol.http.connections import ClientDisconnected
 from protocol.http.deadlines import deadline_of, within
-from protocol.kv_params import client_request, decode_context, sender_releases
-from protocol.messages import AddRequest, EngineReady, ReleaseRemote
+from protocol.kv_params import sender_releases
+from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import current_request_id
 
@@ -95,15 +95,12 @@ async def _start(
     stats.on_end(place.leave)
     fill_in_model(members, api.model_name)
 
-    def parse() -> tuple[GenerationRequest, GenerationRequest | None]:
-        asked = client_request(members)
-        parsed = endpoint.parse(members).with_defaults(api.generation_config)
-        return parsed, None if asked is None else endpoint.parse(asked)
+    def parse() -> GenerationRequest:
+        return endpoint.parse(members).with_defaults(api.generation_config)
 
     is_long = num_bytes > INLINE_BODY_BYTES
-    parsed, behind = await asyncio.to_thread(parse) if is_long else parse()
-    context = decode_context(members)
-    adds = await _engine_requests(api, parsed, behind, context, num_bytes, request.receive)
+    parsed = await asyncio.to_thread(parse) if is_long else parse()
+    adds = await _engine_requests(api, parsed, num_bytes, request.receive)
     if resumed is not None:
         adds = going_on(resumed, api, endpoint, adds)
     adds = api.hooks.prepare(parsed, adds, api.client.require_ready())
@@ -124,15 +121,9 @@ async def _start(
 
 
 async def _engine_requests(
-    api: Api,
-    parsed: GenerationRequest,
-    behind: GenerationRequest | None,
-    context: int | None,
-    num_bytes: int,
-    receive: Receive,
+    api: Api, parsed: GenerationRequest, num_bytes: int, receive: Receive
 ) -> list[AddRequest]:
-    """One for each prompt. Where `parsed` is a prefill leg, the decode server of this `context`
-    must not refuse the request `behind` it after the prefill.
+    """One for each prompt.
 
     Raises:
         BatonError: this server cannot do what is asked; says why.
@@ -147,20 +138,16 @@ async def _engine_requests(
     prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
-    asked, room = parsed, ready.max_model_len
-    if behind is not None and context is not None:
-        asked, room = behind, context
-    default = api.generation_config.max_new_tokens
-    lengths = [len(ids) + token_limit(asked, len(ids), room, default) for ids in prompts]
+    room, default = ready.max_model_len, api.generation_config.max_new_tokens
+    limits = [token_limit(parsed, len(ids), room, default) for ids in prompts]
+    lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
-    return _adds(api, parsed, prompts, ready)
+    return _adds(api, parsed, prompts, limits)
 
 
 def _adds(
-    api: Api, parsed: GenerationRequest, prompts: list[list[int]], ready: EngineReady
+    api: Api, parsed: GenerationRequest, prompts: list[list[int]], limits: list[int]
 ) -> list[AddRequest]:
-    default = api.generation_config.max_new_tokens
-    limits = [token_limit(parsed, len(ids), ready.max_model_len, default) for ids in prompts]
     sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
     grammar = grammar_of(sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings)
     sampling = msgspec.structs.replace(sampling, grammar=grammar)

@@ -185,7 +185,7 @@ def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
     assert len(from_p) == len(set(from_p))
     assert set(from_p) == {*KVTransferParams.__struct_fields__, *orders, SENDER_RELEASES}
     to_p = {name for row in _rows("To P, all optional") for name in _names(row[0])}
-    assert to_p == {*orders, "transfer_id", "client_request", "max_model_len", HINT}
+    assert to_p == {*orders, "transfer_id", HINT}
 
 
 def test_every_path_of_the_document_is_in_the_text():

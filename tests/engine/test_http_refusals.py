@@ -28,12 +28,6 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def leg(context: object, **asked: Any) -> dict[str, Any]:
-    """The prefill leg of a request, for a decode server of this context."""
-    params = {"do_remote_decode": True, "client_request": asked, "max_model_len": context}
-    return {"max_tokens": 1, "kv_transfer_params": params}
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param", "message"),
     [
@@ -68,13 +62,6 @@ def leg(context: object, **asked: Any) -> dict[str, Any]:
          400, "tools[0].parameters", "objekt"),
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
-        # A prefill leg, for what its client asked and the decode server would refuse.
-        (TEXT, {**leg(64, max_tokens=16), "min_tokens": 17}, 400, "min_tokens", "17"),
-        (TEXT, {**leg(64), "min_tokens": 17}, 400, "min_tokens", "17"),
-        (TEXT, leg(64, max_tokens=17, stream_options="all"), 400, "stream_options", "all"),
-        (TEXT, {**leg(10, max_tokens=8), "prompt": [1, 2, 3]}, 400, "max_tokens",
-         "maximum context length is 10 tokens"),
-        (TEXT, {**leg(3), "prompt": [1, 2, 3]}, 400, "prompt", "context length is 3 tokens"),
         ("/tokenize", {}, 400, "prompt", ""),
         ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "one of the two"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
@@ -112,16 +99,6 @@ async def test_what_a_template_refuses_is_called_as_the_client_did(tokenizer, pa
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, field)
         assert "must alternate" in error["message"]
-
-
-@pytest.mark.parametrize("context", [10, None, "10"])
-async def test_a_prefill_is_taken_where_a_decode_server_has_room_or_does_not_say(
-    tokenizer, context
-):
-    async with serving(tokenizer) as server:
-        limit = 7 if context == 10 else 1000
-        response = await server.post(prompt=[1, 2, 3], **leg(context, max_tokens=limit))
-        assert response.status_code == 200 and len(server.engine.added) == 1
 
 
 @pytest.mark.parametrize(

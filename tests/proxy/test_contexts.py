@@ -1,6 +1,5 @@
-"""Servers of unequal room, in context or sequences: a request goes where it fits, and nothing is
-prefilled that no decode server has room for. Requests that only score their prompt: the prefill
-server's answer is the client's."""
+"""Servers of unequal room, in context or sequences: a request goes where it fits. Of requests
+that only score their prompt the prefill server's answer is the client's."""
 
 import json
 from typing import Any
@@ -17,22 +16,6 @@ async def prefills_100_tokens(call: Call) -> None:
     if isinstance(call.body["prompt"], list):
         params = [{**KV_PARAMS, "remote_num_tokens": 7}, params]  # type: ignore[assignment]
     await call.answer(200, {"kv_transfer_params": params})
-
-
-@pytest.mark.parametrize(
-    ("lengths", "told"),
-    [((300, 500), 500), ((300, None), None), ((None, None), None), ((300, -500), 300)],
-)
-async def test_a_prefill_server_hears_of_the_longest_context_behind_it(lengths, told):
-    """A negative one is that of a server that is not ready."""
-    fakes = [
-        Fake(decodes, ready=length is None or length > 0, max_model_len=length and abs(length))
-        for length in lengths
-    ]
-    async with Rig(decode=fakes) as rig:
-        assert (await rig.complete(max_tokens=9)).status_code == 200
-        params = rig.prefill[0].calls[-1].body["kv_transfer_params"]
-        assert params.get("max_model_len") == told
 
 
 P, D, LONG, NO = prefills_100_tokens, decodes, answers(400, TOO_LONG), fails(400, "invalid_request")

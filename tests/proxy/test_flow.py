@@ -34,7 +34,7 @@ async def test_a_request_goes_through_both_servers(path):
         (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
         assert to_p.path == to_d.path == path
         transfer_id = to_p.body["kv_transfer_params"]["transfer_id"]
-        params = {**REMOTE_DECODE, "client_request": {"max_tokens": 7}, "transfer_id": transfer_id}
+        params = {**REMOTE_DECODE, "transfer_id": transfer_id}
         leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
         assert to_p.body == leg
         assert to_d.body == {**body, "kv_transfer_params": LENT}

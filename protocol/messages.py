@@ -150,11 +150,7 @@ class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
     remote: RemotePrefill
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Finish nothing, free everything, exit."""
-
-
-EngineInput = AddRequest | AbortRequest | Migrate | ReleaseRemote | Shutdown
+EngineInput = AddRequest | AbortRequest | Migrate | ReleaseRemote
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

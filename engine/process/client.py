@@ -26,7 +26,6 @@ from protocol.messages import (
     ErrorInfo,
     Migrate,
     Outputs,
-    Shutdown,
     TokenDelta,
     decode_output,
     encode,
@@ -186,8 +185,8 @@ class EngineClient:
         self._server = await asyncio.start_unix_server(self._listen, self._path)
 
     async def close(self) -> None:
-        """Stops listening and ends every open request with NoServerAvailable."""
-        self.tell(Shutdown())
+        """Stops listening, ends every open request with NoServerAvailable and hangs up: the engine
+        then finishes nothing, and exits."""
         self.fail("the server is shutting down", NoServerAvailable.code)
         if self._server is not None:
             self._server.close()

@@ -15,7 +15,6 @@ from protocol.messages import (
     EngineOutput,
     EngineStats,
     Outputs,
-    Shutdown,
     TokenDelta,
     decode_input,
     encode,
@@ -50,8 +49,8 @@ class EngineTransport:
         self._poll.register(self._waker, select.POLLIN)
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        """Waits for input or a wake-up, at most `timeout_s`; True once a Shutdown has come, or the
-        HTTP process is gone. First it waits for that to read, if too much is unsent."""
+        """Waits for input or a wake-up, at most `timeout_s`; True once the HTTP process hangs up.
+        First it waits for that to read, if too much is unsent."""
         with contextlib.suppress(WireClosed):  # as below
             while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
                 room = select.poll()
@@ -65,16 +64,11 @@ class EngineTransport:
             self._waker.clear()
         if self._wire.fileno() not in ready:
             return [], False
-        messages: list[EngineInput] = []
         try:
             self._wire.flush()
-            for message in map(decode_input, self._wire.receive()):
-                if isinstance(message, Shutdown):
-                    return messages, True
-                messages.append(message)
+            return [decode_input(message) for message in self._wire.receive()], False
         except WireClosed:
-            return messages, True
-        return messages, False
+            return [], True
 
     def wake(self) -> None:
         self._waker.wake()

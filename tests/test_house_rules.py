@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11384,
+    "engine": 11364,
     "kvcache": 7707,
     "kvcache/transfer": 5139,
     "model": 5335,
     "prefill_server": 188,
-    "protocol": 6869,
-    "proxy": 5202,
-    "tests": 40765,
+    "protocol": 6844,
+    "proxy": 5193,
+    "tests": 40723,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -200,6 +200,19 @@ def num_choices(body: Body) -> int:
     return max((int(value) for value in asked if _is_token_limit(value)), default=1)
 
 
+# Servers take no more prompts; what is behind them is skipped, which costs less than to count it.
+_PROMPTS = [(f"prompt_{at}", msgspec.Raw, msgspec.Raw()) for at in range(1024)]
+_decode_prompts = msgspec.json.Decoder(msgspec.defstruct("Prompts", _PROMPTS, array_like=True))
+
+
+def num_prompts(body: Body) -> int:
+    """How many prompts a request has; token ids in a row are one."""
+    text = member(body, "prompt")
+    if not text.startswith(b"[") or text[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1
+    return sum(map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text)))))
+
+
 def priority(body: Body) -> int | None:
     """The smaller, the more urgent; None for what is none, which our servers refuse, others not."""
     text = member(body, "priority")

@@ -126,7 +126,8 @@ class PDRequest:
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         self._ask = bodies.ask(self._body)
-        self._visit.charge(self._ask.tokens + self._ask.answer * bodies.num_choices(self._body))
+        num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
+        self._visit.charge(self._ask.tokens + self._ask.answer * num_answers)
         self.reply.headers = self._visit.headers
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")

@@ -187,8 +187,9 @@ async def test_limits_are_told_and_kept(tmp_path):
 
 async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
     async with limited(tmp_path, tokens_per_minute=1000) as rig:
-        left, prompt, headers = [], "x" * 40, {"x-api-key": ALICE}
-        for max_tokens, status in ((300, 200), (600, 200), (600, 429), (50, 200)):
+        left, one, two, headers = [], "x" * 40, ["x" * 20] * 2, {"x-api-key": ALICE}
+        asked = ((one, 300, 200), (two, 300, 200), ([[1], [2]], 300, 429), (one, 50, 200))
+        for prompt, max_tokens, status in asked:
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))

@@ -12,6 +12,7 @@ from protocol.openai.sampling import (
     GenerationRequest,
     Switch,
     Text,
+    UnreadObject,
     Variables,
     integer,
 )
@@ -146,6 +147,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
     include_reasoning: Switch = True
+    prediction: UnreadObject = None
 
     tools: OfferedTools = None
     tool_choice: ToolChoice = None

@@ -19,6 +19,7 @@ from protocol.openai.sampling import (
     Temperature,
     Text,
     TopP,
+    UnreadObject,
     UnreadText,
     integer,
 )
@@ -178,6 +179,7 @@ class ResponsesRequest(CommonFields):
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
+    client_metadata: UnreadObject = None  # of Codex
 
     background: Any = neutral(False)
     include: Any = neutral([], ["reasoning.encrypted_content"])

@@ -30,9 +30,9 @@ MAX_LINES = {
     "kvcache/transfer": 5139,
     "model": 5335,
     "prefill_server": 188,
-    "protocol": 6844,
-    "proxy": 5193,
-    "tests": 40723,
+    "protocol": 6852,
+    "proxy": 5207,
+    "tests": 40727,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.http.api import KV_PARAMS_BYTES, LOGPROB_BYTES, ServerHooks, nothing
+from engine.http.api import ServerHooks, nothing
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
@@ -87,13 +87,11 @@ class PrefillLeg(ServerHooks):
     ) -> Callable[[], None]:
         """Prompts of one answer keep their blocks until the last of them is computed, so together
         they must not wait for blocks that they hold themselves, or that two such requests hold
-        against each other. Nor may their logprobs be more than go along with a request. Who is
-        refused here is served by a decode server alone."""
+        against each other. Who is refused here is served by a decode server alone."""
         if not adds[0].retain_kv:
             return nothing
         if name := kv_params.transfer_id(kv_transfer_params):
             self._transfers.add(name, [add.request_id for add in adds])
-        _check_logprobs(adds)
         if len(adds) == 1:
             return nothing
         num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
@@ -120,16 +118,3 @@ class PrefillLeg(ServerHooks):
         if any(one is None for one in params):
             return {}
         return {"kv_transfer_params": params[0] if len(params) == 1 else params}
-
-
-def _check_logprobs(adds: Sequence[AddRequest]) -> None:
-    """Raises Overloaded where the answer would be longer than what a decode server takes."""
-    wanted = adds[0].num_prompt_logprobs
-    if wanted is None:
-        return
-    num_logprobs = (1 + wanted) * sum(len(add.token_ids) for add in adds)
-    if num_logprobs * LOGPROB_BYTES > KV_PARAMS_BYTES:
-        raise Overloaded(
-            f"{num_logprobs} logprobs of prompts do not fit kv_transfer_params, which take "
-            f"{KV_PARAMS_BYTES // LOGPROB_BYTES}"
-        )

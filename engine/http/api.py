@@ -22,8 +22,7 @@ from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
 # kv_transfer_params, which a proxy adds to a request, do not count as the client's. They carry a
-# prompt's logprobs where those are wanted: 20 bytes each, 20 of them at every token.
-LOGPROB_BYTES = 20
+# prompt's logprobs where those are wanted: 20 bytes each, limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
 

@@ -8,13 +8,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.http.api import Api, Endpoint
-from engine.http.choice import ChoiceStream, PromptGeneration
+from engine.http.choice import INLINE_LOGPROBS, ChoiceStream, PromptGeneration
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing
@@ -122,7 +123,10 @@ class HttpRequestState:
             pieces = await self.next_pieces()
         choices = self._best(merged)
         usage, extra = self._finish(choices[0].finish_reason)
-        body = self._writer.full(choices, usage, extra)
+        write = partial(self._writer.full, choices, usage, extra)
+        num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
+        is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
+        body = await asyncio.to_thread(write) if is_long else write()
         headers = {KV_HEADER: kv_header(usage), **self.prefill_kv()}
         return WholeAnswer(self.subscription, body, headers, tells_of_kv=bool(extra))
 
@@ -159,6 +163,11 @@ class HttpRequestState:
                 if delta.finish_reason == MOVED:
                     self.moved = delta.kv_transfer_params or {}
                     return pieces
+                prompt = self._prompts[delta.request_id]
+                if delta.prompt_logprobs is not None:
+                    prompt.add_logprobs(delta.prompt_logprobs)
+                if prompt.takes_long:
+                    await asyncio.to_thread(prompt.tell)
                 piece = self._feed(delta)
                 if piece is None:
                     continue
@@ -204,8 +213,6 @@ class HttpRequestState:
         if delta.error is not None:
             raise delta.error.to_error()
         prompt = self._prompts[delta.request_id]
-        if delta.prompt_logprobs is not None:
-            prompt.add_logprobs(delta.prompt_logprobs)
         if delta.choice == 0 and delta.usage is not None:
             delta = prompt.with_first_usage(delta)
         choice = prompt.choices[delta.choice]

@@ -4,6 +4,8 @@ calls out. Pure, no I/O."""
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+from msgspec import Raw
 from msgspec.structs import replace
 
 from engine.text.detokenizer import StopFinder, create_detokenizer
@@ -18,6 +20,8 @@ from protocol.openai.responses import ChoicePiece, TokenReport, TokenText
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 
+INLINE_LOGPROBS = 1 << 12  # more are written off the event loop: 4 us for each
+_encode = msgspec.json.Encoder().encode  # a fifth of the memory of what it writes
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it
 
@@ -52,6 +56,7 @@ class PromptGeneration:
         self._given = given
         self._tokenizer = tokenizer
         self._found: list[TokenLogprobs | None] = []
+        self._told: tuple[list[Any] | None, str, list[TokenReport] | None] | None = None
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
         begins = reasoning_begins(reasoning_parser, request, add.token_ids, tokenizer)
         self.choices = []
@@ -97,7 +102,22 @@ class PromptGeneration:
         as_id = self.request.return_tokens_as_token_ids
         return TokenText(f"token_id:{token_id}", plain.raw) if as_id else plain
 
-    def echo(self) -> tuple[str, list[TokenReport] | None]:
+    @property
+    def takes_long(self) -> bool:
+        """Whether `tell` does, and could begin."""
+        num_logprobs = len(self._found) * (1 + (self.request.num_prompt_logprobs or 0))
+        is_due = self._told is None and len(self._found) == len(self.ids)
+        return is_due and num_logprobs > INLINE_LOGPROBS
+
+    def tell(self) -> tuple[list[Any] | None, str, list[TokenReport] | None]:
+        """What an answer says of it: `prompt_logprobs`, and the text and tokens of the echo. It is
+        made once; any thread may do that, once all of the prompt's logprobs are there."""
+        if self._told is None:
+            text, reports = self._echo() if self.request.wants_echo else ("", None)
+            self._told = self._logprobs(), text, reports
+        return self._told
+
+    def _echo(self) -> tuple[str, list[TokenReport] | None]:
         """The prompt's text, and its tokens where log-probabilities are wanted."""
         text, offsets = self._text_and_offsets()
         num_top = self.request.num_logprobs
@@ -106,13 +126,13 @@ class PromptGeneration:
         entries = zip(self.ids, self._complete(), offsets, strict=True)
         return text, [self.report(i, found, num_top, at) for i, found, at in entries]
 
-    def logprobs(self) -> list[Any] | None:
+    def _logprobs(self) -> list[Any] | None:
         """`prompt_logprobs` as vLLM has it: per token an object by token id, null for the first."""
         num_top = self.request.prompt_logprobs
         if num_top is None or self.request.is_prefill:
             return None
         found = zip(self.ids, self._complete(), strict=True)
-        return [one and self._by_id(token_id, one, num_top) for token_id, one in found]
+        return [one and Raw(_encode(self._by_id(i, one, num_top))) for i, one in found]
 
     def _by_id(self, token_id: int, found: TokenLogprobs, num_top: int) -> dict[str, Any]:
         entries = list(zip(found.top_ids, found.top_logprobs, strict=True))[:num_top]
@@ -253,12 +273,12 @@ class ChoiceStream:
         if self._first:
             self._first = False
             piece.first = True
-            piece.prompt_logprobs = self._prompt.logprobs()
+            piece.prompt_logprobs, text, reports = self._prompt.tell()
             if request.return_token_ids:
                 piece.prompt_token_ids = list(self._prompt.ids)
             if request.wants_echo:
-                piece.text, piece.logprobs = self._prompt.echo()
-                self._offset = len(piece.text)
+                piece.text, piece.logprobs = text, None if reports is None else [*reports]
+                self._offset = len(text)
         return piece
 
     def _take(self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None) -> None:

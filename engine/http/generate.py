@@ -17,6 +17,7 @@ from engine.http.api import Api, Endpoint
 from engine.http.call import HttpRequestState
 from engine.http.limits import (
     check_against_server,
+    check_logprobs,
     check_model,
     check_size,
     check_token_ids,
@@ -142,6 +143,7 @@ async def _engine_requests(
     limits = [token_limit(parsed, len(ids), room, default) for ids in prompts]
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
+    check_logprobs(parsed, sum(map(len, prompts)))
     return _adds(api, parsed, prompts, limits)
 
 

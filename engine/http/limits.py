@@ -18,6 +18,10 @@ from protocol.short_repr import short_repr
 # context have is never too much.
 MAX_REQUEST_TOKENS = 1 << 22
 MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory however short it is
+# Of prompts' tokens, in one answer: each takes 100 bytes, and a few microseconds of the event loop
+# in a stream, or in a reference. What is told whole, another thread writes.
+MAX_PROMPT_LOGPROBS = 1 << 19
+MAX_STREAMED_LOGPROBS = 1 << 15
 
 
 def fill_in_model(members: dict[str, Any], served: str) -> None:
@@ -139,6 +143,19 @@ def token_limit(
             param=field,
         )
     return asked
+
+
+def check_logprobs(parsed: GenerationRequest, num_tokens: int) -> None:
+    """Raises InvalidRequest for more logprobs of prompts of so many tokens than one answer has."""
+    if parsed.num_prompt_logprobs is None:
+        return
+    size = num_tokens * (1 + parsed.num_prompt_logprobs) * parsed.num_candidates
+    limit = MAX_STREAMED_LOGPROBS if parsed.stream else MAX_PROMPT_LOGPROBS
+    if size > limit:
+        fix = ", or do not stream it" * parsed.stream
+        param = "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs"
+        told = f"asks for {size} logprobs of prompt tokens, {limit} are the most here"
+        raise InvalidRequest(f"`{param}` {told}; send less at once{fix}.", param=param)
 
 
 def check_size(

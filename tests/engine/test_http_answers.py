@@ -1,6 +1,7 @@
 """What answers say, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
 
 from collections.abc import AsyncIterator
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving
+from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving, serving_4k
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 NEVER = float("-inf")
@@ -246,6 +247,27 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
         assert choice["logprobs"] is None
         fewer = (await server.post(prompt_logprobs=1)).json()["choices"][0]
         assert fewer["prompt_logprobs"][1][str(b)]["rank"] is None
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(tokenizer, asked):
+    threads = set[int]()
+
+    def noting(token_id: int) -> Any:
+        threads.add(get_ident())
+        return tokenizer.token_text(token_id)
+
+    copy = object.__new__(Tokenizer)
+    copy.__dict__ = {**tokenizer.__dict__, "token_text": noting}
+    top = TokenLogprobs(-2.0, list(range(20)), [-3.0] * 20)
+    script = scripted({"prompt_logprobs": [None, *[top] * 499]}, end())
+    async with serving_4k(copy, script) as server:
+        response = await server.post(prompt=[5] * 500, max_tokens=0, **asked)
+        assert response.status_code == 200
+        assert threads and get_ident() not in threads
+        for long in ({"prompt": [[5] * 4000] * 2, "n": 8}, {"prompt": [5] * 2000, "stream": True}):
+            error = (await server.post(**long, max_tokens=0, **asked)).json()["error"]
+            assert error["param"] in asked and error["code"] == "invalid_request"
 
 
 async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):

@@ -114,12 +114,10 @@ def test_the_oldest_transfers_are_forgotten_first():
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)
 
 
-def _adds(
-    *lengths: int, retain_kv: bool = True, prompt_logprobs: int | None = None
-) -> list[AddRequest]:
+def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
     return [
         AddRequest(request_id=str(index), token_ids=[1] * length, sampling=SamplingParams(),
-        max_tokens=1, retain_kv=retain_kv, num_prompt_logprobs=prompt_logprobs)
+        max_tokens=1, retain_kv=retain_kv)
         for index, length in enumerate(lengths)
     ]  # fmt: skip
 
@@ -137,13 +135,3 @@ def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():
         hooks.admit(_adds(1, 1), _READY)
     for adds in (_adds(320), _adds(300, 300, retain_kv=False)):  # take what there is
         hooks.admit(adds, _READY)()
-
-
-def test_logprobs_that_no_request_could_carry_are_left_to_the_decode_server():
-    hooks, ready = PrefillLeg(), msgspec.structs.replace(_READY, num_blocks=10**6)
-    hooks.admit(_adds(79_000, 79_000, prompt_logprobs=20), ready)()
-    hooks.admit(_adds(160_000), ready)()
-    hooks.admit(_adds(160_000, retain_kv=False, prompt_logprobs=20), ready)()
-    for lengths in ((80_000, 80_000), (160_000,)):
-        with pytest.raises(Overloaded, match="logprobs of prompts"):
-            hooks.admit(_adds(*lengths, prompt_logprobs=20), ready)

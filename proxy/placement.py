@@ -258,39 +258,30 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already; when, and what is lost by that, in seconds. One with
     streams (it takes either leg) counts what these lose."""
-    best, least, most, now, block = 0, float("inf"), 0.0, ask.now, ask.block_tokens
-    size = ask.size
+    best, least, cost, most = 0, float("inf"), 0.0, 0.0
+    now, block, size, tokens = ask.now, ask.block_tokens, ask.size, ask.tokens
     if depths:
         most = max([depths.get(each.index, 0) for each in servers])
         if (anywhere := max(depths.values())) > 2 * most:  # it lacks more than the last answers
             most = anywhere
-    tokens = ask.tokens * (1 + _WORK) + most * block * _COPY  # of one that has none of it
     for place, server in enumerate(servers):
-        seconds = tokens * server.token_s
-        if most and server.index in depths:
-            depth = depths[server.index]
-            left = ask.tokens - depth * block
-            seconds = (left if left > 1 else 1) * (1 + _WORK) + (most - depth) * block * _COPY
-            seconds *= server.token_s
+        depth = depths.get(server.index, 0) if depths else 0
+        left, again = tokens - depth * block, (most - depth) * block * server.token_s
+        seconds = (left if left > 1 else 1) * server.token_s
+        lost = _WORK * seconds + _COPY * again
         if ask.lent:
             saved = saved_s(ask, server, depths)
-            again = (most - depths.get(server.index, 0)) * block * server.token_s
-            seconds -= (1 + _WORK) * saved + _COPY * min(saved, again)
+            seconds -= saved
+            lost -= _WORK * saved + _COPY * min(saved, again)
+        if server.running:
+            lost += min(server.running, _CROWD) * _INTERRUPTED_S
         if (begun_at := server.free_at - server.passed_s[size]) > now:
             seconds += begun_at - now
         elif server.prompts and server.free_at < now:
             seconds += now - server.free_at  # overdue: as long again, for all that is known
-        if server.running:
-            seconds += min(server.running, _CROWD) * _INTERRUPTED_S
-        if seconds < least:
-            best, least = place, seconds
-    depth, token_s = depths.get(servers[best].index, 0), servers[best].token_s
-    lost = (_WORK * ask.uncached(depth) + _COPY * (most - depth) * block) * token_s
-    if ask.lent:
-        saved = saved_s(ask, servers[best], depths)
-        lost -= _WORK * saved + _COPY * min(saved, (most - depth) * block * token_s)
-    lost += min(servers[best].running, _CROWD) * _INTERRUPTED_S
-    return best, least - lost, lost
+        if seconds + lost < least:
+            best, least, cost = place, seconds + lost, lost
+    return best, least - cost, cost
 
 
 def cheapest_decode(ask: Ask, servers: Sequence[Load]) -> int:

@@ -147,7 +147,18 @@ class Pool:
             rotation: of requests that are alike. Each has its turns for itself: with one for all,
                 a client that asks in a rhythm would give one server all of its long requests.
         """
-        return self._fleet.take(kind, self.ready(kind, exclude), self._name + rotation, first)
+        fleet, turn, ready = self._fleet, (kind, self._name + rotation), self.ready(kind, exclude)
+        now = fleet._clock()
+        at = bisect.bisect_left(ready, fleet._next.get(turn, 0), key=lambda server: server.index)
+        usable = in_turn = [*ready[at:], *ready[:at]]
+        if any(s.health.open_until is not None for s in in_turn):
+            usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
+        if not usable:
+            return None
+        server = first(usable)
+        fleet._next[turn] = server.index + 1
+        fleet._set(server, health.began(server.health, now))
+        return server
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
@@ -318,30 +329,6 @@ class Fleet(Pool):
         self._has_changed()
         self.of[server.kind].remove(server)
         self._watch.on_left(server)
-
-    # turns
-
-    def take(
-        self,
-        kind: Kind,
-        ready: Sequence[Server],
-        rotation: str,
-        first: Callable[[list[Server]], Server],
-    ) -> Server | None:
-        """One of these servers, in turn; see `choose`."""
-        now = self._clock()
-        start = self._next.get((kind, rotation), 0)
-        at = bisect.bisect_left(ready, start, key=lambda server: server.index)
-        in_turn = [*ready[at:], *ready[:at]]
-        usable = in_turn
-        if any(s.health.open_until is not None for s in in_turn):
-            usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
-        if not usable:
-            return None
-        server = first(usable)
-        self._next[kind, rotation] = server.index + 1
-        self._set(server, health.began(server.health, now))
-        return server
 
     # what is heard of them
 

@@ -414,7 +414,7 @@ class RoutingOptions(WaitOptions):
     """time between tokens that streams keep while a decode server computes prompts beside them,
     where the server does not tell its own (s)"""
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
-    """prefixes remembered, in blocks of 1 KiB of prompt text, about 200 bytes of memory each"""
+    """prefixes remembered, in blocks of 512 bytes of prompt text, about 200 bytes of memory each"""
     max_resumes: int = Field(3, ge=0, le=100)
     """how often an answer goes on at another decode server when one is lost (0: it ends)"""
     ui: bool = True

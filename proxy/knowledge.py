@@ -284,7 +284,7 @@ class Knowledge:
     def _answers_s(self, lender: object) -> float:
         """Until a server can tell what it lends: between two steps."""
         load = self.loads[lender]
-        step_s = load.target_s if load.running else STEP_TOKENS * load.token_s
+        step_s = self.loads.step_s if load.running else STEP_TOKENS * load.token_s
         return min(max(load.free_at - self._clock(), 0.0), step_s)
 
     def _computed_of(self, ask: Ask, index: int, depth: float) -> float:

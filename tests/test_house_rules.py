@@ -31,7 +31,7 @@ MAX_LINES = {
     "model": 5335,
     "prefill_server": 173,
     "protocol": 6852,
-    "proxy": 5207,
+    "proxy": 5185,
     "tests": 40737,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

@@ -76,15 +76,19 @@ async def test_the_decode_server_answers_while_the_prefill_server_has_not():
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_a_refused_prefill_ends_the_decode_leg_and_is_the_answer():
-    p, d = Waits(fails(400, "no_such_model")), Waits()
+@pytest.mark.parametrize("by_prefill", [True, False])
+async def test_either_leg_s_refusal_ends_the_other_and_is_the_answer(by_prefill):
+    """A decode server knows what a request for one token hides: how many the client wants."""
+    refusing, other = Waits(fails(400, "invalid_request")), Waits()
+    p, d = (refusing, other) if by_prefill else (other, refusing)
     async with early([fake(p)], [fake(d)]) as rig:
         asked = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
-        await d.begun.wait()
-        p.go.set()
-        assert (await asked).json()["error"]["code"] == "no_such_model"
-        await d.left.wait()
-        assert len(rig.decode[0].calls) == 1
+        await other.begun.wait()
+        refusing.go.set()
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        await other.left.wait()
+        assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 1
         await until(lambda: rig.in_flight() == 0)
 
 

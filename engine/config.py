@@ -11,11 +11,7 @@ from protocol.version import VERSION
 
 class EngineConfig(KVOptions, ModelOptions):
     """The server's options, by their names, and what was made of them when it started. Facts
-    learned later live elsewhere.
-
-    Addresses are `ipc://PATH`. `http_address` connects rank 0 to the HTTP process,
-    `control_address` connects rank 0 to the other ranks.
-    """
+    learned later live elsewhere."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
@@ -33,8 +29,7 @@ class EngineConfig(KVOptions, ModelOptions):
     model_dir: str
     scales: tuple[float, ...] = ()  # of FP8 KV, by layer and component
     threads: int | None = None
-    http_address: str = ""
-    control_address: str = ""
+    meeting: str = ""  # the path of a file by which the ranks' collectives find each other
     side_channel_host: str = "127.0.0.1"  # bound here
     side_channel_advertise: str = "127.0.0.1"  # told to peers; empty: none is known
     side_channel_port: int = 0

@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,13 +45,8 @@ class Prepared(NamedTuple):
     defaults: GenerationConfig  # what requests get where they do not say
 
 
-def prepare(
-    settings: EngineSettings,
-    secret: bytes,
-    model_dir: Path,
-    address: Callable[[str], str],
-) -> Prepared:
-    """What to start; `address` gives that of a socket of this engine, by its name.
+def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepared:
+    """What to start.
 
     Raises:
         StartFailure, ValueError, OSError: options, model and machine do not go together.
@@ -61,7 +55,7 @@ def prepare(
         model_dir, overrides=settings.hf_overrides, quantization=settings.quantization
     )
     defaults = _request_defaults(settings, model_dir)
-    config = engine_config(settings, secret, model_dir, model_config, address)
+    config = engine_config(settings, secret, model_dir, model_config)
     check_weights(config, model_config)
     layout = check_geometry(config, model_config)
     try:
@@ -89,11 +83,7 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
 
 
 def engine_config(
-    settings: EngineSettings,
-    secret: bytes,
-    model_dir: Path,
-    model_config: ModelConfig,
-    address: Callable[[str], str],
+    settings: EngineSettings, secret: bytes, model_dir: Path, model_config: ModelConfig
 ) -> EngineConfig:
     device, dtype = str(settings.device), str(settings.dtype)
     if device == "auto":
@@ -114,8 +104,6 @@ def engine_config(
         "dtype": dtype,
         "max_num_batched_tokens": settings.batched_tokens_for(device),
         "threads": settings.threads or max(1, available_cores() // settings.tp),
-        "http_address": address("http"),
-        "control_address": address("ranks"),
         "cluster_secret": secret,
         "side_channel_host": settings.host,
         "side_channel_advertise": settings.advertised_host or "",

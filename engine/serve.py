@@ -142,12 +142,11 @@ class _Server:
 
         resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
-        prepared = prepare(self.settings, self.secret, model_dir, self.processes.address)
-        client = EngineClient(prepared.config.http_address, settings)
+        prepared = prepare(self.settings, self.secret, model_dir)
+        client = EngineClient(settings)
         client.on_progress = progress
-        await client.start()
+        await client.start(self.processes.start(prepared.config))
         try:
-            self.processes.start(prepared.config)
             progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)

@@ -8,11 +8,12 @@ Everything here runs on one event loop.
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
 from protocol.http.admission import Admission, Place, num_queued
-from protocol.ipc.wire import framed, path_of
+from protocol.ipc.wire import framed
 from protocol.messages import (
     MOVED,
     AbortRequest,
@@ -135,10 +136,9 @@ class Subscription:
 
 
 class EngineClient:
-    """An engine in another process, which connects to a socket here: this end lives longer.
+    """An engine in another process, which is at the other end of a socket.
 
     Args:
-        address: `ipc://PATH` of the socket.
         queue: how much may wait.
 
     Attributes:
@@ -151,7 +151,7 @@ class EngineClient:
         hands_over: all that can is to go on elsewhere: the server still listens.
     """
 
-    def __init__(self, address: str, queue: QueueOptions | None = None) -> None:
+    def __init__(self, queue: QueueOptions | None = None) -> None:
         self.queue = Admission(queue or QueueOptions())
         self.ready: EngineReady | None = None
         self.progress = "the engine is starting"
@@ -166,9 +166,8 @@ class EngineClient:
         self._settled = asyncio.Event()  # ready or failed
         # Since the last look: it spoke, or was given work after having none.
         self._was_heard = False
-        self._path = path_of(address)
-        self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._hung_up = False
 
     @property
@@ -180,16 +179,16 @@ class EngineClient:
         """Whether the engine has failed or hung up, after which its processes should be ending."""
         return self._hung_up or not self.healthy
 
-    async def start(self) -> None:
-        """Begins to listen; call it on the event loop that the requests will run on."""
-        self._server = await asyncio.start_unix_server(self._listen, self._path)
+    async def start(self, link: socket.socket) -> None:
+        """Begins to listen to the engine at its other end; call it on the event loop that the
+        requests will run on."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=link)
+        self._reading = asyncio.create_task(self._read(reader))
 
     async def close(self) -> None:
-        """Stops listening, ends every open request with NoServerAvailable and hangs up: the engine
-        then finishes nothing, and exits."""
+        """Ends every open request with NoServerAvailable and hangs up: the engine then finishes
+        nothing, and exits."""
         self.fail("the server is shutting down", NoServerAvailable.code)
-        if self._server is not None:
-            self._server.close()
         self._disconnect()
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
@@ -326,10 +325,7 @@ class EngineClient:
             raise EngineDied("the engine is not connected")
         self._writer.write(framed(encode(message)))
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert self._server is not None
-        self._server.close()  # there is one engine
-        self._writer = writer
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")

@@ -2,44 +2,19 @@
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from engine.config import EngineConfig
 from protocol.process import lifecycle
-
-_PREFIX = "baton-engine-"
-_PATH_BYTES = 107  # the most that the path of a Unix socket may have
-_PARENT_BYTES = _PATH_BYTES - len(f"/{_PREFIX}mkdtemp_/sockets")  # at least, that leave room
-_SHORT = "/tmp"
 
 # How long threads of torch's OpenMP pool spin for work before they give the core up. The default
 # (300,000 turns) is ruinous where processes share cores, as a prefill and a decode server on one
 # machine do; none at all slows each step.
 _THREADING = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
-
-
-def make_socket_folder() -> Path:
-    """A new private folder for an engine's sockets: in the folder for temporary files, or in /tmp
-    where that has so long a path that no socket could have one in it.
-
-    Raises:
-        OSError: it cannot be made; says what to do.
-    """
-    wanted = tempfile.gettempdir()
-    num_bytes = len(os.fsencode(wanted))
-    try:
-        folder = wanted if num_bytes <= _PARENT_BYTES else _SHORT
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
-    except OSError as error:
-        raise OSError(
-            f"no folder for an engine's sockets: the path {wanted} has {num_bytes} bytes, "
-            f"{_PARENT_BYTES} at most leave room for a Unix socket's, and {error}; set TMPDIR to "
-            "a folder with a shorter path that can be written to"
-        ) from None
 
 
 class EngineProcesses:
@@ -56,21 +31,28 @@ class EngineProcesses:
         self._children: list[lifecycle.Child] = []
         self._lock = threading.Lock()
         self._stopping = False
-        self._folder = make_socket_folder()
+        self._folder = tempfile.mkdtemp(prefix="baton-engine-")
 
-    def address(self, name: str) -> str:
-        """`ipc://` and a path in this engine's private folder."""
-        return f"ipc://{self._folder}/{name}"
-
-    def start(self, config: EngineConfig) -> None:
+    def start(self, config: EngineConfig) -> socket.socket:
+        """Returns the socket to rank 0, which has two more to each other rank; see RankLinks."""
+        config = config.model_copy(update={"meeting": f"{self._folder}/meeting"})
         data = config.model_dump_json().encode()
-        for rank in range(config.tp):
+        link, http = socket.socketpair()
+        pairs = [[socket.socketpair(), socket.socketpair()] for _ in range(1, config.tp)]
+        sockets = [[http, *(ours for two in pairs for ours, _ in two)]]
+        sockets += [[theirs for _, theirs in two] for two in pairs]
+        for rank, own in enumerate(sockets):
             name = config.role if config.tp == 1 else f"{config.role}.{rank}"
-            argv = [sys.executable, "-m", self._module, "--rank", str(rank)]
+            files = [each.fileno() for each in own]
+            argv = [sys.executable, "-m", self._module, "--rank", str(rank), "--sockets"]
             child = lifecycle.spawn(
-                argv, name=name, env=_THREADING, stdin=data, capture=False, on_event=self._on_event
-            )
+                [*argv, *map(str, files)], name=name, env=_THREADING, stdin=data, capture=False,
+                on_event=self._on_event, files=files,
+            )  # fmt: skip
             self._children.append(child)
+            for each in own:
+                each.close()
+        return link
 
     def _on_event(self, event: lifecycle.Event) -> None:
         if event.kind != "exited":

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 
-from protocol.ipc.wire import Waker, Wire, WireClosed, path_of
+from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import (
     EngineInput,
     EngineOutput,
@@ -29,19 +29,10 @@ class EngineTransport:
     """The engine's end, and a waker by which other threads wake the core.
 
     Args:
-        address: `ipc://PATH`, where the HTTP process listens.
-
-    Raises:
-        OSError: it does not.
+        link: to the HTTP process.
     """
 
-    def __init__(self, address: str) -> None:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            link.connect(path_of(address))
-        except OSError:
-            link.close()
-            raise
+    def __init__(self, link: socket.socket) -> None:
         self._wire = Wire(link, MAX_BYTES)
         self._waker = Waker()
         self._poll = select.poll()

@@ -1,5 +1,8 @@
 """Rank 0 of an engine: builds it with the other ranks, then runs its core."""
 
+from collections.abc import Sequence
+from socket import socket
+
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.core_grammar import CoreGrammars
@@ -16,9 +19,9 @@ from protocol.messages import EngineFailed, EngineProgress, EngineReady
 from protocol.process.lifecycle import ignore_sigterm
 
 
-def lead(config: EngineConfig) -> None:
-    transport = EngineTransport(config.http_address)
-    links = RankLinks(config.control_address, 0, config.tp)
+def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
+    """Until the HTTP process hangs up. `others` are sockets to the other ranks; see RankLinks."""
+    transport, links = EngineTransport(http), RankLinks(0, others)
     try:
         with starting():
             core, rank, ready = _build(config, links, transport)

@@ -47,7 +47,6 @@ class Rank:
         tell("sizing the KV pool")
         self._size = pool_size(config, model_config, runner)
         self.num_blocks = links.agree(self._size.num_blocks, int, min)
-        pulls = links.further()
         pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
         cuda = pool.device.type == "cuda"
@@ -61,7 +60,7 @@ class Rank:
         self.compat = _compat(config, model_config, runner.groups.to_wire())
         stepping = runner.stepping
         self.service = KVService(
-            config, rank, pool, agent, self.compat, pulls, busy=lambda: stepping.busy
+            config, rank, pool, agent, self.compat, links.pulls, busy=lambda: stepping.busy
         )
         own = [describe(pool, rank, agent.metadata())]
         told = links.agree(own, list[RankMetadata], lambda each: [one for (one,) in each])
@@ -102,9 +101,8 @@ def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunn
 def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
     links.agree(0, int, max)  # all have started: the group waits for a minute, links for ten
-    meeting = f"{links.path}-group"
     groups = {"dcp": config.dcp, "ep": config.ep}
-    return Parallel.connect(rank, config.tp, meeting=meeting, device=device, **groups)
+    return Parallel.connect(rank, config.tp, meeting=config.meeting, device=device, **groups)
 
 
 def _compat(

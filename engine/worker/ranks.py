@@ -1,4 +1,4 @@
-"""The links between the ranks of an engine: a socket from rank 0 to each other one, which connects.
+"""The links between the ranks of an engine: sockets from rank 0 to each other one.
 
 First the ranks agree: that all have started, on the blocks that all can hold, on where everybody's
 KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
@@ -9,27 +9,24 @@ computed on all. A rank that dies ends the engine (its parent watches every rank
 
 import os
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from socket import socket
+from typing import TypeVar
 
 import msgspec
 
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.worker.runner import ModelRunner
-from protocol.ipc.wire import path_of
 
 _JOIN_TIMEOUT_S = 600.0  # loading the model included
 _END_DELAY_S = 0.1  # for a rank to begin to end, where a collective heard of it first
 _TORN_DOWN_S = 10.0
 _PF_EXITING = 0x4  # of the kernel's flags of a process
-_RETRY_DELAY_S = 0.02  # while rank 0 does not listen yet
 
 _T = TypeVar("_T")
 
@@ -46,63 +43,33 @@ class RankLinks:
     """One rank's: rank 0 has a link to every other rank, each of them one to rank 0.
 
     Args:
-        address: where rank 0 listens; not used by an engine of one rank.
-        rank, size: this one, of how many.
+        sockets: two to each of them in turn, for what is said here and for pulls.
 
     Attributes:
-        path: the address in the file system.
+        pulls: sockets for another thread, which has them to itself.
     """
 
     def __init__(
-        self, address: str, rank: int, size: int, *, timeout_s: float = _JOIN_TIMEOUT_S
+        self, rank: int, sockets: Sequence[socket], *, timeout_s: float = _JOIN_TIMEOUT_S
     ) -> None:
-        self._rank = rank
-        self._size = size
-        self._timeout_s = timeout_s
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._links: list[Connection] = []
-        self.path = path_of(address)
-        if rank:
-            self._links.append(_connected(self.path))
-        elif size > 1:
-            self._listener.bind(self.path)
-            self._listener.listen(size)
-            self._listener.settimeout(timeout_s)
+        self._rank, self._timeout_s = rank, timeout_s
+        self._links = [Connection(link.detach()) for link in sockets[::2]]
+        self.pulls = sockets[1::2]
 
     def agree(self, own: _T, kind: type[_T], combine: Callable[[list[_T]], _T]) -> _T:
         """What rank 0's `combine` makes of all ranks' `own`, in any order.
 
         Raises:
-            RankTimeout: a rank does not come, or tells nothing.
+            RankTimeout: a rank tells nothing.
             RankLost: one has ended.
         """
         if self._rank:
             self.send(msgspec.msgpack.encode(own))
             return msgspec.msgpack.decode(self._receive(), type=kind)
-        while len(self._links) < self._size - 1:
-            try:
-                self._links.append(Connection(self._listener.accept()[0].detach()))
-            except TimeoutError:
-                raise RankTimeout(f"no rank joined within {self._timeout_s:g} s") from None
         told = [self._receive(index, self._timeout_s) for index in range(len(self._links))]
         agreed = combine([own, *(msgspec.msgpack.decode(one, type=kind) for one in told)])
         self.send(msgspec.msgpack.encode(agreed))
         return agreed
-
-    def further(self) -> list[socket.socket]:
-        """One more socket for each link, for another thread; all ranks ask for them at once.
-
-        Raises:
-            RankTimeout, RankLost: as of `agree`.
-        """
-        if self._rank:
-            own, theirs = socket.socketpair()
-            with theirs:
-                send_handle(self._links[0], theirs.fileno(), None)
-            return [own]
-        indices = range(len(self._links))
-        files = [self._receive(index, self._timeout_s, recv_handle) for index in indices]
-        return [socket.socket(fileno=file) for file in files]
 
     def send(self, message: bytes) -> None:
         """Raises OSError: a rank has ended."""
@@ -123,20 +90,14 @@ class RankLinks:
                 with suppress(OSError):
                     link.send_bytes(b"")
             link.close()
-        self._listener.close()
 
-    def _receive(
-        self,
-        index: int = 0,
-        timeout_s: float | None = None,
-        read: Callable[[Connection], Any] = Connection.recv_bytes,
-    ) -> Any:
+    def _receive(self, index: int = 0, timeout_s: float | None = None) -> bytes:
         """The next message of a link. Whoever started the ranks has time to hear why one ended."""
         link, peer = self._links[index], "rank 0" if self._rank else "a rank"
         try:
             if timeout_s is not None and not link.poll(timeout_s):
                 raise RankTimeout(f"{peer} said nothing for {timeout_s:g} s")
-            return read(link)
+            return link.recv_bytes()
         except (EOFError, OSError) as error:
             time.sleep(_TORN_DOWN_S)
             raise RankLost(f"{peer} has ended") from error
@@ -155,18 +116,6 @@ class RankExecutor:
         if self._num_others:
             self._links.send(step_to_bytes(step))
         return self._runner.launch(step)
-
-
-def _connected(path: str) -> Connection:
-    """Waits for rank 0 to listen."""
-    until_s = time.monotonic() + _JOIN_TIMEOUT_S
-    while True:
-        try:
-            return Client(path, "AF_UNIX")
-        except OSError as error:
-            if time.monotonic() > until_s:
-                raise RankTimeout(f"rank 0 did not listen within {_JOIN_TIMEOUT_S:g} s") from error
-            time.sleep(_RETRY_DELAY_S)
 
 
 def blame(error: Exception, own: int, pids: Sequence[int | None]) -> None:

@@ -1,13 +1,15 @@
 """The process of one rank: loads its shard, allocates its KV, then leads or follows.
 
-Started as `python -m engine.worker.worker --rank R` with the EngineConfig as JSON on its standard
-input: it holds the cluster secret. Rank 0 talks to the HTTP process and decides; the others execute
-what it sends. All watch their parent and end with it.
+Started as `python -m engine.worker.worker --rank R --sockets N ...`, by the numbers of sockets that
+it inherits, with the EngineConfig as JSON on its standard input: it holds the cluster secret. Rank
+0 talks to the HTTP process and decides; the others execute what it sends. All watch their parent
+and end with it.
 """
 
 import argparse
 import logging
 import os
+import socket
 import sys
 
 import torch
@@ -31,7 +33,9 @@ def main() -> None:
     cannot go on."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
-    rank = parser.parse_args().rank
+    parser.add_argument("--sockets", type=int, nargs="+", required=True)
+    given = parser.parse_args()
+    rank, sockets = given.rank, [socket.socket(fileno=number) for number in given.sockets]
     lifecycle.watch_parent()
     end_with_vital_threads()
     end_on_sigterm()
@@ -46,7 +50,10 @@ def main() -> None:
         if config.device == "cuda":
             keep_kernels()
             watch_kernels()
-        lead(config) if rank == 0 else _follow(config, rank)
+        if rank:
+            _follow(config, rank, sockets)
+        else:
+            lead(config, sockets[0], sockets[1:])
     except SystemExit:
         logger.info("rank %d ends on SIGTERM", rank)
     except Exception as error:
@@ -62,8 +69,8 @@ def main() -> None:
     os._exit(code)
 
 
-def _follow(config: EngineConfig, number: int) -> None:
-    links = RankLinks(config.control_address, number, config.tp)
+def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:
+    links = RankLinks(number, sockets)
     with starting():
         model_config = load_config(
             config.model_dir, overrides=config.hf_overrides, quantization=config.quantization

@@ -155,11 +155,6 @@ def await_room(selector: BaseSelector, wire: Wire) -> None:
     selector.modify(wire, events, selector.get_key(wire).data)
 
 
-def path_of(address: str) -> str:
-    """The path of a Unix socket written as `ipc://PATH`."""
-    return address.removeprefix("ipc://")
-
-
 def framed(message: bytes) -> bytes:
     """A message as it goes over a wire."""
     return _LENGTH.pack(len(message)) + message

@@ -113,6 +113,7 @@ def spawn(
     capture: bool = True,
     on_event: Callable[[Event], None] | None = None,
     worded: Callable[[str], str] = str,
+    files: Sequence[int] = (),
 ) -> Child:
     """Starts a process in a session of its own that ends when this one does (see watch_parent).
 
@@ -122,6 +123,7 @@ def spawn(
         capture: print its lines prefixed by `name` and keep the last; False: it has our stdout.
         on_event: called from a thread of the child's own.
         worded: makes what is passed on of the child's lines and reasons.
+        files: descriptors that the child has too, by the same numbers.
 
     Raises:
         OSError: the program cannot be run.
@@ -134,7 +136,7 @@ def spawn(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *files),
             start_new_session=True,
         )
     except OSError:

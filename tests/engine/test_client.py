@@ -5,7 +5,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
@@ -42,8 +41,8 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
 class RemoteEngine:
     """The engine's end of the socket, which records and answers when told to."""
 
-    def __init__(self, address: str) -> None:
-        self.transport = EngineTransport(address)
+    def __init__(self, link: socket.socket) -> None:
+        self.transport = EngineTransport(link)
         self._received: list[EngineInput] = []
         self.is_over = False
 
@@ -58,10 +57,10 @@ class RemoteEngine:
 
 
 @asynccontextmanager
-async def connected(socket_folder: Any) -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
-    client = EngineClient(f"ipc://{socket_folder}/http")
-    await client.start()
-    remote = RemoteEngine(f"ipc://{socket_folder}/http")
+async def connected() -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
+    link, theirs = socket.socketpair()
+    client, remote = EngineClient(), RemoteEngine(theirs)
+    await client.start(link)
     try:
         remote.transport.tell(SMALL_ENGINE)
         assert await client.wait_ready(WAIT_S) == SMALL_ENGINE
@@ -79,8 +78,8 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_a_request_is_open_until_every_choice_has_ended(socket_folder):
-    async with connected(socket_folder) as (client, remote):
+async def test_a_request_is_open_until_every_choice_has_ended():
+    async with connected() as (client, remote):
         with closing(client.submit([add("r", num_choices=2)])) as subscription:
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
                 remote.say(delta)
@@ -92,8 +91,8 @@ async def test_a_request_is_open_until_every_choice_has_ended(socket_folder):
             assert not client._subscriptions
 
 
-async def test_an_error_ends_all_choices(socket_folder):
-    async with connected(socket_folder) as (client, remote):
+async def test_an_error_ends_all_choices():
+    async with connected() as (client, remote):
         answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
         await remote.receive()
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
@@ -103,8 +102,8 @@ async def test_an_error_ends_all_choices(socket_folder):
 
 
 @pytest.mark.parametrize("how", ["leaving", "cancelled"])
-async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder, how):
-    async with connected(socket_folder) as (client, remote):
+async def test_leaving_early_aborts_and_drops_what_still_comes(how):
+    async with connected() as (client, remote):
         if how == "cancelled":
             task = asyncio.create_task(collect(client, add("r")))
             assert await remote.receive() == add("r")
@@ -121,8 +120,8 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(socket_folder, ho
         assert not client._subscriptions
 
 
-async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder):
-    async with connected(socket_folder) as (client, remote):
+async def test_an_asked_for_abort_still_brings_the_last_delta():
+    async with connected() as (client, remote):
         with closing(client.submit([add("r")])) as subscription:
             await remote.receive()
             subscription.abort("r")
@@ -137,75 +136,70 @@ async def test_an_asked_for_abort_still_brings_the_last_delta(socket_folder):
 
 
 @pytest.mark.parametrize("how", ["message", "process", "garbage"])
-async def test_a_dead_engine_ends_every_open_request(socket_folder, how):
-    client = EngineClient(f"ipc://{socket_folder}/http")
-    await client.start()
-    _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
-    writer.write(framed(encode(SMALL_ENGINE)))
+async def test_a_dead_engine_ends_every_open_request(how):
+    client, (link, engine) = EngineClient(), socket.socketpair()
+    await client.start(link)
+    engine.sendall(framed(encode(SMALL_ENGINE)))
     await client.wait_ready(WAIT_S)
     answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
     await until(lambda: len(client._subscriptions) == 2)
     if how == "process":
         client.fail("out of memory")
     else:
-        writer.write(framed(encode(EngineFailed("full")) if how == "message" else b"\xc1"))
+        engine.sendall(framed(encode(EngineFailed("full")) if how == "message" else b"\xc1"))
     for answer in answers:
         (last,) = await asyncio.wait_for(answer, WAIT_S)
         assert last.error is not None and last.error.code == "engine_died"
     assert not client.healthy and not client._subscriptions
     with pytest.raises(EngineDied):
         client.submit([add("c")])
-    writer.close()
+    engine.close()
     await client.close()
 
 
-async def test_an_engine_that_is_not_there_is_not_waited_for(socket_folder):
-    client = EngineClient(f"ipc://{socket_folder}/http")
-    with pytest.raises(OSError):
-        EngineTransport(f"ipc://{socket_folder}/http")
-    await client.start()
-    with pytest.raises(EngineDied, match="nothing has changed for 0"):
-        await client.wait_ready(0.001)
+async def test_an_engine_that_is_not_there_is_not_waited_for():
+    client, (link, engine) = EngineClient(), socket.socketpair()
     with pytest.raises(EngineDied, match="not connected"):
         client.submit([add("r")])
     assert not client._subscriptions
-    _, writer = await asyncio.open_unix_connection(f"{socket_folder}/http")
+    await client.start(link)
+    with pytest.raises(EngineDied, match="nothing has changed for 0"):
+        await client.wait_ready(0.001)
     told: list[str] = []
     client.on_progress = told.append
     for half in ("first", "second"):
         waiting = asyncio.create_task(client.wait_ready(WAIT_S))
-        writer.write(framed(encode(EngineProgress(half))))
+        engine.sendall(framed(encode(EngineProgress(half))))
         await until(lambda half=half: half in told)  # type: ignore[misc]
         assert not waiting.done() and client.progress == half
         waiting.cancel()
-    writer.close()
+    engine.close()
     client.fail("no such model")
     with pytest.raises(EngineDied, match="no such model"):
         await client.wait_ready(WAIT_S)
     await client.close()
 
 
-async def test_who_hangs_up_is_dead_to_the_other(socket_folder):
-    async with connected(socket_folder) as (client, remote):
+async def test_who_hangs_up_is_dead_to_the_other():
+    async with connected() as (client, remote):
         assert not client.is_lost
         remote.transport.close()
         await until(lambda: client.is_lost)
         with pytest.raises(EngineDied, match="not connected"):
             client.submit([add("r")])
-    listener = socket.create_server(f"{socket_folder}/other", family=socket.AF_UNIX)
-    transport = EngineTransport(f"ipc://{socket_folder}/other")
-    listener.accept()[0].close()
+    http, link = socket.socketpair()
+    transport = EngineTransport(link)
+    http.close()
     assert transport.receive(WAIT_S) == ([], True)
     transport.send([_delta("a")])  # nobody is there to be told
     transport.close()
-    listener.close()
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_sending_never_waits_and_nothing_is_lost(socket_folder, ends):
+async def test_sending_never_waits_and_nothing_is_lost(ends):
     """More than the socket holds, while the other end is busy, or the core has ended."""
     long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
-    async with connected(socket_folder) as (client, remote):
+    async with connected() as (client, remote):
         with closing(client.submit(long)) as subscription:
             for request in long:
                 assert await remote.receive() == request
@@ -228,53 +222,51 @@ async def test_sending_never_waits_and_nothing_is_lost(socket_folder, ends):
         assert [delta.token_ids for delta in found] == [one.token_ids for one in long]
 
 
-async def test_no_step_is_taken_while_its_reader_stands_still(socket_folder, monkeypatch):
+async def test_no_step_is_taken_while_its_reader_stands_still(monkeypatch):
     monkeypatch.setattr("engine.process.transport.MAX_UNSENT_BYTES", 1 << 16)
-    with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
-        transport = EngineTransport(f"ipc://{socket_folder}/raw")
-        http, _ = listener.accept()
-        http.setblocking(False)
-        transport.send([_delta("a", *[70_000] * 4_000_000)])  # 20 MB
-        going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
-        num_read, loop = 0, asyncio.get_running_loop()
-        while not going_on.done():
-            part = asyncio.create_task(loop.sock_recv(http, 1 << 16))
-            await asyncio.wait((part, going_on), return_when=asyncio.FIRST_COMPLETED)
-            if part.done():
-                num_read += len(part.result())
-            else:  # enough has been read
-                part.cancel()
-        assert going_on.result() == ([], False) and num_read > 10_000_000
-        transport.close()
-        http.close()
+    http, link = socket.socketpair()
+    transport = EngineTransport(link)
+    http.setblocking(False)
+    transport.send([_delta("a", *[70_000] * 4_000_000)])  # 20 MB
+    going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
+    num_read, loop = 0, asyncio.get_running_loop()
+    while not going_on.done():
+        part = asyncio.create_task(loop.sock_recv(http, 1 << 16))
+        await asyncio.wait((part, going_on), return_when=asyncio.FIRST_COMPLETED)
+        if part.done():
+            num_read += len(part.result())
+        else:  # enough has been read
+            part.cancel()
+    assert going_on.result() == ([], False) and num_read > 10_000_000
+    transport.close()
+    http.close()
 
 
-async def test_messages_come_in_order_to_the_end(socket_folder):
-    with socket.create_server(f"{socket_folder}/raw", family=socket.AF_UNIX) as listener:
-        transport = EngineTransport(f"ipc://{socket_folder}/raw")
-        http, _ = listener.accept()
-        assert transport.receive(0.0) == ([], False)
-        both = framed(encode(AbortRequest("a"))) + framed(encode(AbortRequest("b")))
-        http.sendall(both[:-1])
-        assert transport.receive(WAIT_S) == ([AbortRequest("a")], False)
-        http.sendall(both[-1:])
-        http.close()
-        assert transport.receive(WAIT_S) == ([AbortRequest("b")], False)
-        assert transport.receive(WAIT_S) == ([], True)
-        transport.close()
+async def test_messages_come_in_order_to_the_end():
+    http, link = socket.socketpair()
+    transport = EngineTransport(link)
+    assert transport.receive(0.0) == ([], False)
+    both = framed(encode(AbortRequest("a"))) + framed(encode(AbortRequest("b")))
+    http.sendall(both[:-1])
+    assert transport.receive(WAIT_S) == ([AbortRequest("a")], False)
+    http.sendall(both[-1:])
+    http.close()
+    assert transport.receive(WAIT_S) == ([AbortRequest("b")], False)
+    assert transport.receive(WAIT_S) == ([], True)
+    transport.close()
 
 
-async def test_another_thread_wakes_the_engine(socket_folder):
-    async with connected(socket_folder) as (_, remote):
+async def test_another_thread_wakes_the_engine():
+    async with connected() as (_, remote):
         waiting = asyncio.create_task(asyncio.to_thread(remote.transport.receive, WAIT_S))
         remote.transport.wake()
         assert await waiting == ([], False)
 
 
-async def test_a_request_that_ends_while_the_client_closes_tells_nobody(socket_folder):
+async def test_a_request_that_ends_while_the_client_closes_tells_nobody():
     """It lets go of the KV kept for it, in the middle of the close that ended it."""
 
-    async with connected(socket_folder) as (client, remote):
+    async with connected() as (client, remote):
         kept = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
         await remote.receive()
         closing = asyncio.create_task(client.close())

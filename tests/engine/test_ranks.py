@@ -1,12 +1,12 @@
 """The ranks of an engine agree before they compute, follow rank 0, and know whose end it was."""
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,22 +46,38 @@ def _step(token_ids: list[int]) -> StepInput:
     return StepInput(np.array(token_ids), one, one, one[None], one * 0, [])
 
 
-Follow = Callable[[int, Callable[[RankLinks], Any]], Future[Any]]
+def _close(links: RankLinks) -> None:
+    links.close()
+    for pull in links.pulls:
+        pull.close()
+
+
+Follow = Callable[..., tuple[RankLinks, list[Future[Any]]]]
 
 
 @pytest.fixture
-def follow(socket_folder: Path) -> Iterator[Follow]:
-    """Runs what another rank does, in a thread; its links are closed at the end."""
+def follow() -> Iterator[Follow]:
+    """Makes rank 0's links, and runs what other ranks do, each in a thread; their links are closed
+    at its end."""
+
+    def run(links: RankLinks, act: Callable[[RankLinks], Any]) -> Any:
+        try:
+            return act(links)
+        finally:
+            _close(links)
+
     with ThreadPoolExecutor() as pool:
 
-        def run(rank: int, act: Callable[[RankLinks], Any]) -> Any:
-            links = RankLinks(f"ipc://{socket_folder}/ranks", rank, 3)
-            try:
-                return act(links)
-            finally:
-                links.close()
+        def begin(
+            *acts: Callable[[RankLinks], Any], timeout_s: float = _TIMEOUT_S
+        ) -> tuple[RankLinks, list[Future[Any]]]:
+            pairs = [[socket.socketpair(), socket.socketpair()] for _ in acts]
+            ours = [end for two in pairs for end, _ in two]
+            others = [RankLinks(1 + at, [end for _, end in two]) for at, two in enumerate(pairs)]
+            links = RankLinks(0, ours, timeout_s=timeout_s)
+            return links, [pool.submit(run, *each) for each in zip(others, acts, strict=True)]
 
-        yield lambda rank, act: pool.submit(run, rank, act)
+        yield begin
 
 
 def _obey(links: RankLinks, runner: Any) -> None:
@@ -69,65 +85,48 @@ def _obey(links: RankLinks, runner: Any) -> None:
     links.follow(runner)
 
 
-def _rank_0(socket_folder: Path, size: int, timeout_s: float = _TIMEOUT_S) -> RankLinks:
-    return RankLinks(f"ipc://{socket_folder}/ranks", 0, size, timeout_s=timeout_s)
-
-
-def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(socket_folder, follow):
+def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(follow):
     def agree(links: RankLinks, port: int, blocks: int) -> tuple[int, int]:
         return links.agree(port, int, max), links.agree(blocks, int, min)
 
-    links = _rank_0(socket_folder, 3)
-    others = [follow(rank, lambda links, n=100 * rank: agree(links, 0, n)) for rank in (1, 2)]  # type: ignore[misc]
+    links, others = follow(*(partial(agree, port=0, blocks=n) for n in (100, 200)))
     assert agree(links, 4711, 150) == (4711, 100)
     assert [other.result(_TIMEOUT_S) for other in others] == [(4711, 100)] * 2
-    links.close()
-    alone = RankLinks("", 0, 1)
+    _close(links)
+    alone = RankLinks(0, [])
     assert alone.agree(7, int, min) == 7
     alone.close()
 
 
-def test_every_rank_has_a_further_socket_of_its_own_to_rank_0(socket_folder, follow):
+def test_every_rank_has_a_socket_to_rank_0_for_pulls_of_its_own(follow):
     def hear(links: RankLinks) -> bytes:
-        links.agree(0, int, max)
-        (further,) = links.further()
-        with further:
-            links.agree(0, int, max)  # what was said over others is none of its business
-            return further.recv(9)
+        links.agree(0, int, max)  # what was said over others is none of its business
+        return links.pulls[0].recv(9)
 
-    links = _rank_0(socket_folder, 3)
-    others = [follow(rank, hear) for rank in (1, 2)]
+    links, others = follow(hear, hear)
+    for end, word in zip(links.pulls, (b"one", b"other"), strict=True):
+        end.send(word)
     links.agree(0, int, max)
-    for end, word in zip(links.further(), (b"one", b"other"), strict=True):
-        with end:
-            end.send(word)
-    links.agree(0, int, max)
-    assert {other.result(_TIMEOUT_S) for other in others} == {b"one", b"other"}
-    links.close()
+    assert [other.result(_TIMEOUT_S) for other in others] == [b"one", b"other"]
+    _close(links)
 
 
-def test_a_rank_that_never_comes_is_a_typed_error(socket_folder):
-    links = _rank_0(socket_folder, 2, timeout_s=0.05)
-    with pytest.raises(RankTimeout, match="no rank joined"):
-        links.agree(4711, int, max)
-    links.close()
+def test_a_rank_that_goes_silent_is_a_typed_error(follow):
+    def agree_once(links: RankLinks) -> int:
+        return links.agree(1, int, min) + links._receive()[0]
 
-
-def test_a_rank_that_goes_silent_is_a_typed_error(socket_folder, follow):
-    links = _rank_0(socket_folder, 2, timeout_s=0.2)
-    other = follow(1, lambda links: links.agree(1, int, min) + links._receive()[0])
+    links, (other,) = follow(agree_once, timeout_s=0.2)
     assert links.agree(5, int, min) == 1
     with pytest.raises(RankTimeout, match="a rank said nothing for"):
         links.agree(5, int, min)
     links.send(b"\x01")
     assert other.result(_TIMEOUT_S) == 2
-    links.close()
+    _close(links)
 
 
-def test_other_ranks_launch_ahead_as_far_as_rank_0_does(socket_folder, follow):
-    links, ours, theirs = _rank_0(socket_folder, 2), _AheadRunner(), _AheadRunner()
-
-    other = follow(1, partial(_obey, runner=theirs))
+def test_other_ranks_launch_ahead_as_far_as_rank_0_does(follow):
+    ours, theirs = _AheadRunner(), _AheadRunner()
+    links, (other,) = follow(partial(_obey, runner=theirs))
     links.agree(1, int, max)
     executor = RankExecutor(ours, links)  # type: ignore[arg-type]
     under_way: list[PendingStep] = []
@@ -135,19 +134,16 @@ def test_other_ranks_launch_ahead_as_far_as_rank_0_does(socket_folder, follow):
         under_way.append(executor.launch(_step([-1 if index else 7])))
         if len(under_way) > executor.depth:
             under_way.pop(0).result()
-    links.close()
+    _close(links)
     other.result(_TIMEOUT_S)
     assert ours.token_ids == theirs.token_ids == [[7], [-1], [-1], [-1], [-1]]
     assert ours.most_under_way == theirs.most_under_way == 2
 
 
-def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
-    socket_folder, follow, monkeypatch
-):
+def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(follow, monkeypatch):
     monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
-    links, theirs, token_ids = _rank_0(socket_folder, 2), _AheadRunner(), list(range(1 << 20))
-
-    other = follow(1, partial(_obey, runner=theirs))
+    theirs, token_ids = _AheadRunner(), list(range(1 << 20))
+    links, (other,) = follow(partial(_obey, runner=theirs))
     links.agree(1, int, max)
     RankExecutor(_AheadRunner(), links).launch(_step(token_ids))  # type: ignore[arg-type]
     links._links[0].close()
@@ -155,7 +151,7 @@ def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
         other.result(_TIMEOUT_S)
     assert theirs.token_ids == [token_ids]
     links._links.clear()
-    links.close()
+    _close(links)
 
 
 # -- what became of the other ranks ---------------------------------------------------------------

@@ -248,10 +248,19 @@ async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_p
             for name in ("config.json", "model.safetensors"):
                 (tmp_path / name).symlink_to(ensure_model("gqa") / name)
             options["model"], told = str(tmp_path), r"tokenizer\.json"
+        never_ready: list[socket.socket] = []
+
+        def start(config: EngineConfig) -> socket.socket:
+            link, engine = socket.socketpair()
+            never_ready.append(engine)
+            return link
+
         async with _made(_EndingEngine(), **options) as (server, listener):
-            monkeypatch.setattr(server.processes, "start", lambda config: None)  # never ready
+            monkeypatch.setattr(server.processes, "start", start)
             with pytest.raises((CannotListen, ValueError), match=told):
                 await server._start_and_serve(listener, asyncio.Future())
+        for engine in never_ready:
+            engine.close()
 
 
 async def test_open_requests_are_told_why_the_engine_died(tokenizer):
@@ -291,11 +300,11 @@ def test_the_dtype_that_auto_means(saved, device, chosen):
     folder = ensure_model("gqa")
     model = dataclasses.replace(load_config(folder), dtype=saved)
     settings = PrefillSettings(_cli_parse_args=[], device=device)
-    assert engine_config(settings, b"", folder, model, str).dtype == chosen
+    assert engine_config(settings, b"", folder, model).dtype == chosen
 
 
 def test_every_start_has_ids_of_its_own():
     folder = ensure_model("gqa")
     settings = PrefillSettings(_cli_parse_args=[], device="cpu")
-    made = [engine_config(settings, b"", folder, load_config(folder), str) for _ in range(9)]
+    made = [engine_config(settings, b"", folder, load_config(folder)) for _ in range(9)]
     assert len({one.incarnation for one in made}) == len({one.engine_id for one in made}) == 9

@@ -69,7 +69,7 @@ class ScriptedEngine(EngineClient):
         ready: EngineReady | None = SMALL_ENGINE,
         queue: QueueOptions | None = None,
     ) -> None:
-        super().__init__("", queue)
+        super().__init__(queue)
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self._script = script
@@ -77,7 +77,7 @@ class ScriptedEngine(EngineClient):
         if ready is not None:
             self._take(ready)
 
-    async def start(self) -> None: ...
+    async def start(self, link: object = None) -> None: ...
 
     async def close(self) -> None:
         await super().close()

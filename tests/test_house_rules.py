@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2605,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11409,
+    "engine": 11317,
     "kvcache": 7707,
     "kvcache/transfer": 5139,
     "model": 5335,
     "prefill_server": 173,
-    "protocol": 6852,
+    "protocol": 6849,
     "proxy": 5185,
-    "tests": 40737,
+    "tests": 40693,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

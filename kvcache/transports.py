@@ -34,6 +34,7 @@ _PREFIX = re.compile(r"^\[\d+\.\d+\]\s+\[[^\]]*\]\s*")
 _TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)")
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
 _CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
+_GIVE_BACK = 0x1 | 0x2  # of fallocate: a part of a file, whose size stays
 _RDMA = ("rc", "dc", "ud", "srd", "gga")  # of verbs and EFA, whatever follows: rc_mlx5, dc_x
 
 GPU_FIX = (
@@ -115,7 +116,7 @@ class UcxLog:
     def __init__(self) -> None:
         self._fd: int | None = None
         self._seen = 0
-        self._reads: list[UcxRead] = []
+        self._reads: dict[tuple[bool, bool], UcxRead] = {}  # the latest, by whether GPUs' memory
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -128,27 +129,27 @@ class UcxLog:
         os.environ.setdefault("UCX_PROTO_INFO", "*get*")
 
     def look(self) -> None:
-        """Takes in what UCX has printed; its warnings and errors are logged."""
+        """Takes in what UCX has printed, which takes no memory any more; its warnings and errors
+        are logged."""
         if self._fd is None:
             return
-        ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers
+        libc = ctypes.CDLL(None)
+        libc.fflush(None)  # UCX writes through C's buffers
         with self._lock:
             size = os.fstat(self._fd).st_size
             text = os.pread(self._fd, max(size - self._seen, 0), self._seen)
             whole = text[: text.rfind(b"\n") + 1]
             self._seen += len(whole)
             lines = whole.decode(errors="replace")
-            self._reads += parse(lines)
+            self._reads |= {("cuda" in r.local, "cuda" in r.remote): r for r in parse(lines)}
+            libc.fallocate(self._fd, _GIVE_BACK, *map(ctypes.c_long, (0, self._seen)))
         for line in other_lines(lines):
             logger.warning("%s", line)
 
     def read_between(self, *, gpu_here: bool, gpu_there: bool) -> UcxRead | None:
         """The latest choice for these kinds of memory; None where UCX has not said one."""
         self.look()
-        for read in reversed(self._reads):
-            if ("cuda" in read.local, "cuda" in read.remote) == (gpu_here, gpu_there):
-                return read
-        return None
+        return self._reads.get((gpu_here, gpu_there))
 
 
 ucx_log = UcxLog()

@@ -74,6 +74,19 @@ def test_what_ucx_reads_with_is_told_by_ucx():
     assert "ucp_get" not in told  # UCX's tables stay where they are
 
 
+def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
+    monkeypatch.setenv("UCX_LOG_FILE", "/proc/1/fd/1")  # as of a process that made this one
+    log = UcxLog()
+    log.begin()
+    file = os.open(os.environ["UCX_LOG_FILE"], os.O_WRONLY)
+    for local in ("host memory", "cuda"):
+        os.write(file, PRINTED.replace("into host memory", f"into {local}").encode() * 1000)
+        found = log.read_between(gpu_here=local == "cuda", gpu_there=False)
+        assert found == replace(OVER_TCP, local=local)
+        assert os.fstat(file).st_blocks * 512 <= 4096
+    os.close(file)
+
+
 def test_where_the_log_goes_is_left_to_those_who_have_said_it(monkeypatch):
     monkeypatch.setenv("UCX_LOG_FILE", "mine.log")
     log = UcxLog()

@@ -24,7 +24,7 @@ from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.nixl_agent import NixlAgent
-from kvcache.transfer.peer import LocalRank, MappedPath
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerFailed, PeerReady, PullDone, PullFailed
@@ -236,7 +236,8 @@ class DecodeRank:
             new_agent("pair-d", device),
             pool,
             staging_bytes=None if setup.mapped else setup.staging_bytes,
-            mapped=MappedPath(placer, required=True) if setup.mapped else None,
+            placer=placer if setup.mapped else None,
+            maps_only=setup.mapped,
         )
         worker = TransferWorker(local, link)
         worker.start()

@@ -13,7 +13,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.move.cuda_placer import placer_for
-from kvcache.transfer.peer import LocalRank, MappedPath
+from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
@@ -52,10 +52,8 @@ class KVService:
     ) -> None:
         self._config, self._pool = config, pool
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
-        mapped = None
-        if config.transfer != "nixl":
-            placer = placer_for(pool, busy=busy, convert=config.kv_convert)
-            mapped = MappedPath(placer, required=config.transfer == "mapped")
+        maps = config.transfer != "nixl"
+        placer = placer_for(pool, busy=busy, convert=config.kv_convert) if maps else None
         local = LocalRank(
             rank,
             config.tp,
@@ -66,7 +64,8 @@ class KVService:
             staging_bytes=_staging_bytes(config),
             convert=config.kv_convert,
             costs=self._costs,
-            mapped=mapped,
+            placer=placer,
+            maps_only=config.transfer == "mapped",
             busy=busy,
             connect_timeout_s=config.connect_timeout_s,
         )

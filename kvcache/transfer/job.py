@@ -255,8 +255,8 @@ class MappedJob(TransferJob):
 
     def __init__(self, pull: Pull, peer: Peer) -> None:
         super().__init__(pull, peer)
-        assert peer.rank.mapped is not None
-        self._mapped = peer.rank.mapped
+        assert peer.rank.placer is not None
+        self._placer = peer.rank.placer
         self._transfer: Transfer | None = None
         self._pending: deque[BlockCopy] = deque()
 
@@ -279,11 +279,11 @@ class MappedJob(TransferJob):
 
     def poll(self) -> bool:
         before = len(self._active)
-        self._mapped.placer.retire(self._active)
+        self._placer.retire(self._active)
         return len(self._active) < before
 
     def _begin(self) -> Transfer:
-        peer, mapped = self.peer, self._mapped
+        peer = self.peer
         if peer.refusal is not None:
             raise PeerIncompatible(
                 f"KV of prefill server {peer.engine_id} cannot be mapped: {peer.refusal}. "
@@ -291,16 +291,15 @@ class MappedJob(TransferJob):
                 param="transfer",
             )
         transfers = peer.transfers(self.pull)
-        launch_bytes = mapped.launch_bytes or mapped.placer.launch_bytes
         for transfer in transfers:
-            self._pending.extend(launches(transfer.copies(), launch_bytes))
+            self._pending.extend(launches(transfer.copies(), self._placer.launch_bytes))
             self.nbytes += transfer.useful_bytes
         self.bytes_read, self._transfer = self.nbytes, transfers[0]
         return transfers[0]
 
     def _launch(self, transfer: Transfer) -> bool:
         """Queues the next launch, or as much of it as there is room for."""
-        placer, copy, factors = self._mapped.placer, self._pending[0], transfer.factors
+        placer, copy, factors = self._placer, self._pending[0], transfer.factors
         room = placer.room(copy, factors)
         fitting = max(room // copy.piece_bytes, min(room, 1))  # a piece may exceed the room
         if fitting == 0:

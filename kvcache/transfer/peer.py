@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -53,20 +52,6 @@ FIX = (
 )
 
 
-@dataclass(frozen=True)
-class MappedPath:
-    """Pulls out of peers' memory that is mapped here.
-
-    Attributes:
-        required: a peer that cannot be mapped is refused, not left to NIXL.
-        launch_bytes: of one launch, at most; None: the placer's.
-    """
-
-    placer: Placer
-    required: bool = False
-    launch_bytes: int | None = None
-
-
 class LocalRank:
     """One rank of D: what its pulls and links share.
 
@@ -77,7 +62,8 @@ class LocalRank:
         staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
-        mapped: takes the pulls from peers that it can map; the agent moves the others.
+        placer: carries out the pulls from peers whose memory it can map; the agent does the others.
+        maps_only: a peer that cannot be mapped is refused, not left to the agent.
         busy: whether this rank's engine computes: READs between GPUs then leave it room.
         connect_timeout_s: longest wait of a pull for the connection to its peer.
 
@@ -99,13 +85,15 @@ class LocalRank:
         convert: bool = False,
         costs: CostModel | None = None,
         limits: ReadWindow | None = None,
-        mapped: MappedPath | None = None,
+        placer: Placer | None = None,
+        maps_only: bool = False,
         busy: Callable[[], bool] = lambda: False,
         connect_timeout_s: float = 5.0,
     ) -> None:
         on_gpu = pool.device.type == "cuda"
         self.number, self.total_kv_heads, self.pool = number, total_kv_heads, pool
-        self.mapped, self.convert, self.costs = mapped, convert, costs
+        self.placer, self.maps_only = placer, maps_only
+        self.convert, self.costs = convert, costs
         self.busy = busy if on_gpu else None
         self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp, pool.groups)
         self.staging = None
@@ -138,8 +126,8 @@ class LocalRank:
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()
-        if self.mapped is not None:
-            self.mapped.placer.bind_thread()
+        if self.placer is not None:
+            self.placer.bind_thread()
 
     def offer(self) -> None:
         """Peers may read the pool from here on."""
@@ -385,13 +373,13 @@ class Peer:
     def map(self) -> bool:
         """Opens its memory, unless that was done; whether pulls are mapped, or fail as it cannot
         be."""
-        mapped = self.rank.mapped
-        if mapped is None:
+        placer = self.rank.placer
+        if placer is None:
             return False
         if not self.memories and self.refusal is None:
             try:
                 for owner in self._owners:
-                    self.memories[owner] = mapped.placer.open(self.metadata.ranks[owner])
+                    self.memories[owner] = placer.open(self.metadata.ranks[owner])
                 logger.info("prefill server %s: its KV is mapped here", self.engine_id)
             except Exception as error:  # of any other kind it is our own: NIXL may do better
                 if not isinstance(error, NotMappable):
@@ -399,7 +387,7 @@ class Peer:
                 logger.info("prefill server %s: not mapped, %s", self.engine_id, error)
                 self.unmap()
                 self.refusal = str(error)
-        return self.refusal is None or mapped.required
+        return self.refusal is None or self.rank.maps_only
 
     def unmap(self) -> None:
         """No job reads from its memory any more."""

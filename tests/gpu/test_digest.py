@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from kvcache.verify.digest import Digester
 from protocol.errors import KVCorrupt
@@ -59,8 +58,8 @@ class Spoiling(CudaPlacer):
 def test_pulls_between_pools_of_a_gpu_are_verified(made, p, d, make):
     prefill = Prefill(MemoryAgent, device="cuda:0", digests=True, **p)
     made.append(prefill)
-    path = lambda pool: MappedPath(make(pool), required=True)  # noqa: E731
-    decode = Decode(MemoryAgent, device="cuda:0", verify="all", make_mapped=path, **d)
+    way = {"device": "cuda:0", "make_placer": make, "maps_only": True}
+    decode = Decode(MemoryAgent, verify="all", **way, **d)
     made.append(decode)
     for name in "ab":
         decode.coordinator.pull(name, prefill.lease([5, 2, 9], 24), 3, 22, [3, 1, 7])

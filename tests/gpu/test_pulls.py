@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import LONG_RUN_BYTES, CudaPlacer
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer, launches
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
 from tests.rigs.geometry import Case, Side, cases
@@ -158,13 +158,9 @@ def decode_on(
     busy: bool = False,
     **options: Any,
 ) -> Decode:
-    def make(pool: KVPool) -> MappedPath:
-        placer = CudaPlacer(
-            pool, num_programs=num_programs, long_run_bytes=long_run_bytes, busy=lambda: busy
-        )
-        return MappedPath(placer, required=True)
-
-    decode = Decode(lambda: nixl("D", device), device=device, make_mapped=make, **options)
+    own = {"num_programs": num_programs, "long_run_bytes": long_run_bytes, "busy": lambda: busy}
+    make, way = partial(CudaPlacer, **own), {"device": device, "maps_only": True}
+    decode = Decode(lambda: nixl("D", device), make_placer=make, **way, **options)
     made.append(decode)
     return decode
 

@@ -31,7 +31,6 @@ from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import PullSettings
 from model.config import load_config
 from model.parallel import Parallel
@@ -198,11 +197,11 @@ class Engine:
             lease_s=lease_s,
         )  # fmt: skip
 
-        def mapped(pool: KVPool) -> MappedPath:
-            self.movers.placers.append(MemoryPlacer(pool))
-            return MappedPath(self.movers.placers[-1], launch_bytes=launch_bytes or 0)
+        def make_placer(pool: KVPool) -> MemoryPlacer:
+            self.movers.placers.append(MemoryPlacer(pool, launch_bytes or 0))
+            return self.movers.placers[-1]
 
-        way: dict[str, Any] = {"mapped": mapped} if launch_bytes else {}
+        way: dict[str, Any] = {"make_placer": make_placer} if launch_bytes else {}
         how: dict[str, Any] = {
             "dcp": dcp,
             "told_dcp": told_dcp,

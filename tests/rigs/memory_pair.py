@@ -18,7 +18,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.move.peer_memory import describe
-from kvcache.transfer.peer import MappedPath
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import (
@@ -247,7 +247,7 @@ class Prefill:
             agent.close()
 
 
-OF_RANKS = {"limits", "staging_bytes", "costs", "connect_timeout_s"}
+OF_RANKS = {"limits", "staging_bytes", "costs", "connect_timeout_s", "maps_only"}
 
 
 class Decode:
@@ -268,7 +268,7 @@ class Decode:
         secret: bytes = SECRET,
         settings: dict[str, Any] | None = None,
         device: str = "cpu",
-        make_mapped: Callable[[KVPool], MappedPath | None] = lambda pool: None,
+        make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
         convert: bool = False,
         verify: str = "off",
         **options: Any,
@@ -284,7 +284,7 @@ class Decode:
         limits, about = PullSettings(**(settings or {})), {"dcp": dcp, "convert": convert}
         self._work = Workers(
             self.pools, self.agents, told, secret, limits, clock=self.clock, verify=verify,
-            mapped=make_mapped, **about, **of_ranks,
+            make_placer=make_placer, **about, **of_ranks,
         )  # fmt: skip
         self.coordinator, self.workers = self._work.coordinator, self._work.workers
         self.coordinator.on_event = self.woken.set

@@ -74,8 +74,9 @@ class MemoryPlacer(Placer):
         unmapped: set whenever one is closed.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, launch_bytes: int = 16 << 20) -> None:
         super().__init__(pool)
+        self.launch_bytes = launch_bytes
         self.stalled = False
         self.num_failing = self.num_failed = 0
         self.rooms: list[int] = []

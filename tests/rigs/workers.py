@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.move.place import Placer
 from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
@@ -20,7 +21,7 @@ class Workers:
 
     Args:
         told_dcp: how many ranks share tokens, as the coordinator believes.
-        mapped: each rank's mapped path, if it has one.
+        make_placer: makes each rank's, if it has one.
         options: of the ranks.
     """
 
@@ -37,7 +38,7 @@ class Workers:
         told_dcp: int | None = None,
         convert: bool = False,
         verify: str = "off",
-        mapped: Callable[[KVPool], Any] = lambda pool: None,
+        make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
         **options: Any,
     ) -> None:
         tp, size = len(pools), pools[0].layout.block_size
@@ -49,7 +50,7 @@ class Workers:
         )
         self.ranks = [
             LocalRank(rank, tp, compat.total_kv_heads, agents[rank], pool, dcp=dcp,
-                      mapped=mapped(pool), **options, **common)
+                      placer=make_placer(pool), **options, **common)
             for rank, pool in enumerate(pools)
         ]  # fmt: skip
         links = [self.coordinator, *(theirs for _, theirs in pairs)]

@@ -9,7 +9,6 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from protocol.errors import LeaseGone, PeerUnreachable
@@ -39,10 +38,10 @@ class Gate:
     def __init__(self) -> None:
         self.opened, self.launched = threading.Event(), threading.Event()
 
-    def mapped(self, pool: KVPool) -> MappedPath:
+    def placer(self, pool: KVPool) -> GatedMapper:
         mapper = GatedMapper(pool)
         mapper.gate, mapper.launched = self.opened, self.launched
-        return MappedPath(mapper, required=True)
+        return mapper
 
     def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
         """A lease all of whose bytes have come, which nobody has seen."""
@@ -57,7 +56,7 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
     gate = Gate()
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
-    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
+    decode = rig(Decode, make_placer=gate.placer, settings=settings)
     remote = gate.read(prefill, decode)
     if how == "aborted":
         assert prefill.server.abort(remote.lease_id)
@@ -71,7 +70,7 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
 def test_of_two_readers_one_may_use_what_both_have_read(rig):
     prefill = rig(Prefill)
     gates = [Gate(), Gate()]
-    readers = [rig(Decode, make_mapped=gate.mapped) for gate in gates]
+    readers = [rig(Decode, make_placer=gate.placer) for gate in gates]
     remote = prefill.lease([5], 8)
     for reader, gate in zip(readers, gates, strict=True):
         reader.coordinator.pull("a", remote, 0, 8, [3])
@@ -89,7 +88,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
     """Its pool is mapped here: every byte comes."""
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"connection_timeout_s": 0.3, **PATIENT}
-    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
+    decode = rig(Decode, make_placer=gate.placer, settings=settings)
     gate.read(prefill, decode)
     prefill.close()
     gate.opened.set()
@@ -99,7 +98,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
 def test_the_fence_waits_for_a_stopped_peer_to_go_on(rig):
     gate, prefill = Gate(), rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "connection_timeout_s": 60.0}
-    decode = rig(Decode, make_mapped=gate.mapped, settings=settings)
+    decode = rig(Decode, make_placer=gate.placer, settings=settings)
     remote = gate.read(prefill, decode)
     prefill.signal(signal.SIGSTOP)
     gate.opened.set()

@@ -1,6 +1,5 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
-import functools
 import itertools
 import threading
 from typing import Any
@@ -12,7 +11,6 @@ from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
 from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from protocol.errors import (
     LeaseGone,
@@ -29,15 +27,15 @@ PULLS = itertools.count()
 
 
 class Mappers:
-    """Makes a MappedPath for each rank and keeps what it was made of."""
+    """Makes a placer for each rank and keeps it."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.made: list[MemoryPlacer] = []
 
-    def __call__(self, pool: KVPool) -> MappedPath:
-        self.made.append(MemoryPlacer(pool))
-        return MappedPath(self.made[-1], **self.options)
+    def __call__(self, pool: KVPool) -> MemoryPlacer:
+        self.made.append(MemoryPlacer(pool, **self.options))
+        return self.made[-1]
 
 
 def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
@@ -55,7 +53,7 @@ def pull(decode: Decode, prefill: Prefill, path: str | None = "mapped") -> Any:
 def sides(rig: Any, **options: Any) -> tuple[Prefill, Decode, MemoryPlacer]:
     """And what D maps with."""
     mappers = Mappers()
-    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mappers, **options)
+    prefill, decode = rig(Prefill), rig(Decode, make_placer=mappers, **options)
     return prefill, decode, mappers.made[0]
 
 
@@ -75,7 +73,7 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("p", "d"), GEOMETRIES)
 def test_any_geometry_is_mapped(rig, p, d):
     mappers = Mappers(launch_bytes=1)  # a launch for every block
-    prefill, decode = rig(Prefill, **p), rig(Decode, make_mapped=mappers, **d)
+    prefill, decode = rig(Prefill, **p), rig(Decode, make_placer=mappers, **d)
     remote = prefill.lease([5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p.get("block_size", 8))], 37)
     blocks = [8, 3, 1, 7, 2][: -(-37 // d.get("block_size", 8))]
     done = decode.pull("a", remote, 3, 37, blocks)
@@ -113,13 +111,13 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
 
 
 def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig):
-    prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_mapped=Mappers())
+    prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_placer=MemoryPlacer)
     pull(decode, prefill, "direct")
 
 
 def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig):
     prefill = rig(Prefill, edit=without_offer)
-    decode = rig(Decode, make_mapped=Mappers(required=True))
+    decode = rig(Decode, make_placer=MemoryPlacer, maps_only=True)
     error = pull(decode, prefill, None)
     assert isinstance(error, PeerIncompatible)
     assert "offers no memory to map" in str(error) and "--transfer auto" in str(error)
@@ -155,7 +153,7 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
 
 def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(rig, monkeypatch):
     monkeypatch.setattr(MemoryPlacer, "open", lambda *args: 1 / 0)
-    prefill, decode = rig(Prefill), rig(Decode, make_mapped=Mappers())
+    prefill, decode = rig(Prefill), rig(Decode, make_placer=MemoryPlacer)
     pull(decode, prefill, "direct")
 
 
@@ -182,7 +180,7 @@ def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig, 
 
 def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
     mappers = Mappers()
-    first, decode = rig(Prefill, port=port), rig(Decode, make_mapped=mappers)
+    first, decode = rig(Prefill, port=port), rig(Decode, make_placer=mappers)
     stale = first.lease([5, 2], 16)
     decode.pull("a", stale, 0, 16, [3, 1])
     (mapper,) = mappers.made
@@ -204,21 +202,21 @@ def test_a_peer_that_dies_idle_is_unmapped(rig):
     assert mapper.mapped == []
 
 
-def without_compiler(pool: KVPool, **options: Any) -> MappedPath:
+def without_compiler(pool: KVPool) -> CudaPlacer:
     """As on a GPU of a host without a working Triton: this one has neither."""
     placer = CudaPlacer(pool)
     placer.compile(convert=False)
-    return MappedPath(placer, **options)
+    return placer
 
 
 def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(rig, caplog):
-    prefill, decode = rig(Prefill), rig(Decode, make_mapped=without_compiler)
+    prefill, decode = rig(Prefill), rig(Decode, make_placer=without_compiler)
     pull(decode, prefill, "direct")
     assert "not every kernel that places KV can be compiled" in caplog.text
 
 
 def test_a_pinned_mapped_path_refuses_all_peers_where_no_kernel_can_be_compiled(rig):
     prefill = rig(Prefill)
-    decode = rig(Decode, make_mapped=functools.partial(without_compiler, required=True))
+    decode = rig(Decode, make_placer=without_compiler, maps_only=True)
     error = pull(decode, prefill, None)
     assert isinstance(error, PeerIncompatible) and "the kernel that places KV" in str(error)

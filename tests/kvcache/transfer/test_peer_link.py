@@ -4,7 +4,6 @@ import threading
 
 from kvcache.pool import KVPool
 from kvcache.transfer import worker as pull_worker
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.pulls.messages import DropPeer, PullDrained, PullFailed
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
@@ -92,12 +91,12 @@ def test_a_peer_that_cannot_be_connected_to_delays_no_other_and_holds_no_blocks(
 def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig):
     placers: list[MemoryPlacer] = []
 
-    def mapped(pool: KVPool) -> MappedPath:
+    def stalled(pool: KVPool) -> MemoryPlacer:
         placers.append(MemoryPlacer(pool))
         placers[0].stalled = True
-        return MappedPath(placers[0])
+        return placers[0]
 
-    prefill, decode = rig(Prefill), rig(Decode, make_mapped=mapped)
+    prefill, decode = rig(Prefill), rig(Decode, make_placer=stalled)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.pull("a", remote, 0, 24, BLOCKS)
     worker = decode.workers[0]

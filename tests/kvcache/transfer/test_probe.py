@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.plan import Planner
@@ -150,9 +148,6 @@ def test_without_room_nothing_is_measured(rig, staging_bytes):
 
 
 def test_a_peer_that_is_mapped_is_not_measured(rig):
-    def make(pool: KVPool) -> MappedPath:
-        return MappedPath(Placer(pool))
-
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_mapped=make)
+    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_placer=Placer)
     pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None and decode.workers[0].counters["posts"] == 0

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from kvcache import fp8
-from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import MappedPath
 from kvcache.transfer.plan.cost import CostModel
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
@@ -28,8 +26,8 @@ def table(tokens: int, size: int, of: int = 31) -> list[int]:
     )
 
 
-def on_host(pool: KVPool) -> MappedPath:
-    return MappedPath(Placer(pool), required=True, launch_bytes=1 << 14)
+class SmallLaunches(Placer):
+    launch_bytes = 1 << 14
 
 
 def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:
@@ -77,7 +75,7 @@ def test_any_layout_by_any_path(rig, path, p_order, d_order, p_size, d_size):
     ways: dict[str, dict[str, Any]] = {
         "direct": {},
         "staged": {"staging_bytes": 1 << 20, "costs": STAGE},
-        "mapped": {"make_mapped": on_host},
+        "mapped": {"make_placer": SmallLaunches},
     }
     prefill = rig(Prefill, tp=2, order=p_order, block_size=p_size)
     options = {"order": d_order, "block_size": d_size, **ways[path]}
@@ -95,11 +93,11 @@ def test_over_nixl(rig, model, costs):
     check_pulls(prefill, decode, spans_of(128), "direct staged")
 
 
-@pytest.mark.parametrize("make_mapped", [None, on_host])
-def test_the_dtype_and_the_scales_change_on_the_way(rig, make_mapped):
+@pytest.mark.parametrize("make_placer", [None, SmallLaunches])
+def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
     prefill = rig(Prefill, tp=2)
     scales = tuple(float(2**index) * 1e4 for index in range(LAYERS * 2))
-    options = {"make_mapped": make_mapped} if make_mapped else {"staging_bytes": 1 << 20}
+    options = {"make_placer": make_placer} if make_placer else {"staging_bytes": 1 << 20}
     decode = rig(Decode, tp=4, dcp=2, dtype="float8_e4m3fn", scales=scales, convert=True, **options)
     remote, blocks = prefill.lease(table(53, 8), 53), table(53, 16, 9)
     decode.fill(-1.0)

@@ -8,19 +8,18 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.peer import MappedPath
 from tests.rigs.memory_pair import Decode, Prefill
 from tests.rigs.process_pair import Child
 
 
-def mapped_path(pool: KVPool) -> MappedPath:
-    return MappedPath(Placer(pool), required=True, launch_bytes=4096)
+class SmallLaunches(Placer):
+    launch_bytes = 4096
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (4, 2), (1, 8)])
 def test_a_pull_out_of_another_process(rig, p_tp, d_tp):
     prefill = rig(Child, "prefill", tp=p_tp, order="LBCNHD")
-    decode = rig(Decode, make_mapped=mapped_path, tp=d_tp, block_size=5)
+    decode = rig(Decode, make_placer=SmallLaunches, tp=d_tp, block_size=5)
     remote = prefill.lease([5, 2, 9], 20)
     remote = msgspec.structs.replace(remote, port=prefill.greeting["port"])
     done = decode.pull("a", remote, 3, 20, [3, 1, 7, 4])

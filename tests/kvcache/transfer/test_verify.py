@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer.peer import MappedPath
 from protocol.errors import KVCorrupt, LeaseGone, TransferFailed
 from tests.rigs.memory_pair import Decode, Prefill
 from tests.rigs.memory_placer import MemoryPlacer
@@ -18,7 +17,7 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared tokens": ({"block_size": 4}, {"tp": 4, "dcp": 2, "order": "LCBHND"}),
     "other blocks": ({"block_size": 24}, {"block_size": 16}),
     "latents": ({"tp": 2, **LATENT}, {"tp": 2, **LATENT}),
-    "mapped": ({"tp": 2}, {"make_mapped": lambda pool: MappedPath(MemoryPlacer(pool))}),
+    "mapped": ({"tp": 2}, {"make_placer": MemoryPlacer}),
 }
 
 

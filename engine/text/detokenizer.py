@@ -8,6 +8,7 @@ were cut into pieces.
 
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
@@ -128,32 +129,40 @@ class StopFinder:
     """Cuts a text before the first stop string that is complete, or behind it.
 
     "First" is the one whose last character comes first, and of those the longest, so the answer
-    is the same however the text arrives.
+    is the same however the text arrives. Each character is looked at once for each of them.
 
     Args:
         keeps_stop: the stop string found is a part of the text.
     """
 
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._starts = {stop[0] for stop, _ in self._stops}
+        self._sizes = [0] * len(self._stops)  # what of each the text ends with, at most
         self._keeps_stop = keeps_stop
         self._held = ""
         self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to emit, and whether a stop string was found (then it is all)."""
-        if not self._stops or not text:
+        if not self._held and not any(start in text for start in self._starts):
             return text, False
-        text = self._held + text
-        found = [
-            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
-        ]
-        if found:
-            self._held = ""
-            end, start = min(found)
-            self.found = text[start:end]
-            return text[: end if self._keeps_stop else start], True
-        keep = max(overlap(text, stop) for stop in self._stops)
+        sizes, before = self._sizes, self._held
+        for end, char in enumerate(text, 1 + len(before)):
+            longest = ""
+            for at, (stop, borders) in enumerate(self._stops):
+                size = sizes[at]
+                while size and stop[size] != char:
+                    size = borders[size - 1]
+                sizes[at] = size = size + (stop[size] == char)
+                if size == len(stop) > len(longest):
+                    longest = stop
+            if longest:
+                self.found = longest
+                self._held, text = "", before + text
+                return text[: end if self._keeps_stop else end - len(self.found)], True
+        keep = max(sizes)
+        text = before + text
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -161,6 +170,18 @@ class StopFinder:
         """What was held back and turned out to be no stop string."""
         held, self._held = self._held, ""
         return held
+
+
+@lru_cache(256)
+def _borders(text: str) -> list[int]:
+    """The longest shorter beginning that each beginning of a text ends with, in characters."""
+    found, size = [0], 0
+    for char in text[1:]:
+        while size and text[size] != char:
+            size = found[size - 1]
+        size += text[size] == char
+        found.append(size)
+    return found
 
 
 def overlap(text: str, tag: str) -> int:

@@ -159,6 +159,15 @@ def test_a_stop_is_found_across_any_border_and_kept_if_wanted(stops, pieces, kee
     assert text + finder.flush() == before + ((keeps_stop and finder.found) or "")
 
 
+@pytest.mark.timeout(60)
+def test_many_long_stops_that_nearly_come_are_looked_at_once():
+    """In a second; looked at again with each character they would be minutes."""
+    stops = ["a" * 1023 + "b", *("a" * 500 + chr(200 + i) + "a" * 500 for i in range(63))]
+    finder = StopFinder(stops)
+    assert not any(finder.push("a")[1] for _ in range(20_000))
+    assert finder.push("b") == ("", True) and finder.found == stops[0]
+
+
 def test_what_may_begin_a_stop_is_held_and_nothing_else():
     finder = StopFinder(["\n\nUser:"])
     assert finder.push("Hi\n") == ("Hi", False)

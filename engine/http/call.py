@@ -232,6 +232,7 @@ class HttpRequestState:
         last = len(pieces) - 1 if self.done else -1
         shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
         parts: list[bytes] = []
+        so_far = self._usage() if self._parsed.continuous_usage else None
         for position, piece in enumerate(pieces):
             self._num_told += len(piece.token_ids)
             shows_all = shows_tokens and piece.token_ids  # none after a stop string
@@ -239,7 +240,8 @@ class HttpRequestState:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
             elif shows_all or piece.first or piece.finish_reason or piece.has_text:
-                so_far = self._usage(self._num_told) if self._parsed.continuous_usage else None
+                if so_far is not None:  # up to this piece: others may have arrived with it
+                    so_far.completion_tokens = self._num_told
                 parts.append(self._writer.chunk(piece, so_far))
         return b"".join(parts)
 
@@ -255,14 +257,12 @@ class HttpRequestState:
         firsts = [prompt.choices[0].final for prompt in self._prompts.values()]
         return [final for final in firsts if final is not None]
 
-    def _usage(self, num_told: int | None = None) -> Usage:
-        """Of every candidate, returned or not; a prompt counts once. In a stream it is that up to
-        the piece at hand: others may have arrived with it."""
+    def _usage(self) -> Usage:
+        """Of every candidate, returned or not; a prompt counts once."""
         prompts = self._prompts.values()
-        num_tokens = sum(c.num_tokens for prompt in prompts for c in prompt.choices)
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            completion_tokens=num_tokens if num_told is None else num_told,
+            completion_tokens=sum(c.num_tokens for prompt in prompts for c in prompt.choices),
             reasoning_tokens=sum(c.num_reasoning for prompt in prompts for c in prompt.choices),
             kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
         )

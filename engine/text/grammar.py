@@ -69,9 +69,14 @@ class CompiledGrammar:
     def __init__(self, grammar: Grammar, matcher: LLMatcher | None, num_words: int) -> None:
         self.matcher = matcher
         self.num_words = num_words
-        self.banned = grammar.banned
-        self.longest = max(map(len, grammar.banned), default=1) - 1  # outputs that bans look back
+        self.banned: dict[tuple[int, ...], list[int]] = {}  # tokens by those before them
+        for *before, last in grammar.banned:
+            self.banned.setdefault(tuple(before), []).append(last)
+        self.sizes = {len(before) for before in self.banned} - {0}  # outputs that bans look back
         self.allowed = _bits_of(grammar.allowed, num_words) if grammar.allowed else None
+        if always := self.banned.get(()):
+            others = ~_bits_of(always, num_words)
+            self.allowed = others if self.allowed is None else self.allowed & others
         self.mask_s = 0.0
         row = np.full(num_words, -1, dtype=np.int32)
         if matcher is None:
@@ -163,8 +168,8 @@ class GrammarState:
                 if self._matcher is not None:
                     self._matcher.consume_tokens(news)
                 self._num_consumed += len(news)
-                if longest := self._grammar.longest:
-                    self._recent = (self._recent + news)[-longest:]
+                if sizes := self._grammar.sizes:
+                    self._recent = (self._recent + news)[-max(sizes) :]
                 self.ending = self._look()
             if fill and self.ending is None and self._num_filled_at != self._num_consumed:
                 self.ending = self._allow()
@@ -180,12 +185,9 @@ class GrammarState:
         self._compute()
         if ending := self._look():
             return ending
-        recent = tuple(self._recent)
-        barred = [
-            ids[-1]
-            for ids in self._grammar.banned
-            if recent[len(recent) - len(ids) + 1 :] == ids[:-1]
-        ]
+        barred = list[int]()
+        for size in self._grammar.sizes:
+            barred += self._grammar.banned.get(tuple(self._recent[-size:]), ())
         if self._matcher is not None:
             barred += self._silent_ids
             barred += self._stop_ids if self._num_consumed < self._min_tokens else []

@@ -341,5 +341,6 @@ class LeaseServer:
         if isinstance(request, Complete):
             return self._table.complete(request.lease_id, request.attempt_id, now)
         how, _, attempt_id = request.nonce.partition("-")
-        self._offers.unsubscribe(f"subscribe-{attempt_id}", lends=how == "lend")
+        about = f"subscribe-{attempt_id}", request.lease_id, now
+        self._offers.unsubscribe(*about, lends=how == "lend")
         return self._table.abort(request.lease_id, now)

@@ -172,11 +172,19 @@ class Offers(Generic[R]):
         self._news.add(asked.transfer_id)
         return Ok(nonce=asked.nonce)
 
-    def unsubscribe(self, nonce: str, *, lends: bool) -> None:
-        """`lends`: another one may subscribe."""
-        for offer in self._offers.values():
-            if offer.readers.pop(nonce, None):
-                offer.is_given_up = not (lends or offer.readers)
+    def unsubscribe(self, nonce: str, name: str, now: float, *, lends: bool) -> None:
+        """
+        Args:
+            name: the lease's; or the prompt's, of a reader who has not heard of a lease yet.
+            lends: another one may subscribe.
+        """
+        offer = self._offers.get(self._by_lease.get(name, name))
+        if offer is None:
+            return
+        offer.readers.pop(nonce, None)
+        offer.is_given_up = not (lends or offer.readers)
+        if offer.is_given_up and offer.reference:
+            self._table.abort(offer.lease_id, now)
 
     def leave(self, reader: R) -> None:
         """All subscriptions of one."""

@@ -148,9 +148,10 @@ class PullState:
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
     def abort(self, how: str = "abort") -> AbortLease:
-        """Nobody waits for its answer. Where there is no lease yet, it ends a subscription; "lend":
+        """Nobody waits for its answer. Where no lease is known yet, it ends a subscription; "lend":
         another engine may subscribe."""
-        lease = self._lease | ({} if self._has_lease else {"lease_id": self.attempt_id})
+        name = self._lease["lease_id"] or self.remote.transfer_id or ""
+        lease = self._lease | {"lease_id": name}
         return AbortLease(nonce=f"{how}-{self.attempt_id}", **lease)
 
     @property

@@ -11,10 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvcache.lease import LeaseState, LeaseTable
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
+from kvcache.transfer.pulls.messages import PullDrained, PullSettings
+from kvcache.transfer.pulls.pull_state import PullState
 from protocol.handshake import (
     AbortLease,
     Complete,
@@ -32,6 +35,7 @@ from protocol.handshake import (
 from protocol.ipc.wire import Wire, WireClosed, framed, listen
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
+from tests.rigs.memory_pair import REMOTE
 
 SECRET, MAC = b"cluster secret", 32  # bytes
 DEADLINE_S = 20.0
@@ -153,6 +157,21 @@ def test_leases_end_without_a_fence(server, clock, how):
         assert isinstance(server.ask(request), Gone)
     assert server.outcomes() == [LeaseState(how.split()[0])]
     assert isinstance(server.ask(complete(lease)), Gone)
+
+
+def test_who_gives_a_prompt_up_before_it_hears_of_the_lease_ends_that(server):
+    """P has told of all there is, and counts it among the readers no more."""
+    remote = replace(REMOTE, lease_id="", block_ids=[], transfer_id="x-0", prompt_digest="d")
+    reader, lease = (
+        PullState("p", remote, 1, PullSettings(), "a", 0.0),
+        server.grant("r", [3], 30.0),
+    )
+    server.expect("x-0", "r", "d", 30.0, 16)
+    server.tell_end("x-0", lease, [3], b"{}")
+    (subscribe,), (drained, abort) = reader.tick(0.0), reader.cancel(0.0)
+    assert isinstance(server.ask(subscribe), Ok) and drained == PullDrained("p")
+    server.ask(abort)
+    assert server.outcomes() == [LeaseState.ABORTED]
 
 
 def test_another_secret_is_refused_counted_and_changes_nothing(server):

@@ -26,13 +26,13 @@ MAX_LINES = {
     "decode_server": 200,
     "deploy": 900,
     "engine": 11339,
-    "kvcache": 7695,
-    "kvcache/transfer": 5126,
+    "kvcache": 7705,
+    "kvcache/transfer": 5127,
     "model": 5335,
     "prefill_server": 173,
     "protocol": 6849,
     "proxy": 5185,
-    "tests": 40698,
+    "tests": 40717,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

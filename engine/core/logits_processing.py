@@ -16,6 +16,7 @@ else. Rank 0's `ShapeBook` gives each sequence that needs it a state row; what d
 
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -140,6 +141,8 @@ class LogitShaper:
         self.device = torch.device(device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._rows: dict[int, SamplingRow] = {}
+        # Tokens and values of their biases: of many, no step may go through each.
+        self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
 
     def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
         """Takes in a step's setups and uploads what its draws need; None if they need nothing."""
@@ -147,10 +150,12 @@ class LogitShaper:
             return None
         for setup in shapes.setups:
             self._rows[setup.row] = setup
+            values = np.fromiter(setup.bias.values(), np.float32)
+            self._biases[setup.row] = np.fromiter(setup.bias, np.int64), values
             if setup.penalties is not None:
                 self._see(setup)
         rows = [(at, row, self._rows[row]) for at, row in enumerate(shapes.rows) if row != NO_ROW]
-        starts = [(at * self.vocab_size, setup) for at, _, setup in rows]
+        biases = [(at * self.vocab_size, *self._biases[row]) for at, row, s in rows if s.bias]
         penalised = [(at, row) for at, row, setup in rows if setup.penalties is not None]
         penalties = [self._rows[row].penalties for _, row in penalised]
         banned = [(at * self.vocab_size, setup) for at, _, setup in rows if shapes.bans[at]]
@@ -158,8 +163,8 @@ class LogitShaper:
             seen=self.seen,
             penalised=self._to_device(penalised),
             penalties=self._to_device(penalties, torch.float32),
-            bias_at=self._to_device([start + i for start, setup in starts for i in setup.bias]),
-            bias=self._to_device([b for _, s in starts for b in s.bias.values()], torch.float32),
+            bias_at=self._to_device(_joined([start + ids for start, ids, _ in biases])),
+            bias=self._to_device(_joined([values for *_, values in biases]), torch.float32),
             bans_at=self._to_device(
                 [start + i for start, s in banned for i in s.stop_token_ids if i < self.vocab_size]
             ),
@@ -196,10 +201,14 @@ class LogitShaper:
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
 
     def _to_device(
-        self, values: Sequenceable[object], dtype: torch.dtype = torch.int64
+        self, values: Sequenceable[object] | npt.NDArray[Any], dtype: torch.dtype = torch.int64
     ) -> torch.Tensor | None:
         """None where there is nothing."""
-        return to_device(torch.tensor(values, dtype=dtype), self.device) if values else None
+        return to_device(torch.tensor(values, dtype=dtype), self.device) if len(values) else None
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ MAX_LINES = {
     "benchmarks": 2606,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11339,
+    "engine": 11348,
     "kvcache": 7705,
     "kvcache/transfer": 5127,
     "model": 5335,

@@ -4,10 +4,7 @@ coroutines, and what property tests draw."""
 import asyncio
 import inspect
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -75,11 +72,3 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(test, _COROUTINE_S))
     return True
-
-
-@pytest.fixture
-def socket_folder() -> Iterator[Path]:
-    """For Unix sockets, whose paths have 107 bytes at most: `tmp_path` may be deeper."""
-    folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder)

@@ -23,7 +23,6 @@ import uvloop
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.starting import FrontDoor
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
 from engine.process.launch import EngineProcesses
@@ -84,10 +83,11 @@ class _Server:
     def __init__(self, settings: EngineSettings, module: str, hooks: HooksFactory) -> None:
         self.settings = settings
         self.secret = cluster_secret(settings.cluster_secret)
-        self.hooks = hooks(self.secret)
-        self.door = FrontDoor(settings)
-        how = settings, self.door.access.certificate, KV_PARAMS_BYTES
-        self.server = HttpServer(self.door, *how, log_level="warning", lifespan="off")
+        self.api = Api(EngineClient(settings), settings, hooks(self.secret), self.secret)
+        self.api.client.on_progress = self._tell_progress
+        self.api.on_drain = self._end
+        how = settings, self.api.access.certificate, KV_PARAMS_BYTES
+        self.server = HttpServer(create_app(self.api), *how, log_level="warning", lifespan="off")
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -130,38 +130,32 @@ class _Server:
         self.loop.call_soon_threadsafe(tell)
 
     def _tell_progress(self, text: str) -> None:
-        self.door.progress = text
+        self.api.client.progress = text
         logger.info("%s", text)
         lifecycle.report_progress(text)
 
     async def _start_and_serve(self, listener: socket.socket, serving: asyncio.Future[None]) -> int:
-        settings, progress = self.settings, self._tell_progress
+        settings, api, client = self.settings, self.api, self.api.client
+        client.progress = "looking for the model"
 
         def tell(text: str) -> None:
-            self.loop.call_soon_threadsafe(progress, text)
+            self.loop.call_soon_threadsafe(self._tell_progress, text)
 
         resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
         prepared = prepare(self.settings, self.secret, model_dir)
-        client = EngineClient(settings)
-        client.on_progress = progress
         await client.start(self.processes.start(prepared.config))
         try:
-            progress("loading the model")
+            self._tell_progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            how = self.settings, self.hooks, self.door.metrics, self.door.access
-            told = fingerprint, prepared.defaults, self.secret
-            api = Api(client, tokenizer, *how, *told)
-            api.on_drain = self._end
-            app = create_app(api)
+            api.take_model(tokenizer, fingerprint, prepared.defaults)
             try:
                 await api.grammars.start()
-                self.door.app = app
-                watching = asyncio.create_task(self.door.access.watch())
+                watching = asyncio.create_task(api.access.watch())
                 try:
                     await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                    return await self._serve(listener.getsockname()[1], client, serving)
+                    return await self._serve(listener.getsockname()[1], serving)
                 finally:
                     watching.cancel()
             finally:
@@ -181,10 +175,11 @@ class _Server:
             raise StartFailure(self.failure.result())
         raise StartFailure("told to end before it was ready")
 
-    async def _serve(self, port: int, client: EngineClient, serving: asyncio.Future[None]) -> int:
+    async def _serve(self, port: int, serving: asyncio.Future[None]) -> int:
+        client = self.api.client
         gc.collect()
         gc.freeze()  # a look through all of this would hold up every stream
-        where = f"{self.door.access.certificate.scheme}://{self.settings.host}:{port}"
+        where = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, where)
         lifecycle.report_ready({"port": port})
         leave = self._register(port, client)

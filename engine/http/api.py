@@ -10,7 +10,7 @@ from engine.http.text_encoder import TextEncoder
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access
+from protocol.http.access import Access, check
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -82,31 +82,43 @@ def nothing() -> None:
 
 @dataclass
 class Api:
-    """Everything a call needs, made once per application.
+    """Everything a call needs, made once per application. Calls that need what is not there before
+    `take_model` are refused by `client.require_ready` until then. Raises ValueError where the
+    settings name keys or certificates that cannot be.
 
     Args:
-        fingerprint: the `system_fingerprint` of answers.
-        generation_config: the defaults for fields that a request leaves out.
         secret: of the cluster, with which proxies sign.
 
     Attributes:
         on_drain: has the server end in order.
+        fingerprint: the `system_fingerprint` of answers.
+        generation_config: the defaults for fields that a request leaves out.
     """
 
     client: EngineClient
-    tokenizer: Tokenizer
     settings: EngineSettings
     hooks: ServerHooks
-    metrics: ServerMetrics
-    access: Access
-    fingerprint: str | None = None
-    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
     secret: bytes = b""
     on_drain: Callable[[], None] = field(default_factory=lambda: nothing, init=False)
+    fingerprint: str | None = field(default=None, init=False)
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig, init=False)
 
     def __post_init__(self) -> None:
-        self.texts = TextEncoder(self.tokenizer)
-        self.grammars = GrammarChecker(self.tokenizer, self.settings.grammar_timeout_s)
+        check(self.settings)
+        self.metrics = ServerMetrics()
+        self.access = Access(self.settings, self.metrics)
+
+    def take_model(
+        self,
+        tokenizer: Tokenizer,
+        fingerprint: str | None = None,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        """What is known once the model's files were read."""
+        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+        self.generation_config = generation_config or GenerationConfig()
+        self.texts = TextEncoder(tokenizer)
+        self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
 
     @property
     def model_name(self) -> str:

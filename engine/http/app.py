@@ -57,7 +57,7 @@ def create_app(api: Api) -> Starlette:
     """The application of one server.
 
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
-    serves the application.
+    serves the application. It answers from before the engine, and its model, are there.
     """
     expose_from_start(api.metrics, (endpoint.name for endpoint in ENDPOINTS.values()))
     pages = _Pages(api)
@@ -94,14 +94,13 @@ class _Pages:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._client = api.client
         self._created = int(time.time())
         self._document = openapi.document()
         self._page = openapi.page(self._document)
 
     @property
     def _card(self) -> dict[str, Any]:
-        length = self._client.ready.max_model_len if self._client.ready else None
+        length = self._api.client.require_ready().max_model_len
         return model_card(self._api.model_name, self._created, length)
 
     async def models(self, request: Request) -> Response:
@@ -116,33 +115,33 @@ class _Pages:
         return JSONResponse(self._card)
 
     async def health(self, request: Request) -> Response:
-        if not self._client.healthy:
-            reason = {"reason": self._client.failure}
+        if not self._api.client.healthy:
+            reason = {"reason": self._api.client.failure}
             told = self._api.access.bare(request.scope) or reason
             return JSONResponse({"status": "dead", **told}, 503)
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         bare = self._api.access.bare(request.scope)
-        if self._client.ready is None or not self._client.healthy:
+        if self._api.client.ready is None or not self._api.client.healthy:
             if bare:
                 return JSONResponse({"ready": False, **bare}, 503)
-            reason = self._client.failure or self._client.progress
+            reason = self._api.client.failure or self._api.client.progress
             return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
         if bare:
-            is_ready = not self._client.is_draining
+            is_ready = not self._api.client.is_draining
             return JSONResponse({"ready": is_ready, **bare}, 200 if is_ready else 503)
-        if self._client.is_draining:
+        if self._api.client.is_draining:
             told = {"reason": "the server is ending", **self._about()}
             return JSONResponse({"ready": False, **told}, 503)
-        stats = self._client.stats
+        stats = self._api.client.stats
         work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
         return JSONResponse({"ready": True, **self._about(), **work})
 
     def _about(self) -> dict[str, Any]:
         """What this server is, as far as its engine has told."""
         common = {"role": self._api.settings.role, "model": self._api.model_name}
-        engine = self._client.ready
+        engine = self._api.client.ready
         if engine is None:
             return common
         sizes = {
@@ -154,13 +153,13 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
-        since, values = request.query_params.get("since", "0"), self._client.stats
+        since, values = request.query_params.get("since", "0"), self._api.client.stats
         told = self._api.metrics.numbers(since, self._about(), values)
         return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        metrics, queue = self._api.metrics, self._client.queue
-        metrics.update_engine(self._client.stats)
+        metrics, queue = self._api.metrics, self._api.client.queue
+        metrics.update_engine(self._api.client.stats)
         metrics.set("baton_queue_tokens", queue.num_tokens)
         metrics.set("baton_queue_seconds", queue.wait_s())
         return Response(metrics.expose(), headers={"content-type": CONTENT_TYPE})
@@ -175,7 +174,7 @@ class _Pages:
         members, _ = await read_json(request, self._api.settings.max_body_bytes)
         messages = self._api.hooks.refused(members.get("kv_transfer_params"))
         for message in messages:
-            self._client.tell(message)
+            self._api.client.tell(message)
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
@@ -191,13 +190,14 @@ class _Pages:
         except msgspec.ValidationError as error:
             told = f'the body of /migrate: {error}; send {{"requests": N}}'
             raise InvalidRequest(told, param="requests") from None
-        return JSONResponse({"moving": self._client.migrate(asked.requests)})
+        return JSONResponse({"moving": self._api.client.migrate(asked.requests)})
 
     async def on_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
         try:
             settings = self._api.settings
+            self._api.client.require_ready()  # and so is the tokenizer
             async with in_time(request, settings.request_timeout_s):
                 members, num_bytes = await read_json(request, settings.max_body_bytes)
                 fill_in_model(members, self._api.model_name)

@@ -289,7 +289,8 @@ class EngineClient:
     def require_ready(self) -> EngineReady:
         """What the engine said of itself. Raises BatonError before it did, or when it died."""
         if self.ready is None and self.healthy:
-            raise NoServerAvailable("The engine is still starting; try again soon.")
+            starting = f"This server is still starting ({self.progress}); try again soon."
+            raise NoServerAvailable(starting)
         self.check_alive()
         assert self.ready is not None
         return self.ready

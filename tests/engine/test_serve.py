@@ -17,8 +17,7 @@ import pytest
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
-from engine.http.api import Api, ServerHooks
-from engine.http.app import create_app
+from engine.http.api import ServerHooks
 from engine.prepare import StartFailure, _devices, engine_config
 from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
@@ -46,8 +45,8 @@ def resolve(*args, progress, **options):
     http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False)
     while "half" not in (ready := http.get("/ready")).text:
         pass
-    models = http.get("/v1/models")
-    for answer in (http.get("/health"), ready, models):
+    asked = http.post("/v1/completions", json={"prompt": "a"})
+    for answer in (http.get("/health"), ready, http.get("/v1/models"), asked):
         print(answer.status_code, answer.text)
     os.kill(os.getpid(), signal.SIGTERM)
     ThreadPoolExecutor().submit(time.sleep, 600).result()  # as a download of many files
@@ -71,10 +70,11 @@ def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
             cwd=Path(__file__).parents[2],
             check=False,
         )
-    alive, ready, models = done.stdout.splitlines()[-3:]
+    alive, ready, *others = done.stdout.splitlines()[-4:]
     assert alive == '200 {"status":"ok"}'
-    assert ready == '503 {"ready":false,"reason":"half of it is there"}'
-    assert models.startswith("503") and "starting (half of it is there); try again" in models
+    assert ready.startswith('503 {"ready":false,"reason":"half of it is there","role":"prefill"')
+    for told in others:
+        assert told.startswith("503") and "starting (half of it is there); try again" in told
     assert done.returncode == 1
     assert done.stderr.strip().endswith("error: told to end before it was ready")
 
@@ -105,11 +105,11 @@ async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_S
 async def _serve(
     server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
 ) -> int:
-    how = server.settings, server.hooks, server.door.metrics, server.door.access
-    server.door.app = create_app(Api(engine, tokenizer, *how))  # type: ignore[arg-type]
+    server.api.client = engine
+    server.api.take_model(tokenizer)
     serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
-    return await server._serve(port, engine, serving)  # type: ignore[arg-type]
+    return await server._serve(port, serving)
 
 
 async def test_an_engine_that_ends_when_told_to_is_no_failure(tokenizer):

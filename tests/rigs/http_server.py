@@ -13,10 +13,8 @@ from msgspec.structs import replace
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
-from engine.http.request_stats import ServerMetrics
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access
 from protocol.http.connections import HttpServer
 from protocol.messages import AddRequest, EngineReady, KVUsage, TokenDelta
 from protocol.metrics import Metrics
@@ -104,9 +102,8 @@ async def serving(
     settings = kind(_cli_parse_args=[], client_timeout_s=client_timeout_s, **usual)
     engine = ScriptedEngine(script, ready, settings)
     await engine.start()
-    metrics = ServerMetrics()
-    how = settings, hooks or ServerHooks(), metrics, Access(settings, metrics)
-    api = Api(engine, tokenizer, *how, fingerprint, config or GenerationConfig(), SECRET)
+    api = Api(engine, settings, hooks or ServerHooks(), SECRET)
+    api.take_model(tokenizer, fingerprint, config)
     tls = api.access.certificate
     how = {"port": 0, "log_level": "warning", "lifespan": "off"}
     server = HttpServer(create_app(api), settings, tls, KV_PARAMS_BYTES, **how)

@@ -177,11 +177,14 @@ class ToolCallPiece(msgspec.Struct):
 def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
     """One piece for each call."""
     calls: list[ToolCallPiece] = []
+    texts: list[list[str]] = []
     for piece in pieces:
         if piece.index == len(calls):
             calls.append(msgspec.structs.replace(piece))
-        else:
-            calls[piece.index].arguments += piece.arguments
+            texts.append([])
+        texts[piece.index].append(piece.arguments)
+    for call, parts in zip(calls, texts, strict=True):
+        call.arguments = "".join(parts)
     return calls
 
 

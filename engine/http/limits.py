@@ -9,6 +9,7 @@ from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import DEFAULT_COMPLETION_TOKENS
+from protocol.openai.requests import refuse
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import parameters_of
@@ -147,15 +148,15 @@ def token_limit(
 
 def check_logprobs(parsed: GenerationRequest, num_tokens: int) -> None:
     """Raises InvalidRequest for more logprobs of prompts of so many tokens than one answer has."""
-    if parsed.num_prompt_logprobs is None:
-        return
-    size = num_tokens * (1 + parsed.num_prompt_logprobs) * parsed.num_candidates
-    limit = MAX_STREAMED_LOGPROBS if parsed.stream else MAX_PROMPT_LOGPROBS
+    wanted = parsed.num_prompt_logprobs
+    size = 0 if wanted is None else num_tokens * (1 + wanted) * parsed.num_candidates
+    limit, where = MAX_PROMPT_LOGPROBS, "an answer"
+    if parsed.stream:
+        limit, where = MAX_STREAMED_LOGPROBS, "a stream"
     if size > limit:
-        fix = ", or do not stream it" * parsed.stream
         param = "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs"
-        told = f"asks for {size} logprobs of prompt tokens, {limit} are the most here"
-        raise InvalidRequest(f"`{param}` {told}; send less at once{fix}.", param=param)
+        told = f"asks for {size} logprobs of prompt tokens, {where} has {limit} at most"
+        refuse(param, f"{told}; send less at once")
 
 
 def check_size(

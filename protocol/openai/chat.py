@@ -9,10 +9,10 @@ from pydantic import ConfigDict, Field, model_validator
 from protocol.openai.requests import Read, Strict, fault, neutral, refuse
 from protocol.openai.sampling import (
     MAX_LOGPROBS,
+    UNREAD,
     GenerationRequest,
     Switch,
     Text,
-    UnreadObject,
     Variables,
     integer,
 )
@@ -20,8 +20,6 @@ from protocol.openai.structured import GuidedDecoding, only_one
 from protocol.openai.tools import OfferedTools, ToolChoice, Tools, read_tools
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
 
 # What a chat template gets from the server; a client's own variables cannot take their place.
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -147,7 +145,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
     include_reasoning: Switch = True
-    prediction: UnreadObject = None
+    prediction: Any = UNREAD
 
     tools: OfferedTools = None
     tool_choice: ToolChoice = None

@@ -12,6 +12,7 @@ from protocol.openai.chat import ChatRequest, Effort, Verbosity, joined
 from protocol.openai.requests import Read, Strict, fault, neutral, validate
 from protocol.openai.sampling import (
     MAX_INT31,
+    UNREAD,
     CommonFields,
     GenerationConfig,
     StreamOptions,
@@ -19,7 +20,6 @@ from protocol.openai.sampling import (
     Temperature,
     Text,
     TopP,
-    UnreadObject,
     UnreadText,
     integer,
 )
@@ -179,7 +179,7 @@ class ResponsesRequest(CommonFields):
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
-    client_metadata: UnreadObject = None  # of Codex
+    client_metadata: Any = UNREAD  # of Codex
 
     background: Any = neutral(False)
     include: Any = neutral([], ["reasoning.encrypted_content"])

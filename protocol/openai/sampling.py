@@ -42,9 +42,7 @@ TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at m
 Text = Annotated[str | None, Field(description="a string")]
 # What clients send to OpenAI's own servers, and no answer of ours depends on.
 UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
-UnreadObject = Annotated[
-    dict[str, Any] | None, Field(description="an object; it changes nothing here")
-]
+UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
 Variables = Annotated[
     dict[str, Any], Field(description="an object of variables for the chat template")
 ]
@@ -143,7 +141,7 @@ class CommonFields(Strict):
     safety_identifier: UnreadText = None
     prompt_cache_key: UnreadText = None
     prompt_cache_retention: UnreadText = None
-    prompt_cache_options: UnreadObject = None
+    prompt_cache_options: Any = UNREAD
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )

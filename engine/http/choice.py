@@ -105,9 +105,10 @@ class PromptGeneration:
     @property
     def takes_long(self) -> bool:
         """Whether `tell` does, and could begin."""
-        num_logprobs = len(self._found) * (1 + (self.request.num_prompt_logprobs or 0))
-        is_due = self._told is None and len(self._found) == len(self.ids)
-        return is_due and num_logprobs > INLINE_LOGPROBS
+        wanted = self.request.num_prompt_logprobs
+        is_due = self._told is None and (wanted is None or len(self._found) == len(self.ids))
+        each = self.request.wants_echo + (0 if wanted is None else 1 + wanted)
+        return is_due and each * len(self.ids) > INLINE_LOGPROBS
 
     def tell(self) -> tuple[list[Any] | None, str, list[TokenReport] | None]:
         """What an answer says of it: `prompt_logprobs`, and the text and tokens of the echo. It is

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from engine.http.choice import PromptGeneration
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
+from protocol.messages import AddRequest, KVUsage, SamplingParams, TokenDelta, TokenLogprobs
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.requests import validate
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving, serving_4k
 
@@ -268,6 +271,17 @@ async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(tokenize
         for long in ({"prompt": [[5] * 4000] * 2, "n": 8}, {"prompt": [5] * 2000, "stream": True}):
             error = (await server.post(**long, max_tokens=0, **asked)).json()["error"]
             assert error["param"] in asked and error["code"] == "invalid_request"
+
+
+def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
+    for size in (500, 5000):
+        add = AddRequest(
+            request_id="a", token_ids=[5] * size, sampling=SamplingParams(), max_tokens=1
+        )
+        asked = validate(CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True})
+        prompt = PromptGeneration(asked, add, None, tokenizer)
+        assert prompt.takes_long == (size == 5000)
+        assert len(prompt.tell()[1]) == size and not prompt.takes_long
 
 
 async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):

@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2606,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11312,
+    "engine": 11314,
     "kvcache": 7705,
     "kvcache/transfer": 5127,
     "model": 5335,
     "prefill_server": 173,
-    "protocol": 6849,
+    "protocol": 6848,
     "proxy": 5185,
-    "tests": 40703,
+    "tests": 40717,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

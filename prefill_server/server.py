@@ -1,6 +1,6 @@
 """The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,32 +19,9 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-MAX_REQUESTS = 16384  # that are remembered: an answer on its way is there, or lost, within seconds
-
-
-class Transfers:
-    """The last engine requests by the `transfer_id` that a proxy gave their prefill leg: a proxy
-    that gives a leg up cannot know whether the answer, which names leased KV, is on its way."""
-
-    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
-        self._max_requests = max_requests
-        self._requests: OrderedDict[str, list[str]] = OrderedDict()
-        self._num_requests = 0
-
-    def add(self, transfer_id: str, request_ids: Sequence[str]) -> None:
-        """Remembers requests, beside others of this name: a proxy may have to ask twice."""
-        self._requests.setdefault(transfer_id, []).extend(request_ids)
-        self._requests.move_to_end(transfer_id)
-        self._num_requests += len(request_ids)
-        while self._num_requests > self._max_requests and len(self._requests) > 1:
-            _, forgotten = self._requests.popitem(last=False)
-            self._num_requests -= len(forgotten)
-
-    def take(self, transfer_id: str) -> list[str]:
-        """The requests of this name, which are forgotten then; none where it is unknown."""
-        found = self._requests.pop(transfer_id, [])
-        self._num_requests -= len(found)
-        return found
+MAX_TRANSFERS = (
+    16384  # remembered, and of one the requests: an answer is there, or lost, in seconds
+)
 
 
 class PrefillLeg(ServerHooks):
@@ -56,7 +33,9 @@ class PrefillLeg(ServerHooks):
 
     def __init__(self, *, is_reachable: bool = True) -> None:
         self._is_reachable = is_reachable
-        self._transfers = Transfers()
+        # The engine's requests by the `transfer_id` that a proxy gave their leg: one that gives a
+        # leg up cannot know whether the answer, which names leased KV, is on its way.
+        self._transfers: OrderedDict[str, deque[str]] = OrderedDict()
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
     def prepare(
@@ -90,8 +69,12 @@ class PrefillLeg(ServerHooks):
         against each other. Who is refused here is served by a decode server alone."""
         if not adds[0].retain_kv:
             return nothing
-        if name := kv_params.transfer_id(kv_transfer_params):
-            self._transfers.add(name, [add.request_id for add in adds])
+        if name := kv_params.transfer_id(kv_transfer_params):  # a proxy may have to ask twice
+            found = self._transfers.setdefault(name, deque(maxlen=MAX_TRANSFERS))
+            found.extend(add.request_id for add in adds)
+            self._transfers.move_to_end(name)
+            if len(self._transfers) > MAX_TRANSFERS:
+                self._transfers.popitem(last=False)
         if len(adds) == 1:
             return nothing
         num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
@@ -111,7 +94,7 @@ class PrefillLeg(ServerHooks):
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """Of KV that this server leased and whose reference was not awaited."""
         name = kv_params.transfer_id(kv_transfer_params)
-        return [AbortRequest(request_id) for request_id in self._transfers.take(name or "")]
+        return [AbortRequest(request_id) for request_id in self._transfers.pop(name or "", ())]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from decode_server.server import Legs
-from prefill_server.server import PrefillLeg, Transfers
+from prefill_server.server import PrefillLeg
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import (
     AbortRequest,
@@ -97,18 +97,13 @@ def test_what_is_no_name_of_a_transfer_names_none(name):
     assert hooks.refused({"transfer_id": name}) == []
 
 
-def test_the_oldest_transfers_are_forgotten_first():
-    transfers = Transfers(max_requests=4)
-    transfers.add("a", ["1", "2"])
-    transfers.add("b", ["3"])
-    transfers.add("a", ["4"])
-    transfers.add("c", ["5"])
-    assert (transfers.take("b"), transfers.take("a")) == ([], ["1", "2", "4"])
-    transfers.add("d", [str(i) for i in range(9)])  # larger than all: the last is always known
-    assert (transfers.take("c"), len(transfers.take("d"))) == ([], 9)
-    transfers.add("e", ["1", "2", "3"])
-    transfers.add("f", ["4"])
-    assert transfers.take("e") == ["1", "2", "3"]
+def test_the_oldest_transfers_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr("prefill_server.server.MAX_TRANSFERS", 2)
+    hooks = PrefillLeg()
+    for name in ("a", "b", "a", "a", "c"):
+        hooks.admit(_adds(3), _READY, **_ask(name))
+    told = [len(hooks.refused({"transfer_id": name})) for name in "bac"]
+    assert told == [0, 2, 1], "and of one name the latest"
 
 
 _READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)

@@ -29,10 +29,10 @@ MAX_LINES = {
     "kvcache": 7705,
     "kvcache/transfer": 5127,
     "model": 5335,
-    "prefill_server": 173,
+    "prefill_server": 156,
     "protocol": 6848,
     "proxy": 5185,
-    "tests": 40717,
+    "tests": 40712,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -116,6 +116,11 @@ def package_lines() -> Counter[str]:
     return lines
 
 
+def test_plan_and_doctor_stay_small() -> None:
+    files = ROOT / "deploy" / "plan.py", ROOT / "deploy" / "doctor.py"
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 350
+
+
 def test_no_package_grows() -> None:
     lines = package_lines()
     assert lines.keys() == MAX_LINES.keys()

@@ -1,4 +1,4 @@
-"""Whether a server, or a proxy, takes one more request on, or has its client come back: no I/O.
+"""Whether a server takes one more request on, or has its client come back: no I/O.
 
 What waits are the tokens of prompts whose first token has not come. The rate at which they get it
 is measured while some wait, whatever holds them up: prompts before them, or streams that have the
@@ -32,7 +32,7 @@ def num_queued(request: AddRequest) -> int:
 
 
 class Admission:
-    """What waits at one server, or behind one proxy."""
+    """What waits at one server."""
 
     def __init__(self, options: QueueOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options

@@ -214,7 +214,7 @@ class ProxyApp:
         else:
             start, _, model = path.partition(MODELS_PATH + "/")
             named = None if start else model or None
-            await self._run(request.pass_on("read" if is_read else path, named), receive)
+            await self._run(request.pass_on(named), receive)
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
         """Awaits `work`, cancelling it when the client goes or this process has to end.

@@ -136,7 +136,7 @@ class Pool:
         self,
         kind: Kind,
         exclude: Collection[Server] = (),
-        rotation: str = "",
+        alike: Hashable = None,
         first: Callable[[list[Server]], Server] = lambda servers: servers[0],
     ) -> Server | None:
         """The server for the next request of this kind; None when no other is ready. Servers whose
@@ -144,10 +144,10 @@ class Pool:
 
         Args:
             first: chooses among those that may take it; equals are best taken in their order.
-            rotation: of requests that are alike. Each has its turns for itself: with one for all,
-                a client that asks in a rhythm would give one server all of its long requests.
+            alike: those of one value have turns for themselves: with the same for all, a client
+                that asks in a rhythm would give one server all of its long requests.
         """
-        fleet, turn, ready = self._fleet, (kind, self._name + rotation), self.ready(kind, exclude)
+        fleet, turn, ready = self._fleet, (kind, self._name, alike), self.ready(kind, exclude)
         now = fleet._clock()
         at = bisect.bisect_left(ready, fleet._next.get(turn, 0), key=lambda server: server.index)
         usable = in_turn = [*ready[at:], *ready[:at]]
@@ -213,7 +213,7 @@ class Fleet(Pool):
         self.changes = 0  # of who may be given requests
         self._clock = clock
         self._watch = watch
-        self._next: dict[tuple[Kind, str], int] = {}  # whose turn it is, by index
+        self._next: dict[Hashable, int] = {}  # whose turn it is, by index
         self._models: list[str] | None = None  # kept as `_parts`
         self.name_members(LISTED, urls)
 

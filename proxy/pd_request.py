@@ -90,20 +90,16 @@ class PDRequest:
             async with within(self.deadline):
                 self.data = await read_body(scope, receive, max_bytes)
 
-    async def pass_on(self, rotation: str, model: str | None = None) -> None:
+    async def pass_on(self, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
         async with within(self.deadline):
-            await self._pass_on(rotation, model)
-
-    async def _pass_on(self, rotation: str, model: str | None) -> None:
-        self._trace.rotation = rotation
-        if self.data and len(self._fleet.models) > 1:
-            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
-        elif model is not None:
-            self._pool = self._fleet.pool(model)
-        asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
-        await self._have_answered(asked)
+            if self.data and len(self._fleet.models) > 1:
+                self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+            elif model is not None:
+                self._pool = self._fleet.pool(model)
+            asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
+            await self._have_answered(asked)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -169,7 +165,7 @@ class PDRequest:
         await self.reply.break_off(loss.event)
 
     async def _generate_again(self, loss: Loss, is_scored: bool) -> None:
-        self._trace.rotation, self._trace.decode_only = "pair", "-"
+        self._trace.decode_only = "-"
         if loss.params is None:
             avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
             is_any = loss.has_begun or all(server in avoided for server in servers)
@@ -281,7 +277,6 @@ class PDRequest:
 
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
-        self._trace.rotation = "score"
         call = self._call(
             Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400, computes=True
         )
@@ -467,7 +462,7 @@ class PDRequest:
         return self._pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
 
     def _decode_only(self, reason: str) -> None:
-        self._trace.decode_only, self._trace.rotation = reason, "decode_only"
+        self._trace.decode_only = reason
         self._count("decode_only", reason)
 
     def _count(self, path: str, reason: str) -> None:

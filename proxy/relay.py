@@ -56,7 +56,6 @@ class RequestTrace:
     prefill: str = "-"  # URL of the server that answered
     decode: str = "-"
     decode_only: str = "-"  # why no prefill server was used
-    rotation: str = "pair"  # one of a few words; see Fleet.choose
     phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None

@@ -219,12 +219,8 @@ class Upstreams:
         failures: list[Failure] = []
         message = f"no {kind.value} server is ready"
         answer: Response | None = None
-        first = partial(
-            self.knowledge.first,
-            ask=call.ask,
-            computes=call.computes,
-            generates=kind is Kind.DECODE,
-        )
+        cheapest = partial(self.knowledge.first, ask=call.ask, computes=call.computes)
+        first = partial(cheapest, generates=kind is Kind.DECODE)
         pool = call.pool or self.fleet
         if not pool.ready(kind, unfit):
             unfit = ()
@@ -232,7 +228,8 @@ class Upstreams:
             servers = pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[_Refused] = []
-        choose = partial(pool.choose, kind, rotation=trace.rotation, first=first)
+        alike = call.ask is None, call.computes, call.transfer_id is None
+        choose = partial(pool.choose, kind, alike=alike, first=first)
         while server := choose([*unfit, *tried]) or call.last(tried):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
@@ -470,13 +467,12 @@ def known_series() -> Iterator[tuple[str, dict[str, str]]]:
     """Series with labels that are exposed from the start, with 0: `rate()` and `increase()` do not
     see the event with which a series appears, and what alerts wait for may happen once."""
     refusals = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
-    alone = (
-        "placed incompatible no_prefill_server no_kv_params prefill_body prefill_context".split()
-    )
+    alone = ["placed", "incompatible", "no_prefill_server", "no_kv_params"]
+    unfit = ["prefill_body", "prefill_context", "prefill_choices", "decode_choices"]
     ways = {
         "pd": ["routed"],
         "prefill": ["scored", *(f"status_{status}" for status in refusals)],
-        "decode_only": [*alone, "prefill_choices", "decode_choices", *(f.value for f in _FAILURES)],
+        "decode_only": [*alone, *unfit, *(failure.value for failure in _FAILURES)],
     }
     for path, reasons in ways.items():
         for reason in reasons:

@@ -31,8 +31,8 @@ MAX_LINES = {
     "model": 5335,
     "prefill_server": 156,
     "protocol": 6848,
-    "proxy": 5185,
-    "tests": 40712,
+    "proxy": 5175,
+    "tests": 40717,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -355,7 +355,8 @@ def _felt_s(seconds: float) -> float:
 
 
 def share_for_prompts(server: Load) -> float:
-    """Of its time, while its streams keep within the limit, those that are coming too."""
+    """Of its time, while its streams keep within the limit, those that are coming too. Prompts that
+    wait there count as well: they are streams by the time that the next one is computed."""
     share = 1.0 - step_s(server, server.coming) / server.target_s if server.running else 1.0
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 

@@ -398,6 +398,8 @@ class PullState:
         # Only now may P reuse the blocks early: reads of freed blocks would be harmless here, as
         # nothing uses the bytes, but P's memory may be unmapped or given to others.
         abort: list[Action] = [] if isinstance(self._error, LeaseGone) else [self.abort()]
+        if self._grows and abort and not self._has_lease:  # P may not have heard of it yet
+            abort.insert(0, self._subscribe())
         if self._cancelled or self._failure_told:
             return self._ended(self._tell_drained(), *abort)
         return self._ended(self._tell_failure(drained=True), *abort)

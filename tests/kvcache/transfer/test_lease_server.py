@@ -159,18 +159,28 @@ def test_leases_end_without_a_fence(server, clock, how):
     assert isinstance(server.ask(complete(lease)), Gone)
 
 
-def test_who_gives_a_prompt_up_before_it_hears_of_the_lease_ends_that(server):
-    """P has told of all there is, and counts it among the readers no more."""
-    remote = replace(REMOTE, lease_id="", block_ids=[], transfer_id="x-0", prompt_digest="d")
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(server, comes_first):
+    """P has told of all there is, and counts it among the readers no more; or hears of it, and that
+    nobody wants it, before the prompt comes."""
+    about = {"transfer_id": "x-0", "prompt_digest": "d"}
+    remote = replace(REMOTE, lease_id="", block_ids=[], **about)
     reader, lease = (
         PullState("p", remote, 1, PullSettings(), "a", 0.0),
         server.grant("r", [3], 30.0),
     )
-    server.expect("x-0", "r", "d", 30.0, 16)
-    server.tell_end("x-0", lease, [3], b"{}")
-    (subscribe,), (drained, abort) = reader.tick(0.0), reader.cancel(0.0)
-    assert isinstance(server.ask(subscribe), Ok) and drained == PullDrained("p")
-    server.ask(abort)
+
+    def compute() -> None:
+        server.expect("x-0", "r", "d", 30.0, 16)
+        server.tell_end("x-0", lease, [3], b"{}")
+
+    if comes_first:
+        compute()
+    for told in reader.cancel(0.0):
+        if not isinstance(told, PullDrained):
+            server.ask(told)
+    if not comes_first:
+        compute()
     assert server.outcomes() == [LeaseState.ABORTED]
 
 

@@ -119,11 +119,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
         assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
-        if sequence.request.known:  # its client has waited already
-            self.requeue(sequence)
-        else:
-            sequence.phase = Phase.WAITING
-            enqueue(self.waiting, sequence)
+        sequence.phase = Phase.WAITING
+        enqueue(self.waiting, sequence)
 
     # -- one round ---------------------------------------------------------------------------
 

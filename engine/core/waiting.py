@@ -1,6 +1,7 @@
-"""Who of those that wait is served next: the more urgent, of equals a much shorter prompt before a
-long one, else who came first. A sequence lets others go first `MAX_OVERTAKEN` times at most; short
-prompts together for no longer than it would have kept them waiting.
+"""Who of those that wait is served next: answers that go on from another server, as their clients
+have waited already; then the more urgent, of equals a much shorter prompt before a long one, else
+who came first. A sequence lets others go first `MAX_OVERTAKEN` times at most; short prompts
+together for no longer than it would have kept them waiting.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
 
 def _overtakes(later: Sequence, before: Sequence) -> int:
     """As how many of MAX_OVERTAKEN it counts that the later one goes first; 0: it does not."""
-    urgency, own = later.request.priority, before.request.priority
+    urgency, own = ((not s.request.known, s.request.priority) for s in (later, before))
     if urgency != own:
         return int(urgency < own)
     if not is_much_shorter(later, len(before.token_ids)) or before.remote is not None:

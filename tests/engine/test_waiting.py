@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.sequence import Sequence
 from engine.core.waiting import LONG_TOKENS, MAX_OVERTAKEN, enqueue
+from protocol.messages import Known
 from tests.rigs.shadow import add, assert_all_blocks_home, make_core, run_until_idle
 
 
@@ -50,6 +51,21 @@ def test_nobody_waits_for_more_than_its_own_length_of_others_that_came_later(ask
             assert len(passed[id(each)]) <= MAX_OVERTAKEN
         if is_served:
             passed.pop(id(waiting.popleft()), None)
+
+
+def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
+    core, _, out = make_core(max_num_seqs=1)
+    core.round([add("first", [1] * 9, 9)])
+    core.round([add("urgent", [2] * 9, 2, priority=-9)])
+    for name in "abc":
+        core.round([add(name, [3] * 9, 4, known=[Known([1, 2])])])
+    run_until_idle(core)
+    assert list(dict.fromkeys(each.request_id for each in out.deltas)) == [
+        "first",
+        *"abc",
+        "urgent",
+    ]
+    assert_all_blocks_home(core)
 
 
 def test_a_short_prompt_shares_the_next_step_of_a_long_one_that_is_under_way():

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class CompiledGrammar:
         grammar: what it was.
         matcher: at the beginning; None where any text matches.
         num_words: W of a mask.
+        make: another such matcher.
 
     Attributes:
         first_mask: [W], before any output; None where that is for each state to find out.
@@ -66,8 +68,14 @@ class CompiledGrammar:
             that allowed it, which tries all of them.
     """
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher | None, num_words: int) -> None:
-        self.matcher = matcher
+    def __init__(
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher | None,
+        num_words: int,
+        make: Callable[[], LLMatcher],
+    ) -> None:
+        self.matcher, self.make = matcher, make
         self.num_words = num_words
         self.banned: dict[tuple[int, ...], list[int]] = {}  # tokens by those before them
         for *before, last in grammar.banned:
@@ -118,7 +126,10 @@ class GrammarState:
         self.row = np.full(grammar.num_words, -1, dtype=np.int32)  # the mask, once it is filled
         self.work: Future[None] | None = None  # of another thread, on this state
         self._grammar = grammar
-        self._matcher = grammar.matcher and grammar.matcher.deep_copy()
+        self._begin = grammar.matcher
+        self._matcher = self._begin and self._begin.deep_copy()
+        self._told: tuple[Sequenceable[int], int] = ((), 0)  # tokens, of which the first output
+        self._has_own = False  # a lexer: all copies of a matcher share one, which may be full
         self._recent: list[int] = []  # the latest outputs, as far as bans look back
         self._num_consumed = 0
         self._num_filled_at = -1  # outputs that `row` is for
@@ -155,6 +166,7 @@ class GrammarState:
             self.work = threads.submit(self._advance, news, fill=True)
 
     def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
+        self._told = token_ids, first_output
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
             if self._matcher is not None:
                 self._matcher.reset()
@@ -182,7 +194,10 @@ class GrammarState:
             self._num_filled_at = self._num_consumed
 
     def _allow(self) -> Ending | None:
-        self._compute()
+        if not self._is_spent:
+            self._compute()
+        if self._is_spent:
+            self._renew()
         if ending := self._look():
             return ending
         barred = list[int]()
@@ -206,9 +221,24 @@ class GrammarState:
         elif matcher is not None:
             self._grammar.mask_s = _fill(matcher, self.row)
 
+    @property
+    def _is_spent(self) -> bool:
+        """Whether a lexer of its own may go on where others have filled this one."""
+        if self._matcher is None or self._has_own or not self._matcher.is_error():
+            return False
+        return "lexer error: too many" in self._matcher.get_error()
+
+    def _renew(self) -> None:
+        token_ids, first = self._told
+        self._matcher, self._has_own = self._grammar.make(), True
+        if self._grammar.matcher is self._begin:  # for those that come
+            self._grammar.matcher = self._grammar.make()
+        self._matcher.consume_tokens(list(token_ids[first : first + self._num_consumed]))
+        self._compute()
+
     def _look(self) -> Ending | None:
         """Whether the matcher itself says that nothing can follow."""
-        if self._matcher is None:
+        if self._matcher is None or self._is_spent:  # then the next mask tells
             return None
         if self._matcher.is_error():
             return self._failed(self._matcher.get_error().partition("\n")[0])
@@ -290,7 +320,8 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         tokenizer = self._tokenizer.result()
         matcher = None if grammar.kind == "any" else make_matcher(tokenizer, grammar)
-        return CompiledGrammar(grammar, matcher, self._num_words)
+        make = partial(self._compiling.submit, make_matcher, tokenizer, grammar)
+        return CompiledGrammar(grammar, matcher, self._num_words, lambda: make().result())
 
     def state(
         self, request: AddRequest, compiled: Future[CompiledGrammar] | None = None

@@ -6,12 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from msgspec.structs import replace
 
 from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar, GrammarKind, SamplingParams
+from tests.engine.conftest import compiling
 from tests.make_models import ensure_model
 from tests.rigs.shadow import masks_of
 
@@ -172,6 +174,22 @@ def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer):
     taken_back.follow(outputs, 2)
     masks = [allowed(compiler, state) for state in (steps, at_once, taken_back)]
     assert masks[0] == masks[1] == masks[2] != set()
+
+
+def test_a_grammar_outlives_the_states_of_its_lexer(monkeypatch, tokenizer):
+    """All sequences that ever followed it, as long as it is kept, have made them."""
+    few = LLParserLimits(max_lexer_states=1000)
+    monkeypatch.setattr("engine.text.grammar_compile._LIMITS", few)
+    a, b = (tokenizer.encode(char)[0] for char in "ab")
+    rng = random.Random(1)
+    with compiling() as compiler:
+        states = [compiler.state(request("regex", "(a|b)*a(a|b){200}c")) for _ in range(4)]
+        outputs: list[list[int]] = [[] for _ in states]
+        for _ in range(300):
+            for state, drawn in zip(states, outputs, strict=True):
+                assert {a, b} <= allowed(compiler, state), state.ending
+                drawn.append(rng.choice((a, b)))
+                assert state.follow([5, *drawn], 1) is None
 
 
 def test_compiling_happens_elsewhere_and_once():

@@ -40,6 +40,7 @@ LEASES = "baton_leases_held"  # among an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
 _SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
 MAX_UNREAD = 1 << 14  # deltas of a choice whose client is too slow for it: some megabytes
+MAX_UNREAD_CHOICES = 32  # that a call with more of them counts as
 
 
 class Subscription:
@@ -60,7 +61,7 @@ class Subscription:
             for request in requests
         }
         self._waiting = {request.request_id: num_queued(request) for request in requests}
-        self._max_unread = MAX_UNREAD * sum(self._open.values())
+        self._max_unread = MAX_UNREAD * min(sum(self._open.values()), MAX_UNREAD_CHOICES)
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
         self._pending: list[TokenDelta] = []

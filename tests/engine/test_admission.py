@@ -275,8 +275,12 @@ async def test_priorities_reach_the_engine(tokenizer):
 # -- clients that do not read --------------------------------------------------------------------
 
 
-async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer, monkeypatch):
+@pytest.mark.parametrize(("choices", "n"), [(32, 1), (1, 8)])
+async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(
+    tokenizer, monkeypatch, choices, n
+):
     monkeypatch.setattr(client, "MAX_UNREAD", most := 1 << 10)
+    monkeypatch.setattr(client, "MAX_UNREAD_CHOICES", choices)
     sent = 0
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
@@ -288,7 +292,7 @@ async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(tokenizer, m
 
     async with serving(tokenizer, script) as server:
         sock, loop = await connected(server), asyncio.get_running_loop()
-        await ask(sock, stream=True, max_tokens=60)
+        await ask(sock, stream=True, max_tokens=60, n=n)
         while not server.engine.aborted:
             await asyncio.sleep(0.002)
         assert not server.engine._subscriptions

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -53,7 +53,7 @@ class _Migrate(msgspec.Struct, forbid_unknown_fields=True):
     requests: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def create_app(api: Api) -> Starlette:
+def create_app(api: Api) -> FastAPI:
     """The application of one server.
 
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
@@ -82,11 +82,17 @@ def create_app(api: Api) -> Starlette:
     routes: list[BaseRoute] = []
     routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
-    return Starlette(
+    app = FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
         routes=routes,
         middleware=[Middleware(RequestIdMiddleware, access=api.access)],
         exception_handlers=ERROR_HANDLERS,
     )
+    app.state.certificate = api.access.certificate
+    return app
 
 
 class _Pages:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.kernels.launch import PDL, let_next_begin_and_wait, wait
 from model.quantization.quantized import FP8, Quantized, Weight
 
 _NORM_ELEMENTS: Final = 1024  # of one program, at least: rows of few elements share one
@@ -31,8 +32,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     inside = (row < num_rows) & (column < WIDTH)
     scales = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     # It begins while the kernel before it ends, and lets its successor do so.
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     at = (row // num_heads).to(tl.int64) * token_stride + row % num_heads * head_stride
     value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
     size = tl.sqrt(tl.sum(value * value, 1) / WIDTH + eps)
@@ -54,13 +54,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, num_heads, num_rows,
         WIDTH=width, ROWS=rows, COLUMNS=columns,
-        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP), launch_pdl=True,
+        num_warps=min(_MAX_WARPS, rows * columns // _ELEMENTS_OF_A_WARP), launch_pdl=PDL,
     )  # fmt: skip
     return out
 
 
 def _silu_and_mul(gate_up, out, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.extra.cuda.gdc_wait()  # it begins while the matrix product before it ends
+    wait()  # it begins while the matrix product before it ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -78,7 +78,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
-    _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=True)
+    _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=PDL)
     return out
 
 
@@ -97,16 +97,6 @@ _MAX_WHOLE: Final = 4096
 _FP8_ROWS: Final = 8
 _FOLDED: Final = 16  # elements of a load
 _ROW_WARPS: Final = 4
-
-
-# A function of its own, though called in one place: written out there, the first loads of the
-# matrix wait too, and a decode step of batch 1 takes 3 % longer.
-def _let_next_begin_and_wait():  # type: ignore[no-untyped-def]
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-
-
-let_next_begin_and_wait: Any = triton.jit(_let_next_begin_and_wait)
 
 
 def _folded(part, FOLD: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -220,7 +210,7 @@ def one_row(
     _one_row_kernel[(num_out // rows,)](
         x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
         SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=_ROW_WARPS, launch_pdl=True,
+        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=_ROW_WARPS, launch_pdl=PDL,
     )  # fmt: skip
     return out
 

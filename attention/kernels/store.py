@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.base import Turn
+from attention.kernels.launch import PDL, let_next_begin_and_wait
 
 _HEADS: Final = 8  # of one program
 
@@ -67,8 +68,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
     half, some = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     if ROTATE:
         cos_sin += token * 2 * HALF
     at = token
@@ -143,7 +143,7 @@ def store(
         *tokens, *strides, NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=k.shape[2] // 2,
         HEADS=_HEADS, ROTATE=cos_sin is not None, NORM=norms is not None, STORE=keys is not None,
         SCALED=keys is not None and keys.dtype != k.dtype, KEEP=read_back,
-        num_warps=2, launch_pdl=True,
+        num_warps=2, launch_pdl=PDL,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.fused_kernels import let_next_begin_and_wait
+from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 from model.quantization.kernels import tile_of
 
 
@@ -21,8 +21,7 @@ def _choose(  # type: ignore[no-untyped-def]
     CHOSEN: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     row, index, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     at = logits + row * num_experts + index
     left = tl.load(at, mask=index < num_experts, other=float("-inf"))
     best, expert = tl.full((SLOTS,), float("-inf"), tl.float32), tl.zeros((SLOTS,), tl.int64)
@@ -48,7 +47,7 @@ def choose(logits: Tensor, chosen: int, scale: float) -> tuple[Tensor, Tensor]:
     ids = logits.new_empty(num_rows, chosen, dtype=torch.int64)
     sizes = chosen, triton.next_power_of_2(chosen), triton.next_power_of_2(num_experts)
     _choose_kernel[(num_rows,)](
-        logits, weights, ids, num_experts, scale, *sizes, num_warps=1, launch_pdl=True
+        logits, weights, ids, num_experts, scale, *sizes, num_warps=1, launch_pdl=PDL
     )
     return weights, ids
 
@@ -56,8 +55,7 @@ def choose(logits: Tensor, chosen: int, scale: float) -> tuple[Tensor, Tensor]:
 def _sort(chosen, order, ends, pairs, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program finds the pairs of one expert, and how many are of those before it."""
     own, none = tl.program_id(0), 1 << 30
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     before = tl.zeros((SIZE,), tl.int32)
     for begin in range(0, pairs, SIZE):
         pair = begin + tl.arange(0, SIZE)
@@ -85,8 +83,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     the result's are pairs. SWAPPED: the matrix on the left, whose tiles may not be small."""
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     first, last, expert = tile_of(ends, tl.program_id(0) // across, 0, num_experts, EXPERTS, ROWS)
     if first < last:
         row = first + tl.arange(0, ROWS)
@@ -142,8 +139,7 @@ def _combine(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    let_next_begin_and_wait()
     pair = token * CHOSEN + slot
     is_here = tl.load(chosen + pair, mask=slot < CHOSEN, other=num_experts) < num_experts
     weight = tl.load(weights + pair, mask=is_here, other=0.0)
@@ -163,9 +159,9 @@ def _one_gated(  # type: ignore[no-untyped-def]
     """Some rows of one token's gate and up products, by one of its experts."""
     slot, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    tl.extra.cuda.gdc_wait()
+    wait()
     expert = tl.load(chosen + slot)
-    tl.extra.cuda.gdc_launch_dependents()  # not before: see _one_down
+    let_next_begin()  # not before: see _one_down
     if expert < num_experts:
         at = weight + (expert * 2 * NUM_OUT + row[:, None]) * WIDTH + column[None, :]
         gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -234,13 +230,13 @@ def mixture_of_one(
     _one_gated_kernel[(num // rows, each)](
         x, gate_up, norm, chosen, inner, eps, count, NUM_OUT=num, WIDTH=width,
         NORM=norm is not None, ROWS=rows, COLUMNS=min(width & -width, most), num_warps=warps,
-        launch_pdl=True,
+        launch_pdl=PDL,
     )  # fmt: skip
     rows, most, warps = _DOWN_OF_ONE
     _one_down_kernel[(width // rows,)](
         inner, down, weights, chosen, residual, out, count, NUM_OUT=width, WIDTH=num, CHOSEN=each,
         SLOTS=triton.next_power_of_2(each), ADD=residual is not None, ROWS=rows,
-        COLUMNS=min(num & -num, most), num_warps=warps, launch_pdl=True,
+        COLUMNS=min(num & -num, most), num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
     return out
 
@@ -255,7 +251,7 @@ def mixture(
     (num_tokens, each), (count, width, _), pairs = chosen.shape, down.shape, chosen.numel()
     order, ends = (x.new_empty(size, dtype=torch.int32) for size in (pairs, count))
     size = 512 if pairs <= 4096 else 4096  # pairs looked at at a time
-    _sort_kernel[(count,)](chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=True)
+    _sort_kernel[(count,)](chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=PDL)
     tiles, found = tiles or next(t for most, t in TILES if pairs // total <= most), x
     for weight, tile, halves in zip((gate_up, down), tiles, (2, 1), strict=True):
         rows, columns, depth, is_swapped, warps, stages = tile
@@ -267,11 +263,11 @@ def mixture(
             before, TensorDescriptor(weight, shape, strides, [halves, columns, depth]),
             order, ends, found, count, num_out, WIDTH=own, CHOSEN=each, GATED=halves == 2,
             SWAPPED=is_swapped, EXPERTS=triton.next_power_of_2(count), ROWS=rows, COLUMNS=columns,
-            DEPTH=depth, num_warps=warps, num_stages=stages, launch_pdl=True,
+            DEPTH=depth, num_warps=warps, num_stages=stages, launch_pdl=PDL,
         )  # fmt: skip
     out, columns = torch.empty_like(x), 512
     _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
         found, weights, chosen, out, count, WIDTH=width, CHOSEN=each,
-        SLOTS=triton.next_power_of_2(each), COLUMNS=columns, num_warps=4, launch_pdl=True,
+        SLOTS=triton.next_power_of_2(each), COLUMNS=columns, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.launch import PDL, wait
 from model.quantization.quantized import FP8, FP8_MOST, TINY, Quantized
 
 MIN_DEPTH: Final = 32  # columns multiplied at a time
@@ -164,7 +165,7 @@ def _scale_rows(  # type: ignore[no-untyped-def]
     x, out, of_rows, of_columns, width, MOST: tl.constexpr, LEAST: tl.constexpr,
     ADD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tl.extra.cuda.gdc_wait()  # it begins while the kernel before it ends
+    wait()  # it begins while the kernel before it ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -189,7 +190,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = x.new_empty(x.shape, dtype=FP8), x.new_empty(num_rows, 1, dtype=torch.float32)
     _scale_rows_kernel[(num_rows, 1)](
         x.contiguous(), codes, scales, None, width, FP8_MOST, TINY, False, columns,
-        num_warps=min(16, max(1, columns // 512)), launch_pdl=True,
+        num_warps=min(16, max(1, columns // 512)), launch_pdl=PDL,
     )  # fmt: skip
     return codes, scales
 
@@ -199,6 +200,6 @@ def rescaled(product: Tensor, of_rows: Tensor, of_columns: Tensor, to: Tensor | 
     (num_rows, width), out, columns = product.shape, product if to is None else to, 1024
     _scale_rows_kernel[(num_rows, triton.cdiv(width, columns))](
         product, out, of_rows, of_columns, width, FP8_MOST, TINY, to is not None, columns,
-        num_warps=4, launch_pdl=True,
+        num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return out

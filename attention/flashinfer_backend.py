@@ -1,11 +1,9 @@
 """The attention backend over FlashInfer's paged kernels, on NVIDIA GPUs.
 
 The kernels take any strides, so every KVLayout is read in place through [B, H, N, D] views. The
-sequences of one query token that lead a step are attended to by the decode kernel (on tensor
-cores, split over the context so that few sequences fill the GPU too), the rest of the step by the
-prefill kernel, which is FlashAttention-3 on Hopper, but for KV in FP8, which that reads with
-queries in FP8 only. KV in FP8 has a decode kernel of our own (attention/pieces.py), where that
-proves itself (attention/proofs.py).
+sequences of one query token that lead a step are attended to by kernels of our own
+(attention/pieces.py), the rest of the step by the prefill kernel, which is FlashAttention-3 on
+Hopper, but for KV in FP8, which that reads with queries in FP8 only.
 
 Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
 FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
@@ -31,17 +29,14 @@ from attention.flashinfer_workspace import (
     LEAST_INT_BYTES,
     Gpu,
     Workspace,
-    withheld_thread_blocks,
     workspace_of,
 )
 from attention.kernels.store import store
-from attention.proofs import disproof, prove_storing
+from attention.proofs import prove_decoding, prove_storing
 from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
-from protocol.process.logging import get_logger
 
-_log = get_logger(__name__)
 _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
 # Several shorter ones fill the GPU better by one launch over the pool.
@@ -65,16 +60,13 @@ class _OfKind:
     """The kernels of the layers of one kind.
 
     Attributes:
-        options: of their plans, for the kind.
-        int_workspace: of its captured kernels. Only one runs at a time, and a plan writes all that
-            its run reads: they share.
+        options: of the plans of FlashInfer's, for the kind.
         fresh: made when first needed.
         parts: of the step.
     """
 
     options: dict[str, Any]
-    int_workspace: Tensor
-    decode: Any
+    decode: pieces.PieceDecode
     prefill: Any
     fresh: list[Any] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
@@ -92,17 +84,11 @@ class FlashInferBackend(FlashInferBase):
         is_fp8 = pool.tensor.dtype is fp8.DTYPE
         # FlashAttention-3's kernels read FP8 KV with FP8 queries only.
         assert not (is_fp8 and prefill == "fa3")
-        group = options["num_q_heads"] // pool.layout.num_heads
-        self._in_pieces = is_fp8 and group <= pieces.MAX_GROUP
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
         self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
         prove_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
-        if self._in_pieces and (
-            problem := disproof(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
-        ):
-            _log.warning("decoding over FP8 KV in pieces %s: FlashInfer does it", problem)
-            self._in_pieces = False
+        prove_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
         self._types = {
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
         }  # fmt: skip
@@ -110,7 +96,6 @@ class FlashInferBackend(FlashInferBase):
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
-        self._planned: set[Any] = set()
 
     def _kernels_of(self, kind: Kind, prefill: str) -> _OfKind:
         options: dict[str, Any] = {}  # so that other models' plans are called as if there were none
@@ -121,34 +106,23 @@ class FlashInferBackend(FlashInferBase):
         of_prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self.workspace, _VIEW_ORDER, backend=prefill
         )
-        int_workspace = self._new_int_workspace()
-        decode = self._piece_decode(kind) if self._in_pieces else self._decode_kernel()
-        return _OfKind(options, int_workspace, decode, self._roomy(of_prompts))
+        return _OfKind(options, self._decode_kernel(kind), self._roomy(of_prompts))
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         sizes = workspace_of(*self.heads, limits, gpu)
-        if not self._in_pieces:
-            return sizes
         partial = pieces.partial_bytes(self.heads, limits.max_seqs, gpu.num_sms)
         return replace(sizes, floats=max(sizes.floats, partial))
-
-    def _new_int_workspace(self) -> Tensor:
-        return torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
 
     def _roomy(self, kernel: Any) -> Any:
         """A kernel that has room for the indices of the largest step: it comes with the least."""
         if self.sizes.ints > LEAST_INT_BYTES:
-            kernel.reset_workspace_buffer(self.workspace, self._new_int_workspace())
+            ints = torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
+            kernel.reset_workspace_buffer(self.workspace, ints)
         return kernel
 
-    def _piece_decode(self, kind: Kind, **captured: Any) -> pieces.PieceDecode:
+    def _decode_kernel(self, kind: Kind, **captured: Any) -> pieces.PieceDecode:
         shape = (self.heads, self.block_size, kind, self.scale, self.workspace)
         return pieces.PieceDecode(*shape, self.gpu.num_sms, **captured)
-
-    def _decode_kernel(self, **captured: Any) -> Any:
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace, _VIEW_ORDER, use_tensor_cores=True, backend="fa2", **captured
-        )
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
@@ -168,7 +142,7 @@ class FlashInferBackend(FlashInferBase):
                 of_decodes, of_rest = pages[kind]
                 kernels.parts = []
                 if num_decodes:
-                    self._plan_decode(kernels.decode, of_decodes, kernels.options)
+                    kernels.decode.plan(of_decodes)
                     kernels.parts.append(_Part(0, num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
                     self._plan_prefill(kernels, rest.query_lens, of_rest)
@@ -192,68 +166,19 @@ class FlashInferBackend(FlashInferBase):
             kernels.parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
             start += num_tokens
 
-    def _plan_decode(self, kernel: Any, pages: Pages, options: dict[str, Any]) -> None:
-        if self._in_pieces:
-            kernel.plan(pages)
-            return
-        options = {**self._types, **options}
-        kernel.plan(*map(torch.from_numpy, pages), *self.heads, self.block_size, **options)
-
     def _plan_prefill(self, kernels: _OfKind, query_lens: Int32s, pages: Pages) -> None:
         indices = (indptr_of(query_lens), *map(pinned, pages))
         options = {**self._types, **kernels.options}
         kernels.prefill.plan(*indices, *self.heads, self.block_size, causal=True, **options)
 
     def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
-        if self._in_pieces:
-            return self._piece_decode(kind, captured=buffers, num_seqs=num_rows)
-        kernel = self._decode_kernel(
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
-            paged_kv_indices_buffer=buffers.indices,
-            paged_kv_last_page_len_buffer=buffers.last_page_lens[:num_rows],
-        )
-        kernel.reset_workspace_buffer(self.workspace, self._of_kind[kind].int_workspace)
-        return kernel
+        return self._decode_kernel(kind, captured=buffers, num_seqs=num_rows)
 
     def plan_captured_kernel(
         self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
-        kernels = self._of_kind[kind]
-        if self._in_pieces or kernel not in self._planned:  # the first plan also loads a kernel
-            self._planned.add(kernel)
-            self._plan_decode(kernel, pages, kernels.options)
-        if not self._in_pieces:
-            self._plan_split(kernel, pages, kernels.options.get("window_left", -1))
-        kernels.parts = [_Part(0, batch.num_seqs, kernel)]
-
-    def _plan_split(self, kernel: Any, pages: Pages, window_left: int) -> None:
-        """As FlashInfer's own plan, which the kernel has had once, but for how contexts are cut."""
-        num_seqs = len(pages.last_page_lens)
-        withheld = withheld_thread_blocks(num_seqs, self.num_kv_heads, self.gpu.num_sms)
-        lens = (pages.indptr[1:] - pages.indptr[:-1] - 1) * self.block_size + pages.last_page_lens
-        kernel._plan_info = kernel._cached_module.plan(
-            kernel._float_workspace_buffer,
-            kernel._int_workspace_buffer,
-            kernel._pin_memory_int_workspace_buffer,
-            torch.arange(num_seqs + 1, dtype=torch.int32),
-            torch.from_numpy(pages.indptr),
-            torch.from_numpy(lens),
-            num_seqs,  # rows of queries
-            num_seqs,
-            self.num_q_heads,
-            self.num_kv_heads,
-            self.block_size,
-            True,  # captured
-            self.head_dim,
-            self.head_dim,
-            False,  # causal: of one row nothing is masked
-            window_left,  # -1: no window
-            -1,  # no fixed split
-            False,  # splitting is not disabled
-            withheld,
-            0,  # no fixed number of queries
-        )
+        kernel.plan(pages)
+        self._of_kind[kind].parts = [_Part(0, batch.num_seqs, kernel)]
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.pool.scale(layer, 0), self.pool.scale(layer, 1)

@@ -4,12 +4,8 @@ Its plan of a step cuts contexts into pieces, whose partial results lie in the f
 they are merged, and lists the pieces in the int workspace. Both are sized here, once, for the
 largest steps of an engine; a plan beyond them would raise. No torch, no flashinfer.
 
-FlashAttention-2 (prompts and decodes), in tiles of `tile` packed rows, a row for each query token
-and query head of a KV head:
-- in steps of any shape there are at most as many tiles times pieces as the GPU holds thread blocks
-  for, or nothing is cut;
-- a captured step's plan is as large for all contexts: so many, or one for each tile there can be
-  of so many rows, or what `withheld_thread_blocks` asks for.
+FlashAttention-2, in tiles of `tile` packed rows, a row for each query token and query head of a KV
+head: at most as many tiles times pieces as the GPU holds thread blocks for, or nothing is cut.
 FlashAttention-3 cuts no contexts, but lists its tiles for each head.
 Multi-head latent attention cuts into at most twice as many pieces as there are multiprocessors, and
 lists them in a place of fixed size (support.py sees to it that they fit).
@@ -22,7 +18,6 @@ from typing import Final
 
 from attention.support import LATENT_DIM, StepLimits
 
-SPARE_PIECES: Final = 16  # of a captured step
 BLOCKS_PER_SM: Final = 2  # as FlashInfer's planner counts thread blocks
 LEAST_INT_BYTES: Final = 8 * 2**20  # of every wrapper, as FlashInfer makes it
 
@@ -62,18 +57,13 @@ def workspace_of(
     """For attention to keys and values; heads are those of one rank."""
     group = num_q_heads // num_kv_heads
     fitting = BLOCKS_PER_SM * gpu.num_sms // num_kv_heads  # tiles times pieces
-    plans = [(fitting, _tile(limits.max_tokens * group, head_dim, gpu))]
-    if limits.captured:
-        seqs, tile = limits.max_seqs, _tile(group, head_dim, gpu)
-        tiles = -(-seqs * group // tile) + seqs - 1
-        plans.append((max(fitting, seqs + SPARE_PIECES, tiles), tile))
-    rows = max(1, *(-(-pieces * tile // group) for pieces, tile in plans))
+    rows = max(1, -(-fitting * _tile(limits.max_tokens * group, head_dim, gpu) // group))
     return Workspace(
         floats=_aligned(num_q_heads * rows * head_dim * _FLOAT_BYTES)
         + _aligned(num_q_heads * rows * _FLOAT_BYTES),
         ints=max(
             LEAST_INT_BYTES,
-            _fa2_ints(group, max(pieces for pieces, _ in plans), limits),
+            _fa2_ints(group, fitting, limits),
             _fa3_ints(num_q_heads, limits, gpu),
         ),
     )
@@ -133,16 +123,3 @@ def _fa3_ints(num_q_heads: int, limits: StepLimits, gpu: Gpu) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def withheld_thread_blocks(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """What FlashInfer's planner is to leave to other kernels on the GPU in a captured decode step;
-    fewer than none gives it more.
-
-    Each thread block takes one piece of one context. The planner cuts contexts only as long as the
-    GPU can hold all pieces at once; in a step of more sequences one long context would be read by
-    one thread block for each KV head while all others wait. `SPARE_PIECES` more pieces than
-    sequences go to the longest contexts; equal contexts stay whole, as cutting each of them would
-    take a piece for each.
-    """
-    return min(0, BLOCKS_PER_SM * num_sms - (num_seqs + SPARE_PIECES) * num_kv_heads)

@@ -1,6 +1,7 @@
-"""Decode steps over FP8 KV: contexts are cut into pieces, which own kernels attend to.
+"""Decode steps: contexts are cut into pieces, which kernels of our own attend to.
 
-FlashInfer's kernels read FP8 no faster than 16 bits: docs/performance.md has the measurements.
+FlashInfer's take longer, above all for few sequences, and read FP8 no faster than 16 bits:
+docs/performance.md has the measurements.
 """
 
 from typing import Final
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from attention.base import Int32s, Kind, Pages
 from attention.flashinfer_base import CapturedBuffers, pinned
-from attention.flashinfer_workspace import SPARE_PIECES
 
-MAX_GROUP: Final = 64  # query heads of a KV head
-TILE: Final = 64  # tokens that a thread block reads at once
-_BLOCKS_PER_SM: Final = 4
+SPARE_PIECES: Final = 16
+TILE: Final = 64  # tokens that pieces are multiples of
+_BLOCKS_PER_SM: Final = 3
 
 
 def num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -63,6 +63,7 @@ class PieceDecode:
         self._attend = decode.attend
         self._heads, self._block_size, self._kind, self._scale = heads, block_size, kind, scale
         self._workspace, self._num_sms = workspace.view(torch.float32), num_sms
+        self._tile = min(TILE, TILE * 128 // heads[2])  # larger ones do not fit shared memory
         self._captured: list[Tensor] = []
         if captured is not None:
             size = num_pieces(num_seqs, heads[1], num_sms) + num_seqs + 2
@@ -94,7 +95,7 @@ class PieceDecode:
         partials = self._workspace[:size], self._workspace[size:]
         self._attend(
             q, caches, self._planned, self._most, out, lse, partials, self._kind,
-            scale=self._scale * k_scale, value_scale=v_scale, tile=TILE, warps=warps,
+            scale=self._scale * k_scale, value_scale=v_scale, tile=self._tile, warps=warps,
         )  # fmt: skip
 
 

@@ -30,24 +30,26 @@ def prove_storing(
     """By keys and values of `dtype`, rotated where there are query heads; see `store`.
 
     Raises:
-        UnsupportedPool: something else is stored, and there is no other way.
+        UnsupportedPool: something else is stored.
     """
-    if problem := _problem(lambda: _wrongly_stored(caches, scales, dtype, num_q_heads)):
-        told = f"attention_backend flashinfer: the kernel that stores KV {problem} on this GPU"
-        raise UnsupportedPool(f"{told}: use --attention-backend torch")
+    _refuse("stores KV", _problem(lambda: _wrongly_stored(caches, scales, dtype, num_q_heads)))
 
 
-def disproof(
+def prove_decoding(
     caches: tuple[Tensor, Tensor], dtype: torch.dtype, num_q_heads: int, kinds: Sequence[Kind]
-) -> str | None:
-    """What is wrong with PieceDecode for queries of `dtype`; None: nothing."""
+) -> None:
+    """By queries of `dtype`; see PieceDecode.
+
+    Raises:
+        UnsupportedPool: it finds something else than plain attention.
+    """
 
     def most() -> str | None:
         errors = [error for kind in kinds for error in _errors(caches, dtype, num_q_heads, kind)]
         found = torch.stack(errors).max().item()  # NaN, if one is
         return None if found < _TOLERANCE else f"deviates by {found:.2g}"
 
-    return _problem(most)
+    _refuse("decodes", _problem(most))
 
 
 def _problem(proof: Callable[[], str | None]) -> str | None:
@@ -55,6 +57,12 @@ def _problem(proof: Callable[[], str | None]) -> str | None:
         return proof()
     except Exception as error:  # of any kind, from compilers and drivers
         return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
+
+
+def _refuse(verb: str, problem: str | None) -> None:
+    if problem is not None:
+        told = f"attention_backend flashinfer: the kernel that {verb} {problem} on this GPU"
+        raise UnsupportedPool(f"{told}: use --attention-backend torch")
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class StepLimits:
 
     max_seqs: int = 256
     max_tokens: int = 8192  # queries, those of all sequences together
-    captured: bool = True  # steps of single tokens run as CUDA graphs
 
 
 DEFAULT_LIMITS: Final = StepLimits()

@@ -155,8 +155,4 @@ def step_limits(config: EngineConfig, *, of_group: bool) -> StepLimits:
     """The largest steps of a rank's attention backend; `of_group`: of that for the heads of all
     ranks that share tokens, which only decodes attend with."""
     seqs = config.max_num_seqs
-    captures = not config.enforce_eager
-    if of_group:
-        return StepLimits(seqs, seqs, captured=captures)
-    tokens = max(config.max_num_batched_tokens, seqs)
-    return StepLimits(seqs, tokens, captured=captures and config.dcp == 1)
+    return StepLimits(seqs, seqs if of_group else max(config.max_num_batched_tokens, seqs))

@@ -1,10 +1,11 @@
-"""Triton kernels: single queries over a paged FP8 pool, whose contexts are cut into pieces.
+"""Triton kernels: single queries over a paged pool, whose contexts are cut into pieces.
 
 Elements of FP8 become float16, which holds each of them exactly and which the GPU converts to in
 one instruction for two; queries do so up to a power of two. So nothing is rounded but what bfloat16
 kernels round as well, and less of it.
 
-As the kernel that stores, these begin before their predecessor has ended, and wait for it.
+What a step's plan says is older than the step's first kernel: it is read before the wait for the
+predecessor (attention/kernels/launch.py).
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.base import Kind
+from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 
 _LOG2_E: Final = 1.4426950408889634
 WARPS: Final = (4, 2)
 _MANY_PROGRAMS: Final = 1024  # that follow each other: with fewer warps others hide their waits
-_STAGES: Final = 3
-_MERGED_HEADS: Final = 8  # of one program
+_MERGED_HEADS: Final = 4  # of one program
+_MERGED_ELEMENTS: Final = 8192  # of several pieces of these heads, at once
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
@@ -61,11 +63,11 @@ _extent_of_piece: Any = triton.jit(_extent)
 
 
 def _in_units(at, own):  # type: ignore[no-untyped-def]
-    """Rows as float16, and what each is in units of: powers of two, which round nothing."""
+    """Columns as float16, and what each is in units of: powers of two, which round nothing."""
     query = tl.load(at, mask=own, other=0.0).to(tl.float32)
-    bits = tl.maximum(tl.max(tl.abs(query), 1), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    unit = bits.to(tl.float32, bitcast=True)
-    return (query / unit[:, None]).to(tl.float16), unit
+    bits = tl.maximum(tl.max(tl.abs(query), 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = bits.to(tl.float32, bitcast=True)[None, :]
+    return (query / unit).to(tl.float16), unit
 
 
 _query_in_units: Any = triton.jit(_in_units)
@@ -76,8 +78,8 @@ def _keep(  # type: ignore[no-untyped-def]
 ):
     """Some heads of a row, or of a piece."""
     at = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
-    target = out + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=own[:, None])
+    target = out + at[None, :] * DIM + tl.arange(0, DIM)[:, None]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=own[None, :])
     tl.store(lse + at, found, mask=own)
 
 
@@ -89,88 +91,102 @@ def _attend(  # type: ignore[no-untyped-def]
     scale, value_scale, soft_cap, window, num_pieces,
     q_token, cache_block, cache_head, cache_token,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one context, for the query heads of one KV head."""
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
+    """One piece of one context, for the query heads of one KV head.
+
+    Heads are columns: tokens are many enough for the rows of the GPU's products, and heads are not.
+    """
     piece, kv_head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(work + 1 + piece)
-    if row < 0:
-        return
+    planned = tl.load(work + 1 + piece)
+    row = tl.maximum(planned, 0)
     page, length, begin, end, num_parts = _extent_of_piece(
         work, indptr, last_page_lens, num_pieces, piece, row, PAGE
     )
     pages = indices + page
 
     head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
-    own, q_heads = (head < GROUP)[:, None], kv_head * GROUP + head
-    place = row.to(tl.int64) * q_token + q_heads[:, None] * DIM + column[None, :]
-    query, unit = _query_in_units(q + place, own)
-    factor = scale * unit
-
-    acc = tl.zeros((HEADS, DIM), tl.float32)
-    top = tl.full((HEADS,), -1e30, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    own, q_heads = head < GROUP, kv_head * GROUP + head
+    place = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     # A tile's blocks are looked up a turn ahead: loads of keys that wait for others come too late.
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
+    wait()
+    if planned < 0:
+        return
+    if FP8:
+        query, unit = _query_in_units(place, own[None, :])
+        factor = scale * unit
+    else:
+        query, factor = tl.load(place, mask=own[None, :], other=0.0), scale
+
+    acc = tl.zeros((DIM, HEADS), tl.float32)
+    top = tl.full((HEADS,), -1e30, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
     for start in range(begin, end, TILE):
         token = start + tile
         live = token < end
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
         at = block.to(tl.int64) * cache_block + kv_head * cache_head + offset * cache_token
         where = at[:, None] + column[None, :]
-        key = tl.load(keys + where, mask=live[:, None], other=0.0).to(tl.float16)
-        scores = tl.dot(query, tl.trans(key)) * factor[:, None]
+        key = tl.load(keys + where, mask=live[:, None], other=0.0).to(query.dtype)
+        scores = tl.dot(key, query) * factor
         if CAPPED:  # by the tangens hyperbolicus
             scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
         seen = live
         if WINDOWED:
             seen = seen & (token >= length - window)
-        scores = tl.where(seen[None, :], scores, -1e30)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
+        scores = tl.where(seen[:, None], scores, -1e30)
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        weights = tl.exp2(scores - new_top[None, :])
         decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        value = _values_to_float16(tl.load(values + where, mask=live[:, None], other=0.0))
-        acc = tl.dot(weights.to(tl.float16), value, acc * decay[:, None])
+        total = total * decay + tl.sum(weights, 0)
+        value = tl.load(values + where, mask=live[:, None], other=0.0)
+        if FP8:
+            value = _values_to_float16(value)
+        acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
 
+    let_next_begin()  # not before: it loads what it can, which these loads would wait behind
     found = top + tl.log2(total)
-    acc = acc * (value_scale / total)[:, None]
+    acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:
-        _keep_heads(out, lse, row, q_heads, head < GROUP, acc, found, GROUP, DIM)
+        _keep_heads(out, lse, row, q_heads, own, acc, found, GROUP, DIM)
     else:
-        _keep_heads(partials, partial_lses, piece, q_heads, head < GROUP, acc, found, GROUP, DIM)
+        _keep_heads(partials, partial_lses, piece, q_heads, own, acc, found, GROUP, DIM)
 
 
 def _merge(  # type: ignore[no-untyped-def]
     work, partials, partial_lses, out, lse, num_pieces, num_heads,
-    DIM: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Puts together the pieces of a sequence that has several, for some query heads."""
-    tl.extra.cuda.gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first = tl.load(work + 1 + num_pieces + row)
     last = tl.load(work + 2 + num_pieces + row)
+    let_next_begin_and_wait()
     if last - first == 1:
         return
-    own, column = head < num_heads, tl.arange(0, DIM)[None, :]
+    own, column = head < num_heads, tl.arange(0, DIM)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, DIM), tl.float32)
-    for piece in range(first, last):
-        place = (piece * num_heads + head).to(tl.int64)
-        found = tl.load(partial_lses + place, mask=own, other=0.0)
-        part = tl.load(partials + place[:, None] * DIM + column, mask=own[:, None], other=0.0)
-        new_top = tl.maximum(top, found)
-        decay, weight = tl.exp2(top - new_top), tl.exp2(found - new_top)
-        acc = acc * decay[:, None] + part * weight[:, None]
-        total = total * decay + weight
+    for start in range(first, last, PIECES):
+        piece = (start + tl.arange(0, PIECES))[:, None]
+        place, here = (
+            (piece * num_heads + head[None, :]).to(tl.int64),
+            (piece < last) & own[None, :],
+        )
+        found = tl.load(partial_lses + place, mask=here, other=-1e30)
+        at = partials + place[:, :, None] * DIM + column[None, None, :]
+        part = tl.load(at, mask=here[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(found, 0))
+        decay, weight = tl.exp2(top - new_top), tl.exp2(found - new_top[None, :])
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * decay + tl.sum(weight, 0)
         top = new_top
     whole = row.to(tl.int64) * num_heads + head
-    target, result = out + whole[:, None] * DIM + column, acc / total[:, None]
+    target, result = out + whole[:, None] * DIM + column[None, :], acc / total[:, None]
     tl.store(target, result.to(out.dtype.element_ty), mask=own[:, None])
     tl.store(lse + whole, top + tl.log2(total), mask=own)
 
@@ -194,7 +210,8 @@ def attend(
 
     Args:
         q, out: [S, HQ, D], heads and elements contiguous; D a power of two.
-        caches: float8_e4m3fn [B, H, N, D] of keys and of values, with equal strides.
+        caches: [B, H, N, D] of keys and of values, with equal strides; of q's dtype, or
+            float8_e4m3fn.
         planned: int32, what attention.pieces.pieces_of gave, and a step's Pages.
         lse: float32 [S, HQ]: becomes the log-sum-exps in powers of two.
         partials: float32, of num_pieces * HQ * D elements and of num_pieces * HQ.
@@ -206,15 +223,17 @@ def attend(
     (num_seqs, num_q_heads, dim), num_kv_heads = q.shape, keys.shape[1]
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
     group = num_q_heads // num_kv_heads
-    warps = warps or WARPS[num_pieces * num_kv_heads > _MANY_PROGRAMS]
+    is_fp8 = keys.element_size() == 1
+    assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
+    warps = warps or WARPS[is_fp8 and num_pieces * num_kv_heads > _MANY_PROGRAMS]
     _attend_kernel[(num_pieces, num_kv_heads)](
         q, keys, values, *planned, out, lse, *partials, scale * _LOG2_E, value_scale,
         kind.soft_cap * _LOG2_E, kind.window or 0, num_pieces, q.stride(0), *keys.stride()[:3],
-        GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), DIM=dim, PAGE=keys.shape[2],
-        TILE=tile, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
-        num_warps=warps, num_stages=_STAGES, launch_pdl=True,
+        GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), DIM=dim, PAGE=keys.shape[2],
+        TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
+        num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, _MERGED_HEADS))](
         planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=_MERGED_HEADS,
-        num_warps=4, launch_pdl=True,
+        PIECES=max(1, _MERGED_ELEMENTS // (_MERGED_HEADS * dim)), num_warps=4, launch_pdl=PDL,
     )  # fmt: skip

@@ -101,9 +101,6 @@ def test_heads_are_those_of_a_rank_and_of_its_group(tp, dcp, refused):
     [
         ({}, StepLimits(64, 2048), StepLimits(64, 64)),
         ({"max_num_batched_tokens": 8}, StepLimits(64, 64), StepLimits(64, 64)),
-        ({"enforce_eager": True}, StepLimits(64, 2048, False), StepLimits(64, 64, False)),
-        # Prompts only: decodes attend with the group's heads.
-        ({"dcp": 2, "tp": 2}, StepLimits(64, 2048, False), StepLimits(64, 64)),
     ],
 )
 def test_backends_are_made_for_the_steps_to_come(options, own, of_group):

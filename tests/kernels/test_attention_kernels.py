@@ -1,7 +1,7 @@
 """Attention's own kernels in Triton's interpreter equal plain attention in float64.
 
-The backend over FlashInfer runs on the CPU here: its steps over FP8 KV of single tokens need none
-of FlashInfer, whose place something takes that does nothing.
+The backend over FlashInfer runs on the CPU here: its steps of single tokens need none of
+FlashInfer, whose place something takes that does nothing.
 """
 
 import importlib
@@ -58,8 +58,10 @@ def problems(draw):
     kinds = st.builds(Kind, st.sampled_from([None, 1, 60, 65]), st.sampled_from([0.0, 0.7]))
     sinks = st.sampled_from([None, torch.linspace(-2.0, 3.0, group * num_kv)])
     block_size, head_dim = draw(st.sampled_from([(16, 64), (48, 16), (64, 128), (128, 32)]))
+    of_pool = draw(st.sampled_from([{}, {"kv_dtype": "", "scales": ()}]))
     shape = eight_bits(
         num_q_heads=group * num_kv, num_kv_heads=num_kv, block_size=block_size, head_dim=head_dim,
+        **of_pool,
         layers=tuple(LayerAttention(draw(kinds), draw(sinks)) for _ in range(2)),
         order=draw(st.sampled_from(["BHLCND", "LBCNHD", "LCBHND"])),
         dtype=draw(st.sampled_from(["float16", "bfloat16"])),
@@ -80,9 +82,9 @@ def after_prompts(shape, seqs, lens):
     return plain.make(shape, "flashinfer", pool=pool)
 
 
-@examples(8)
+@examples(12)
 @given(problems())
-def test_single_tokens_over_fp8_are_those_of_plain_attention(problem):
+def test_single_tokens_are_those_of_plain_attention(problem):
     shape, lens = problem
     seqs, torchs = plain.make_sequences(shape, lens), plain.make(shape)
     backend = after_prompts(shape, seqs, lens)

@@ -102,5 +102,3 @@ InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _patch_lang_tensor
 InterpreterBuilder.create_inline_asm = _inline_asm
 interpreter.InterpretedFunction.__call__ = _call
-# Of launches that overlap there is nothing to see here: kernels run one after the other.
-tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None

@@ -82,7 +82,7 @@ def create_app(api: Api) -> FastAPI:
     routes: list[BaseRoute] = []
     routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
-    app = FastAPI(
+    return FastAPI(
         title="Baton",
         docs_url=None,
         redoc_url=None,
@@ -91,8 +91,6 @@ def create_app(api: Api) -> FastAPI:
         middleware=[Middleware(RequestIdMiddleware, access=api.access)],
         exception_handlers=ERROR_HANDLERS,
     )
-    app.state.certificate = api.access.certificate
-    return app
 
 
 class _Pages:

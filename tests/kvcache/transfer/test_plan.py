@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,20 +137,20 @@ def check_kept(
 
 RANKS, STAGING_BLOCKS = st.integers(0, 7), st.integers(1, 6)
 COST_LISTS = st.lists(st.sampled_from(_COSTS), min_size=5, max_size=5)
-DIRECT = given(cases(), RANKS)(check_direct)
+DIRECT = partial(given(cases(), RANKS), check_direct)
 BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arithmetic
-KEPT = given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY)(check_kept)
+KEPT = partial(given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept)
 
 
 @pytest.mark.parametrize(("law", "count"), [(DIRECT, 500), (KEPT, 150)])
 def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law, count):
-    examples(count, suppress_health_check=list(HealthCheck))(law)()
+    examples(count, suppress_health_check=list(HealthCheck))(law())()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [DIRECT, KEPT])
 def test_so_are_they_in_many_draws(law):
-    MANY(law)()
+    MANY(law())()
 
 
 def simple(p: Side, d: Side, **changes) -> Case:

@@ -62,15 +62,19 @@ def _extent(work, indptr, last_page_lens, num_pieces, piece, row, PAGE: tl.const
 _extent_of_piece: Any = triton.jit(_extent)
 
 
-def _in_units(at, own):  # type: ignore[no-untyped-def]
-    """Columns as float16, and what each is in units of: powers of two, which round nothing."""
-    query = tl.load(at, mask=own, other=0.0).to(tl.float32)
-    bits = tl.maximum(tl.max(tl.abs(query), 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    unit = bits.to(tl.float32, bitcast=True)[None, :]
-    return (query / unit).to(tl.float16), unit
+def _query(at, own, scale, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns, and by what their products with keys are multiplied: for FP8 they become float16 in
+    units that are powers of two, which rounds nothing."""
+    query = tl.load(at, mask=own, other=0.0)
+    if FP8:
+        query = query.to(tl.float32)
+        bits = tl.maximum(tl.max(tl.abs(query), 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+        unit = bits.to(tl.float32, bitcast=True)[None, :]
+        query, scale = (query / unit).to(tl.float16), scale * unit
+    return query, scale
 
 
-_query_in_units: Any = triton.jit(_in_units)
+_query_and_factor: Any = triton.jit(_query)
 
 
 def _keep(  # type: ignore[no-untyped-def]
@@ -86,6 +90,7 @@ def _keep(  # type: ignore[no-untyped-def]
 _keep_heads: Any = triton.jit(_keep)
 
 
+# Heads are columns: tokens are many enough for the rows of the GPU's products, and heads are not.
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, work, indptr, indices, last_page_lens, out, lse, partials, partial_lses,
     scale, value_scale, soft_cap, window, num_pieces,
@@ -93,10 +98,7 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one context, for the query heads of one KV head.
-
-    Heads are columns: tokens are many enough for the rows of the GPU's products, and heads are not.
-    """
+    """One piece of one context, for the query heads of one KV head."""
     piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
@@ -113,12 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
     wait()
     if planned < 0:
         return
-    if FP8:
-        query, unit = _query_in_units(place, own[None, :])
-        factor = scale * unit
-    else:
-        query, factor = tl.load(place, mask=own[None, :], other=0.0), scale
-
+    query, factor = _query_and_factor(place, own[None, :], scale, FP8)
     acc = tl.zeros((DIM, HEADS), tl.float32)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
@@ -132,9 +129,7 @@ def _attend(  # type: ignore[no-untyped-def]
         scores = tl.dot(key, query) * factor
         if CAPPED:  # by the tangens hyperbolicus
             scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
-        seen = live
-        if WINDOWED:
-            seen = seen & (token >= length - window)
+        seen = live & (token >= length - window) if WINDOWED else live
         scores = tl.where(seen[:, None], scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, 0))
         weights = tl.exp2(scores - new_top[None, :])

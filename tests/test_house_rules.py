@@ -21,18 +21,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2991,
+    "attention": 2954,
     "benchmarks": 2606,
     "decode_server": 200,
     "deploy": 900,
     "engine": 11344,
     "kvcache": 7707,
     "kvcache/transfer": 5129,
-    "model": 5335,
+    "model": 5322,
     "prefill_server": 156,
     "protocol": 6848,
     "proxy": 5176,
-    "tests": 40765,
+    "tests": 40850,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

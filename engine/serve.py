@@ -144,24 +144,21 @@ class _Server:
         resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
         model_dir = await self._or_stop(_in_daemon_thread(resolve))
         prepared = prepare(self.settings, self.secret, model_dir)
-        await client.start(self.processes.start(prepared.config))
-        try:
+        with self.processes.start(prepared.config) as link:
             self._tell_progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             api.take_model(tokenizer, fingerprint, prepared.defaults)
+            await client.start(link)  # not before: an engine that is ready is asked at once
+            watching = asyncio.create_task(api.access.watch())
             try:
                 await api.grammars.start()
-                watching = asyncio.create_task(api.access.watch())
-                try:
-                    await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
-                    return await self._serve(listener.getsockname()[1], serving)
-                finally:
-                    watching.cancel()
+                await self._or_stop(client.wait_ready(_START_TIMEOUT_S))
+                return await self._serve(listener.getsockname()[1], serving)
             finally:
+                watching.cancel()
                 api.grammars.close()
-        finally:
-            await client.close()
+                await client.close()
 
     async def _or_stop(self, work: Any) -> Any:
         """Awaits `work`, unless the server is told to end or its engine dies first."""

@@ -22,14 +22,14 @@ from engine.prepare import StartFailure, _devices, engine_config
 from engine.serve import _Server, _told
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
-from protocol.ipc.wire import CannotListen, bind
-from protocol.messages import EngineFailed
+from protocol.ipc.wire import CannotListen, bind, framed
+from protocol.messages import EngineFailed, encode
 from protocol.registration import open_record
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
 from tests.proxy.fakes import Call, Fake, until
-from tests.rigs.scripted_engine import ScriptedEngine, hang
+from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, hang
 
 _SECRET = "a secret of these tests"
 
@@ -261,6 +261,34 @@ async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_p
                 await server._start_and_serve(listener, asyncio.Future())
         for engine in never_ready:
             engine.close()
+
+
+async def test_nobody_is_served_before_the_tokenizer_is_there_however_soon_the_engine_is(
+    monkeypatch,
+):
+    async with _made(_EndingEngine(), model=str(ensure_model("gqa")), device="cpu") as made:
+        server, listener = made
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def read(prepared: object) -> None:
+            with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+                for _ in range(5):  # in each of which the engine might be heard
+                    assert http.get("/ready").status_code == 503
+                asked = http.post("/v1/completions", json={"prompt": "a"})
+                assert asked.status_code == 503
+            raise _Started
+
+        link, engine = socket.socketpair()
+        engine.sendall(framed(encode(SMALL_ENGINE)))
+        monkeypatch.setattr(server.processes, "start", lambda config: link)
+        monkeypatch.setattr("engine.serve.read_for_answers", read)
+        serving = asyncio.ensure_future(server.server.serve(sockets=[listener]))
+        try:
+            with engine, pytest.raises(_Started):
+                await server._start_and_serve(listener, serving)
+        finally:
+            server.server.should_exit = True
+            await serving
 
 
 async def test_open_requests_are_told_why_the_engine_died(tokenizer):

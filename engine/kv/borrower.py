@@ -252,8 +252,7 @@ class Borrower(KVConnector):
                     self._on_sealed(event)
                 case PeerFailed():
                     for sequence in self._connected(event):
-                        self._release_remote(sequence, lend=not self._may_recompute(sequence))
-                        self._give_up_remote(sequence, event.error)
+                        self._give_up_untouched(sequence, event.error)
                 case LookedUp():
                     self._on_looked_up(event)
                 case PullDone():
@@ -276,10 +275,8 @@ class Borrower(KVConnector):
                 continue
             needed = scheduler.tables.num_blocks_for(sequence, sequence.num_to_hold)
             if not scheduler.allocator.has_room_to_receive(needed, beside_hung=True):
-                self._release_remote(sequence)
-                scheduler.withdraw(sequence)
                 told = f"READs that hang hold {quarantined} blocks: there is no room for more"
-                self._give_up_remote(sequence, PullWithheld(told))
+                self._give_up_untouched(sequence, PullWithheld(told))
 
     def _compute_where_all_wait(self) -> None:
         """Who has this engine's blocks may wait for blocks of an engine whose blocks are held for
@@ -288,10 +285,8 @@ class Borrower(KVConnector):
         self._stands_since = min(self._stands_since, now) if scheduler.stands else math.inf
         if now - self._stands_since >= _STANDS_S:
             for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
-                self._release_remote(sequence, lend=not self._may_recompute(sequence))
-                scheduler.withdraw(sequence)
                 told = f"nothing was computed for {_STANDS_S} s, as others have all KV blocks"
-                self._give_up_remote(sequence, PullWithheld(told))
+                self._give_up_untouched(sequence, PullWithheld(told))
 
     def _fail_locked_out(self) -> None:
         scheduler, now = self.core.scheduler, time.monotonic()
@@ -385,6 +380,13 @@ class Borrower(KVConnector):
         else:
             self._undrained[event.pull_id] = fresh
         self._give_up_remote(sequence, event.error)
+
+    def _give_up_untouched(self, sequence: Sequence, error: BatonError) -> None:
+        """Before any READ: where the request fails, another server may have its KV."""
+        self._release_remote(sequence, lend=not self._may_recompute(sequence))
+        if sequence.phase is Phase.WAITING:
+            self.core.scheduler.withdraw(sequence)
+        self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """No KV will come to a sequence that holds no block."""

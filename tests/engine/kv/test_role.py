@@ -157,6 +157,22 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
     assert 4 <= _num_quarantined(pair) <= 28
 
 
+def test_what_has_no_room_beside_a_hung_read_is_left_to_another_server(make_pair):
+    pair = make_pair(p_block_size=8, settings=HANGS, policy="fail", max_model_len=160)
+    pair.d.movers.stall()
+    hung, large = _begin_read(pair, [*PROMPT, 7, 7]), list(range(1, 109))  # 27 of 39 blocks
+    pair.skip(HANGS.pull_timeout_s)
+    pair.failed(hung, "pull_timeout")
+    pair.restart_prefill()  # from one whose READs hang nothing is pulled
+    params = {**pair.prefill(large), "sender_releases": True}
+    assert "there is no room for more" in pair.failed(pair.ask(large, params), "pull_withheld")
+    pair.d.movers.resume()
+    pair.until(lambda: _num_quarantined(pair) == 0)
+    again = pair.ask(large, params)  # as the proxy would another
+    assert pair.answer(again) == expected_output(large, 6)
+    assert pair.d.kv(again) == (108, 0, 0)
+
+
 def test_a_pull_of_most_of_the_pool_that_hangs_leaves_the_rest(make_pair):
     pair = make_pair(p_block_size=8, settings=HANGS, max_model_len=160)
     pair.d.movers.stall()

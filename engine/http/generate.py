@@ -143,7 +143,7 @@ async def _engine_requests(
     limits = [token_limit(parsed, len(ids), room, default) for ids in prompts]
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
-    check_logprobs(parsed, sum(map(len, prompts)))
+    check_logprobs(parsed, sum(map(len, prompts)), sum(limits) * parsed.num_candidates)
     return _adds(api, parsed, prompts, limits)
 
 

@@ -23,6 +23,7 @@ MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory howeve
 # in a stream, or in a reference. What is told whole, another thread writes.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
+MAX_LOGPROBS = 1 << 23  # of drawn tokens, in one answer: some 0.3 GB
 
 
 def fill_in_model(members: dict[str, Any], served: str) -> None:
@@ -146,8 +147,9 @@ def token_limit(
     return asked
 
 
-def check_logprobs(parsed: GenerationRequest, num_tokens: int) -> None:
-    """Raises InvalidRequest for more logprobs of prompts of so many tokens than one answer has."""
+def check_logprobs(parsed: GenerationRequest, num_tokens: int, num_drawn: int) -> None:
+    """Raises InvalidRequest for more logprobs than one answer has, of prompts of so many tokens, or
+    of so many drawn ones where it is told whole."""
     wanted = parsed.num_prompt_logprobs
     size = 0 if wanted is None else num_tokens * (1 + wanted) * parsed.num_candidates
     limit, where = MAX_PROMPT_LOGPROBS, "an answer"
@@ -157,6 +159,12 @@ def check_logprobs(parsed: GenerationRequest, num_tokens: int) -> None:
         param = "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs"
         told = f"asks for {size} logprobs of prompt tokens, {where} has {limit} at most"
         refuse(param, f"{told}; send less at once")
+    size = 0 if parsed.num_logprobs is None else num_drawn * (1 + parsed.num_logprobs)
+    if size > MAX_LOGPROBS and not parsed.stream:
+        told = (
+            f"asks for up to {size} logprobs of drawn tokens, an answer has {MAX_LOGPROBS} at most"
+        )
+        refuse("logprobs", f"{told}; lower `n` or `max_tokens`, or stream it")
 
 
 def check_size(

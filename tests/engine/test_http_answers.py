@@ -273,6 +273,16 @@ async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(tokenize
             assert error["param"] in asked and error["code"] == "invalid_request"
 
 
+async def test_logprobs_of_an_answer_that_is_told_whole_are_bounded(tokenizer, monkeypatch):
+    monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
+    asked = {"prompt": "a", "logprobs": 2, "n": 2}
+    async with serving_4k(tokenizer, saying(tokenizer, "ab")) as server:
+        error = (await server.post(**asked, max_tokens=101)).json()["error"]
+        assert error["param"] == "logprobs" and "`max_tokens`" in error["message"]
+        for fits in ({"max_tokens": 100, "n": 1}, {"max_tokens": 101, "n": 1, "stream": True}):
+            assert (await server.post(**{**asked, **fits})).status_code == 200
+
+
 def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
     for size in (500, 5000):
         add = AddRequest(

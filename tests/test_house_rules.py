@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2606,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11343,
+    "engine": 11351,
     "kvcache": 7707,
     "kvcache/transfer": 5129,
     "model": 5322,
     "prefill_server": 156,
     "protocol": 6848,
     "proxy": 5176,
-    "tests": 40894,
+    "tests": 40904,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

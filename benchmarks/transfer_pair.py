@@ -269,6 +269,8 @@ class Decode:
         self._coordinator.on_event = self._woken.set
         others = enumerate((theirs for _, theirs in pairs), 1)
         self._others = [Remote(DecodeRank, r, side, setup, end) for r, end in others]
+        for _, theirs in pairs:
+            theirs.close()  # a rank has its own copy
         self._first = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 

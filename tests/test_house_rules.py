@@ -22,7 +22,7 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # room for itself in its own package.
 MAX_LINES = {
     "attention": 2954,
-    "benchmarks": 2606,
+    "benchmarks": 2608,
     "decode_server": 200,
     "deploy": 900,
     "engine": 11351,

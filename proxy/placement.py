@@ -270,7 +270,7 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple
         seconds = (left if left > 1 else 1) * server.token_s
         lost = _WORK * seconds + _COPY * again
         if ask.lent:
-            saved = saved_s(ask, server, depths)
+            saved = min(saved_s(ask, server, depths), seconds)
             seconds -= saved
             lost -= _WORK * saved + _COPY * min(saved, again)
         if server.running:
@@ -317,7 +317,7 @@ def cheapest_alone(
             seconds = (left if left > 1 else 1) * server.token_s
             lost = _WORK * seconds + _COPY * (most - depth) * block * server.token_s
         if ask.lent:
-            saved = saved_s(ask, server, depths)
+            saved = min(saved_s(ask, server, depths), seconds)
             seconds -= saved
             lost -= (_WORK + _COPY) * saved
         if streams := server.running + coming:

@@ -5,7 +5,7 @@ import random
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.placement import Ask, Load, PrefixIndex, cheapest_decode, place
@@ -39,6 +39,7 @@ def servers(found: list[Load], first: int) -> list[Load]:
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
     st.tuples(numbers, numbers, numbers),
 )
+@example([], [Load(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0))  # more lent than there is
 def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tokens, depths, ask):
     servers(decodes, len(servers(prefills, 0)))
     now, lent, lent_s = ask

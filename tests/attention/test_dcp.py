@@ -116,13 +116,17 @@ class Bench:
             part.scratch.tensor.fill_(float("nan"))
         self.generator = torch.Generator().manual_seed(5)
 
-    def step(self, query_lens: list[int], context_lens: list[int], tables: np.ndarray) -> None:
+    def check_step(
+        self, query_lens: list[int], context_lens: list[int], tables: np.ndarray
+    ) -> None:
         batch = make_batch(query_lens, context_lens, tables, self.tokens_per_block)
         for backend in (self.whole, *self.parts):
             backend.plan(batch)
         self._compare(batch.num_tokens)
 
-    def captured_step(self, context_lens: list[int], tables: np.ndarray, num_rows: int) -> None:
+    def check_captured_step(
+        self, context_lens: list[int], tables: np.ndarray, num_rows: int
+    ) -> None:
         """A decode step as CUDA graphs have it."""
         ones = [1] * len(context_lens)
         batch = make_batch(ones, context_lens, tables, self.tokens_per_block)
@@ -178,7 +182,7 @@ def check_growing_sequences(bench: Bench) -> None:
         order = [i for i in np.argsort([n > 1 for n in queries], kind="stable") if queries[i]]
         for i in order:
             lens[i] += queries[i]
-        bench.step([queries[i] for i in order], [lens[i] for i in order], tables[order])
+        bench.check_step([queries[i] for i in order], [lens[i] for i in order], tables[order])
 
 
 def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
@@ -214,19 +218,19 @@ def test_a_long_context_is_put_together_in_parts(monkeypatch):
     """Memory for all of it at once is nothing that the size of a KV pool has left free."""
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)
-    bench.step([60], [60], tables)
+    bench.check_step([60], [60], tables)
     two_blocks = 2 * bench.size * bench.parts[0].scratch.layout.block_bytes
     monkeypatch.setattr("attention.dcp._EXCHANGED_BYTES", two_blocks)
-    bench.step([3], [63], tables)
+    bench.check_step([3], [63], tables)
     assert bench.ranks.most_exchanged * 4 == two_blocks
 
 
 def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
     bench = Bench(2, shape_of(1, 4), scratch=64)
     tables = np.array([[3], [7]])
-    bench.step([2, 3], [2, 3], tables)
-    bench.step([1, 1], [3, 4], tables)  # rank 1 still has nothing to say
-    bench.step([1, 1], [4, 5], tables)
+    bench.check_step([2, 3], [2, 3], tables)
+    bench.check_step([1, 1], [3, 4], tables)  # rank 1 still has nothing to say
+    bench.check_step([1, 1], [4, 5], tables)
     first, second = (pool.component(0, 0) for pool in bench.pools)
     assert not first[3].isnan().any()
     assert second[3].isnan().all()
@@ -267,4 +271,4 @@ def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes):
     tables = np.array([[3, 1, 7, 4], [2, 5, 8, 6]])
     # Queries and contexts: two prompts, one more part of the second, a token for each.
     for queries, contexts in (([5, 9], [5, 9]), ([1, 5], [6, 14]), ([1, 1], [7, 15])):
-        bench.step(queries, contexts, tables)
+        bench.check_step(queries, contexts, tables)

@@ -249,8 +249,9 @@ async def test_who_leaves_uses_nothing_more(tmp_path):
         await waits.begun.wait()
         leaves.cancel()
         await waits.left.wait()
-        while (await ask(rig.client, "GET /no/path", x_api_key=ALICE)).status_code == 429:
+        while (found := await ask(rig.client, "GET /no/path", x_api_key=ALICE)).status_code == 429:
             await asyncio.sleep(0.002)
+        assert found.status_code == 404
 
 
 async def test_the_log_names_the_key_and_never_shows_it(caplog, tokenizer):

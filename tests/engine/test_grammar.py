@@ -228,35 +228,31 @@ def test_a_vocabulary_larger_than_the_logits():
     compiler.close()
 
 
-@pytest.mark.parametrize(
-    ("begins", "said", "is_complete"),
-    [
-        ("open", 'I am {"a</think>\n\nab', True),
-        ("open", "ab", False),
-        ("open", "I</think>b", None),
-        ("perhaps", "<think>hm</think>ab", True),
-        ("perhaps", "ab", True),
-        ("perhaps", "I</think>ab", None),
-        ("open", "I</think>\n\n<call>{", False),
-        ("perhaps", "<think>hm</think> <call>", False),
-        ("perhaps", "\n<call>what", False),
-        ("", "<call>what", False),
-        ("", "<|im_start|>{", False),
-        ("", "ab", True),
-        ("", "I<call>", None),
-    ],
-)
+_SAID: dict[str, dict[str, bool | None]] = {  # by how it begins: whether it is complete, if allowed
+    "open": {
+        'I am {"a</think>\n\nab': True, "ab": False, "I</think>b": None,
+        "I</think>\n\n<call>{": False,
+    },
+    "perhaps": {
+        "<think>hm</think>ab": True, "ab": True, "I</think>ab": None,
+        "<think>hm</think> <call>": False, "\n<call>what": False,
+    },
+    "": {"<call>what": False, "<|im_start|>{": False, "ab": True, "I<call>": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("begins", "said"), [(b, said) for b in _SAID for said in _SAID[b]])
 @pytest.mark.parametrize(("kind", "text"), [
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
 ])  # fmt: skip
 def test_a_grammar_begins_behind_the_reasoning_and_leaves_room_for_calls(
-    compiler, tokenizer, begins, said, is_complete, kind, text
+    compiler, tokenizer, begins, said, kind, text
 ):
     """What is said before may be anything, but no end; so may a call that takes its place."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
     grammar = Grammar(kind, text, reasoning=begins, calls=calls)
     state = compiler.state(replace(request(kind, text), sampling=SamplingParams(grammar=grammar)))
-    outputs = list[int]()
+    is_complete, outputs = _SAID[begins][said], list[int]()
     for token_id in tokenizer.encode(said, add_special_tokens=False):
         if token_id not in allowed(compiler, state):
             assert is_complete is None

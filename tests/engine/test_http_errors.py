@@ -208,9 +208,10 @@ class Refusing(ServerHooks):
         return [AbortRequest("a lease")]
 
 
-async def _until_let_go(server: Server) -> None:
-    while server.engine.aborted != ([one.request_id for one in server.engine.added] or None):
+async def _is_let_go(server: Server) -> bool:
+    while not server.engine.aborted:
         await asyncio.sleep(0.001)
+    return server.engine.aborted == [one.request_id for one in server.engine.added]
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1 << 20])
@@ -227,7 +228,7 @@ async def test_kv_is_kept_for_a_client_that_has_its_answer(tokenizer, num_bytes)
 async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer):
     async with serving(tokenizer, scripted(end()), Retaining(None)) as server:
         assert (await server.post(max_tokens=1)).status_code == 200
-        await _until_let_go(server)
+        assert await _is_let_go(server)
 
 
 async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(tokenizer):
@@ -236,7 +237,7 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(to
             await ask(client, max_tokens=1)
             await asyncio.get_running_loop().sock_recv(client, 100)
             assert server.engine.aborted == []
-        await _until_let_go(server)
+        assert await _is_let_go(server)
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
@@ -254,7 +255,7 @@ async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(tokenize
     async with serving(tokenizer, script, Retaining(10)) as server:
         made.append(await connected(server))
         await ask(made[0], max_tokens=1)
-        await _until_let_go(server)
+        assert await _is_let_go(server)
 
 
 @pytest.mark.parametrize("lent", [False, True])

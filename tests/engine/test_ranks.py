@@ -165,12 +165,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.wait()
 
 
-def test_a_failure_beside_living_ranks_is_no_other_s(process):
-    blame(_FAILURE, 0, [None, process.pid, None])
-
-
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_the_rank_that_ended_is_named_and_never_oneself(process, is_reaped):
+def test_the_rank_that_ended_is_named_and_no_living_one_nor_oneself(process, is_reaped):
+    blame(_FAILURE, 0, [None, process.pid, None])
     process.kill()
     if is_reaped:
         process.wait()

@@ -60,7 +60,7 @@ class Bench:
         positions = [len(s.token_ids) for s in sequences]
         return self.shaper.prepare(self.book.plan(sequences, positions))
 
-    def step(self, sequences: list[Sequence]) -> None:
+    def check_step(self, sequences: list[Sequence]) -> None:
         """One draw each, checked against the definitions."""
         logits = 4 * torch.randn(len(sequences), VOCAB, generator=self.random)
         shaping = self.shaping(sequences)
@@ -106,7 +106,7 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
             bench.shaping([s for s in sequences if s.phase is Phase.RUNNING])
             sequences[event].phase = Phase.RUNNING
         if chosen:
-            bench.step(chosen)
+            bench.check_step(chosen)
 
 
 def test_rows_that_need_nothing_are_left_alone_and_cost_nothing():
@@ -114,7 +114,7 @@ def test_rows_that_need_nothing_are_left_alone_and_cost_nothing():
     plain, ends = _sequence([1, 2]), _sequence([3], stop=[5], min_tokens=2)
     assert bench.shaping([plain]) is None
     for _ in range(2):
-        bench.step([plain, ends])
+        bench.check_step([plain, ends])
     assert bench.shaping([plain, ends]) is None, "min_tokens has been reached"
     assert len(bench.shaper.seen) == 0, "no penalties, no table"
 

@@ -111,6 +111,7 @@ def test_what_is_stored_and_rotated_and_decoded_proves_itself(num_q, num_kv, dim
     if num_q:
         kinds = [Kind(), Kind(100), Kind(None, 0.7), Kind(3000, 2.0)]
         proofs.prove_decoding(caches, torch.bfloat16, num_q, kinds)
+    assert not any(cache.float().any() for cache in caches), "what was lent comes back"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

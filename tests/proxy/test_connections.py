@@ -122,6 +122,7 @@ async def test_a_client_that_leaves_with_requests_ahead_ends_the_one_that_runs()
         writer.close()
         await never_ends.ended.wait()
         await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+        assert len(rig.decode[0].calls) == 1
 
 
 async def test_requests_sent_ahead_are_answered_in_order_up_to_a_bound():
@@ -148,6 +149,7 @@ async def test_a_client_that_reads_nothing_ends_its_request():
             deaf.sendall(request(stream=True))
             await never_ends.ended.wait()
             await until(lambda: rig.metric("baton_proxy_requests_in_progress") == 0)
+            assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("cut", [0, 3, 40, 200])

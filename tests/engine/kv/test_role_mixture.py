@@ -19,6 +19,7 @@ from msgspec.structs import replace
 import engine.text.grammar
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
+from engine.core.core import EngineCore
 from engine.core.sequence import Phase
 from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
@@ -309,7 +310,7 @@ class _Mixture:
 
     # -- what must be
 
-    def run(self) -> None:
+    def run(self) -> EngineCore:
         for _ in range(self.rng.choice([25, 60])):
             self.core.round(self.some())
             self.check_books()
@@ -323,9 +324,9 @@ class _Mixture:
         assert self.core.is_idle and self.coordinator.is_idle, "it never comes to rest"
         assert self.core.scheduler.is_idle and not self.core.grammars.compiling
         assert not (self.role._remote or self.role._undrained)
-        assert_all_blocks_home(self.core)
         for request in self.requests.values():
             self._check(request)
+        return self.core
 
     def check_books(self) -> None:
         """Every use of a block is somebody's."""
@@ -396,7 +397,7 @@ class _Mixture:
         assert told == num_prompt or (told == 0 and elsewhere)
 
 
-def _run(seed: int, compiler: GrammarCompiler) -> None:
+def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
     """At times steps wait for few of their masks, or all grammars are slow."""
     rng, wait_for = random.Random(seed), core_grammar.wait_for
     with pytest.MonkeyPatch.context() as patch:
@@ -411,16 +412,16 @@ def _run(seed: int, compiler: GrammarCompiler) -> None:
         if seed % 5 == 3:  # nothing is planned behind a step
             patch.setattr("engine.core.core._MANY_TOKENS", 0)
             patch.setattr("engine.core.core._LONG_STEP_S", 0.0)
-        _Mixture(seed, compiler).run()
+        return _Mixture(seed, compiler).run()
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(compiler, seed):
-    _run(seed, compiler)
+    assert_all_blocks_home(_run(seed, compiler))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 2100, 200))
 def test_so_in_many_draws(compiler: GrammarCompiler, first: int) -> None:
     for seed in range(first, first + 200):
-        _run(seed, compiler)
+        assert_all_blocks_home(_run(seed, compiler))

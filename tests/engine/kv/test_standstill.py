@@ -103,7 +103,7 @@ class Fleet(Group):
             tokens += b.out.tokens(f"d{call}-0")
         assert tokens == expected_output(prompt, num)
 
-    def serve(self, num_calls: int) -> None:
+    def check_calls(self, num_calls: int) -> None:
         left: dict[Script, Callable[[], object]] = {}
         kinds = [self.in_turn, self.in_turn, self.at_once, self.looked_up, self.moved]
         for at in range(num_calls):
@@ -120,7 +120,7 @@ class Fleet(Group):
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_lends_to_whom_every_request_ends_and_every_block_comes_home(seed):
     with Fleet(seed) as fleet:
-        fleet.serve(20)
+        fleet.check_calls(20)
 
 
 def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_it(make):

@@ -225,7 +225,7 @@ assert reader.finish(handle) is ReadState.DONE
 assert np.array_equal(reader.into, reader.peer.memory)
 handle = stopped_in_mid_read()
 reader.peer.kill()
-assert reader.finish(handle) is ReadState.ERROR
+print(reader.finish(handle))
 reader.agent.close()
 
 reader = t.Reader(t.nixl_agent(), peers[1])
@@ -237,7 +237,7 @@ reader.peer.close()
 
 def test_a_read_from_a_stopped_peer_stays_active_until_it_really_ends():
     """Over TCP, where the peer takes part in a READ."""
-    run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
+    assert "ReadState.ERROR\n" in run_program(READER_OVER_TCP, UCX_TLS="tcp,self")
 
 
 def test_idle_nixl_agents_use_no_processor():

@@ -112,7 +112,7 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
 
 def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig):
     prefill, decode = rig(Prefill, edit=without_offer), rig(Decode, make_placer=MemoryPlacer)
-    pull(decode, prefill, "direct")
+    assert pull(decode, prefill, "direct").descriptors > 0
 
 
 def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig):
@@ -154,7 +154,7 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
 def test_a_peer_whose_mapping_fails_of_itself_is_read_by_the_agent(rig, monkeypatch):
     monkeypatch.setattr(MemoryPlacer, "open", lambda *args: 1 / 0)
     prefill, decode = rig(Prefill), rig(Decode, make_placer=MemoryPlacer)
-    pull(decode, prefill, "direct")
+    assert pull(decode, prefill, "direct").descriptors > 0
 
 
 def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig, monkeypatch):
@@ -211,7 +211,7 @@ def without_compiler(pool: KVPool) -> CudaPlacer:
 
 def test_a_host_that_cannot_compile_the_kernel_says_so_and_reads_by_the_agent(rig, caplog):
     prefill, decode = rig(Prefill), rig(Decode, make_placer=without_compiler)
-    pull(decode, prefill, "direct")
+    assert pull(decode, prefill, "direct").descriptors > 0
     assert "not every kernel that places KV can be compiled" in caplog.text
 
 

@@ -118,7 +118,6 @@ UNREACHABLE = """
 import msgspec, os, socket
 from pathlib import Path
 from tests.rigs.memory_pair import *
-from protocol.errors import PeerUnreachable
 
 
 def listening_ports():
@@ -153,13 +152,13 @@ assert not peer.link.is_ready, "it is not unreachable at all"
 peer.link.deadline = 0.0
 decode.workers[0]._link.wake()
 error = decode.failed("a")
-assert isinstance(error, PeerUnreachable), error
+print(repr(error), flush=True)
 os._exit(0)  # the system tries to connect for two minutes
 """
 
 
 def test_a_prefill_server_whose_ucx_port_answers_nothing_delays_no_other():
-    run_program(UNREACHABLE, UCX_TLS="tcp,self")
+    assert "PeerUnreachable(" in run_program(UNREACHABLE, UCX_TLS="tcp,self")
 
 
 STOPPED = """
@@ -203,11 +202,11 @@ def serves_another(peer):
 t.NBYTES = 64 << 20
 peers = [t.MemoryPeer(t.NBYTES) for _ in range(2)]
 assert late_bytes(closes=False) > t.NBYTES // 10, "nothing is late: this shows nothing"
-assert late_bytes(closes=True) == 0
+print("late:", late_bytes(closes=True), flush=True)
 os._exit(0)
 """
 
 
 def test_a_closed_agent_writes_nothing_though_its_stopped_peer_goes_on():
     """As it does after its READs were released and its memory was deregistered."""
-    run_program(STOPPED, UCX_TLS="tcp,self")
+    assert "late: 0\n" in run_program(STOPPED, UCX_TLS="tcp,self")

@@ -142,15 +142,15 @@ BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arit
 KEPT = partial(given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept)
 
 
-@pytest.mark.parametrize(("law", "count"), [(DIRECT, 500), (KEPT, 150)])
-def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(law, count):
-    examples(count, suppress_health_check=list(HealthCheck))(law())()
+@pytest.mark.parametrize(("check_law", "count"), [(DIRECT, 500), (KEPT, 150)])
+def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(check_law, count):
+    examples(count, suppress_health_check=list(HealthCheck))(check_law())()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", [DIRECT, KEPT])
-def test_so_are_they_in_many_draws(law):
-    MANY(law())()
+@pytest.mark.parametrize("check_law", [DIRECT, KEPT])
+def test_so_are_they_in_many_draws(check_law):
+    MANY(check_law())()
 
 
 def simple(p: Side, d: Side, **changes) -> Case:

@@ -211,9 +211,7 @@ def test_sigkill_of_the_launcher_leaves_no_orphan():
 
 
 @pytest.mark.parametrize(("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)])
-def test_one_that_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(
-    grace_s, num_signals, status
-):
+def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(grace_s, num_signals, status):
     with launched("serve,stubborn,serve", f"--shutdown-grace-s={grace_s}") as launcher:
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)

@@ -37,9 +37,7 @@ def _assert_recomputed(
     wait_until(decode.all_blocks_home)
 
 
-def test_kv_that_was_released_comes_home_at_once_and_is_not_used(
-    tiny_cluster, tiny_reference, prompt
-):
+def test_kv_that_was_released_comes_home_and_is_not_used(tiny_cluster, tiny_reference, prompt):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
     wait_until(lambda: not server.all_blocks_home())  # what /metrics tells is of a moment ago

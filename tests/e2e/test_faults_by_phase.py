@@ -114,9 +114,7 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_refe
     _assert_serves(slow_cluster, tiny_reference)
 
 
-def test_kv_goes_home_when_the_client_of_a_stopped_decode_server_leaves(
-    slow_cluster, tiny_reference
-):
+def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(slow_cluster, tiny_reference):
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     _stop(decode, signal.SIGSTOP)
     try:

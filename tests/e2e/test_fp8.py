@@ -93,9 +93,7 @@ def test_weights_quantised_at_load_are_another_model_s(engines, tiny_model):
     ids=["fp8 to float32", "float32 to fp8", "to other scales"],
 )
 @pytest.mark.parametrize("transfer", ["nixl", "mapped"])
-def test_told_to_convert_a_decode_server_requantises(
-    engines, tiny_model, tiny_cluster, p, d, transfer
-):
+def test_a_decode_server_told_to_requantises(engines, tiny_model, tiny_cluster, p, d, transfer):
     options = (*d, *_CONVERT, "--transfer", transfer)
     prefiller, decoder = engines.pair(
         tiny_model,

@@ -96,9 +96,7 @@ def _assert_counted(decoder: Server) -> None:
     wait_until(lambda: all(decoder.metrics().get(name, 0) >= 1 for name in counters))
 
 
-def test_told_to_convert_a_decode_server_bridges_dtypes_and_block_sizes(
-    engines, tiny_model, tiny_cluster
-):
+def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(engines, tiny_model, tiny_cluster):
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     for length in (5, 64, 333):
         prompt = make_prompt(length, length)

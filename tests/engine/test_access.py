@@ -281,9 +281,7 @@ def admit(keys: FileAccess) -> float:
 
 
 @given(limit=st.integers(1, 100), pauses_s=st.lists(st.floats(0, 90), max_size=60))
-def test_a_key_gets_its_minutes_worth_and_what_it_waits_for_comes(
-    limit, pauses_s, tmp_path_factory
-):
+def test_a_key_gets_its_minutes_worth_and_what_it_waits_for(limit, pauses_s, tmp_path_factory):
     now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
     keys = access([{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now)
     taken = []

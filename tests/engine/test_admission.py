@@ -276,9 +276,7 @@ async def test_priorities_reach_the_engine(tokenizer):
 
 
 @pytest.mark.parametrize(("choices", "n"), [(32, 1), (1, 8)])
-async def test_a_stream_that_nobody_reads_is_given_up_in_the_engine(
-    tokenizer, monkeypatch, choices, n
-):
+async def test_a_stream_that_nobody_reads_ends_in_the_engine(tokenizer, monkeypatch, choices, n):
     monkeypatch.setattr(client, "MAX_UNREAD", most := 1 << 10)
     monkeypatch.setattr(client, "MAX_UNREAD_CHOICES", choices)
     sent = 0

@@ -140,9 +140,7 @@ _END = 2
         ("regex", "a?", "a", 1, "", GrammarFailed),  # the text has not begun
     ],
 )
-def test_what_may_follow_and_how_a_text_ends(
-    compiler, tokenizer, kind, text, stop, min_tokens, said, expected
-):
+def test_what_may_follow_and_end(compiler, tokenizer, kind, text, stop, min_tokens, said, expected):
     """`expected` has the tokens that may be drawn, the end token as $, or the ending."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))

@@ -183,9 +183,7 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, le
             await asyncio.sleep(0)
 
 
-async def test_a_request_whose_answer_cannot_be_begun_is_taken_back_from_the_engine(
-    tokenizer, monkeypatch
-):
+async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(tokenizer, monkeypatch):
     def fails(*_: Any) -> None:
         raise RuntimeError("no such thing")
 

@@ -111,9 +111,7 @@ async def test_what_a_template_refuses_is_called_as_the_client_did(tokenizer, pa
         ({"prompt": "a", "n": 8, "max_tokens": 60}, None),
     ],
 )
-async def test_prompts_times_choices_times_tokens_are_bounded(
-    tokenizer, monkeypatch, fields, param
-):
+async def test_prompts_times_choices_and_tokens_are_bounded(tokenizer, monkeypatch, fields, param):
     monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)  # so what 8 sequences may have
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:

@@ -110,9 +110,7 @@ def _told(size: int) -> dict[str, Any]:
     ],
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
-async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(
-    tokenizer, path, body, param
-):
+async def test_a_text_that_no_context_holds_is_refused_untokenized(tokenizer, path, body, param):
     watched = _Watched(tokenizer)
 
     async with serving(watched, max_body=2 * LONG_CHARS) as server:

@@ -74,9 +74,7 @@ def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any],
     ("num_blocks", "max_model_len", "told"),
     [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
 )
-def test_a_pool_that_shortens_sequences_unasked_is_warned_of(
-    num_blocks, max_model_len, told, caplog
-):
+def test_a_pool_that_shortens_sequences_unasked_is_told(num_blocks, max_model_len, told, caplog):
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)

@@ -96,9 +96,7 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
-def test_long_new_prompts_read_the_keys_and_values_of_the_step(
-    num_q_heads, num_kv_heads, head_dim, monkeypatch
-):
+def test_long_new_prompts_read_the_kv_of_the_step(num_q_heads, num_kv_heads, head_dim, monkeypatch):
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
     shape = gpu_shape(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300

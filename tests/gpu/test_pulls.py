@@ -111,9 +111,7 @@ def without_compiler(pool: KVPool) -> Placer:
     st.sampled_from([1, 4, 8, 64]),
     st.booleans(),
 )
-def test_the_kernel_does_what_its_arithmetic_says(
-    case, d_rank, dtypes, launch_bytes, widen, is_scaled
-):
+def test_the_kernel_does_as_its_arithmetic(case, d_rank, dtypes, launch_bytes, widen, is_scaled):
     p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
     if is_scaled and p.dtype == "float8_e4m3fn":  # some of these products exceed what FP8 holds
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
@@ -289,9 +287,7 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
 
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_peer_that_frees_its_memory_under_a_copy_harms_nobody(
-    made, source, target, long_run_bytes
-):
+def test_a_peer_that_frees_memory_under_a_copy_harms_nobody(made, source, target, long_run_bytes):
     prefill = prefill_on(source, made, **BIG)
     decode = decode_on(target, made, 1, long_run_bytes, **BIG)
     blocks = list(range(1, 4001))

@@ -83,9 +83,7 @@ def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
 
 
 @pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
-def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused_at_the_handshake(
-    of_other_kinds, pair, kind
-):
+def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused(of_other_kinds, pair, kind):
     prefiller, decoder = of_other_kinds[pair]
     prompt = list(range(5, 80))
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))

@@ -34,9 +34,7 @@ def test_many_counts_at_once_are_the_same(size, block_size, tokens):
 
 
 @given(SIZES, BLOCK_SIZES, st.integers(1, 6), st.randoms())
-def test_the_slots_of_all_ranks_together_hold_every_token_once(
-    size, block_size, num_blocks, random
-):
+def test_the_slots_of_all_ranks_hold_every_token_once(size, block_size, num_blocks, random):
     """Slots are numbered as one block table numbers them; block 0 is nobody's."""
     table = list(range(1, num_blocks + 1))
     random.shuffle(table)
@@ -54,7 +52,7 @@ def test_the_slots_of_all_ranks_together_hold_every_token_once(
 
 
 @given(SIZES, st.integers(1, 16), st.integers(1, 5), st.integers(0, 600), st.randoms())
-def test_a_peers_blocks_hold_the_ranks_own_tokens_in_their_order(
+def test_a_peers_blocks_hold_a_ranks_tokens_in_order(
     size, remote_block_size, ratio, tokens, random
 ):
     table = list(range(1, -(-tokens // remote_block_size) + 1))

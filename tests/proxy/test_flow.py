@@ -157,9 +157,7 @@ async def test_a_refusal_by_either_server_is_the_answer(who, status):
         (None, "no_prefill_server"),  # not ready
     ],
 )
-async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_is_counted(
-    behave, reason
-):
+async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts(behave, reason):
     async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
         response = await rig.complete()
         assert response.status_code == 200

@@ -98,9 +98,7 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
 
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_decode_server_that_answers_no_health_checks_for_long_is_not_waited_for(
-    begun, others
-):
+async def test_a_decode_server_without_health_checks_for_long_is_not_waited_for(begun, others):
     async def stops(call: Call) -> None:
         stopped.silent = True
         await Waits(sends=_ONE if begun else b"")(call)
@@ -169,7 +167,7 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused_before", [False, True])
-async def test_kv_is_given_back_when_the_client_leaves_a_decode_server_that_hangs(
+async def test_kv_is_given_back_when_clients_leave_a_decode_server_that_hangs(
     refused_before, stream
 ):
     """A stopped decode server cannot tell the prefill server that nobody waits any more; one that

@@ -45,9 +45,7 @@ async def test_the_body_s_model_chooses_the_servers_of_both_legs():
         ("/detokenize", {}, 400, "invalid_request"),
     ],
 )
-async def test_an_unknown_or_missing_name_is_answered_with_those_there_are(
-    path, body, status, code
-):
+async def test_an_unknown_or_missing_name_is_answered_with_those_known(path, body, status, code):
     async with two_models() as rig:
         asked = rig.client.get(path) if body is None else rig.client.post(path, json=body)
         answer = await asked

@@ -113,9 +113,7 @@ def test_a_decode_server_whose_streams_take_all_its_time_leaves_prompts_to_other
 @pytest.mark.parametrize(
     ("running", "waits", "buys"), [(16, 0, True), (0, 0, False), (16, 2, False)]
 )
-def test_an_idle_prefill_server_computes_before_long_what_only_busy_decode_servers_have(
-    running, waits, buys
-):
+def test_an_idle_prefill_server_computes_in_time_what_only_busy_decodes_have(running, waits, buys):
     """Each prompt alone would go to the decode server, and so would all that follow."""
     prefill = Load(0, prompts=waits, free_at=0.05 * waits)
     decode = Load(1, running=running, held=4000 * running)

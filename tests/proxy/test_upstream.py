@@ -44,7 +44,7 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],
 )
-async def test_a_body_is_read_and_the_connection_used_again_where_it_may_be(
+async def test_a_body_is_read_and_its_connection_used_again_if_it_may(
     answer, body, num_connections
 ):
     script = Script(answer, answer)
@@ -147,9 +147,7 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body):
 
 
 @pytest.mark.parametrize("idle_s", [1.0, 0.1])
-async def test_concurrent_requests_have_connections_of_their_own_kept_for_a_while(
-    idle_s, monkeypatch
-):
+async def test_concurrent_requests_have_connections_of_their_own_for_a_while(idle_s, monkeypatch):
     monkeypatch.setattr(upstream, "IDLE_S", idle_s)
     script = Script(*[OK] * 40)
     async with serving(script) as client:
@@ -310,7 +308,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_a_server_behind_tls_is_asked_if_its_certificate_is_good(
+async def test_a_server_behind_tls_is_asked_if_it_is_trusted(
     certificate, monkeypatch, host, trusted
 ):
     async def breaks(_: Reader, writer: Writer) -> None:

@@ -50,9 +50,7 @@ GEOMETRIES = [
 
 @pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
 @pytest.mark.parametrize("num_outputs", [1, 2, 3, 9, NUM - 2])
-def test_it_goes_on_with_the_same_tokens_and_computes_no_token_twice(
-    make, ours, theirs, num_outputs
-):
+def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(make, ours, theirs, num_outputs):
     a, b = (group := make(ours, theirs)).engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1

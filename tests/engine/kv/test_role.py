@@ -220,9 +220,7 @@ def _num_quarantined(pair: Pair) -> int:
 
 
 @pytest.mark.parametrize("ends", ["the read", "the wait", "the wait of a lent lease"])
-def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_longer_than_told(
-    make_pair, ends
-):
+def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(make_pair, ends):
     wait_s = 60.0 if ends == "the read" else 0.2
     pair = make_pair(p_block_size=8, settings=HANGS, quarantine_timeout_s=wait_s, max_model_len=160)
     pair.d.movers.stall()
@@ -260,7 +258,7 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_and_waits_no_lo
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_the_lease_of_a_request_that_waits_for_blocks_is_held_until_it_is_aborted(
+def test_the_lease_of_a_request_that_waits_for_blocks_is_held_till_it_is_aborted(
     make_pair, aborted
 ):
     pair = make_pair(p_block_size=8, max_model_len=150)

@@ -61,9 +61,7 @@ def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=0, complete=complete)
 
 
-def test_a_report_that_cannot_be_taken_keeps_no_other_from_being_heard(
-    rig, coordinator, monkeypatch
-):
+def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(rig, coordinator, monkeypatch):
     """Else blocks would be quarantined for ever: no rank says its end twice."""
     reported = PullState.reported
 

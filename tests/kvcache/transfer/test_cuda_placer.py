@@ -56,9 +56,7 @@ BY = st.sampled_from([place, place_units, place_runs])
 
 @PROPERTY
 @given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
-def test_every_element_arrives_and_nothing_else_is_touched(
-    case, d_rank, dtypes, chunk_bytes, widen, by, alike
-):
+def test_all_elements_arrive_and_nothing_else(case, d_rank, dtypes, chunk_bytes, widen, by, alike):
     case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
     if alike:
         case = dataclasses.replace(case, d=dataclasses.replace(case.d, order=case.p.order))
@@ -69,7 +67,7 @@ def test_every_element_arrives_and_nothing_else_is_touched(
 
 @PROPERTY
 @given(cases(), RANKS, CHUNKS, BY, st.booleans())
-def test_every_element_is_multiplied_by_its_layers_factor(
+def test_elements_are_multiplied_by_their_layers_factor(
     case, d_rank, chunk_bytes, by, has_own_scales
 ):
     d_rank %= case.d.tp

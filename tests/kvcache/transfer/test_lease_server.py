@@ -412,9 +412,7 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
 
 
 @pytest.mark.parametrize("lack", ["descriptors", "threads"])
-def test_a_client_without_what_a_connection_takes_connects_when_there_is_some(
-    server, monkeypatch, lack
-):
+def test_a_client_without_what_a_connection_takes_connects_later(server, monkeypatch, lack):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

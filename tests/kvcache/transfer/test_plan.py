@@ -53,7 +53,7 @@ def check_direct(case: Case, d_rank: int) -> None:
         (([1024] * 5 + [None]) * 10 + [1024] * 2, 131_072, 16, 128, 1024),  # Gemma 3 27B
     ],
 )
-def test_of_a_long_prompt_local_layers_move_their_window_alone(
+def test_of_long_prompts_local_layers_move_a_window_alone(
     windows, max_len, heads, head_dim, window
 ):
     """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""

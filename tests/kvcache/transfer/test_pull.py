@@ -40,7 +40,7 @@ from tests.rigs.memory_pair import (
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_a_pull_moves_the_bytes_and_ends_the_lease(rig: Any, make_agent: Any) -> None:
+def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent)
     remote = prefill.lease([5, 2, 9], 20)
     decode.coordinator.connect(remote)
@@ -53,7 +53,7 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig: Any, make_agent: Any) ->
     assert decode.coordinator.counters()["pulls_open"] == 0
 
 
-def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig: Any) -> None:
+def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.pools[0].tensor.fill_(-1.0)
@@ -63,7 +63,7 @@ def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig
     assert int((decode.pools[0].tensor != -1).sum()) == 8 * layout().token_bytes // 4  # one block
 
 
-def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> None:
+def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
@@ -73,7 +73,7 @@ def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig: Any) -> No
     assert prefill.outcomes() == ["completed"]
 
 
-def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
+def test_many_pulls_at_once_from_two_peers(rig):
     sides = [rig(Prefill, engine_id=name) for name in ("P", "Q")]
     decode = rig(Decode, tp=2, num_blocks=128)
     pulls = {}
@@ -94,7 +94,7 @@ def test_many_pulls_at_once_from_two_peers(rig: Any) -> None:
 # -- the lease is gone
 
 
-def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
+def test_renewals_keep_a_lease_past_its_length(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5, 2, 9], 24)
     decode.coordinator.hold("a", remote)
@@ -107,7 +107,7 @@ def test_renewals_keep_a_lease_past_its_length(rig: Any) -> None:
     decode.pull("a", remote, 0, 24, [3, 1, 7])
 
 
-def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -> None:
+def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([5], 8), lease_id="0" * 32)
     decode.coordinator.hold("a", remote)
@@ -118,7 +118,7 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig: Any) -
     assert decode.wait(*ENDINGS) == PullDrained("a")
 
 
-def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
+def test_a_reference_used_twice_is_honoured_once(rig):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = prefill.lease([5], 8)
     decode.pull("a", remote, 0, 8, [3])
@@ -129,7 +129,7 @@ def test_a_reference_used_twice_is_honoured_once(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
-def test_a_restart_fails_over_and_serves_again(rig: Any, port: int, engine_id: str) -> None:
+def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
     late = ("connection_timeout_s", "pull_timeout_s", "renew_interval_s")
     settings = dict.fromkeys(late, 1000.0)  # nothing else tells that the first one has gone
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
@@ -201,9 +201,7 @@ SHARED = {"tp": 2, "dcp": 2}  # of D
         ({"edit": edit_dcp}, {}, r"dcp_size.* 2.*divide tp_size 1"),
     ],
 )
-def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(
-    rig: Any, p: dict[str, Any], d: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(rig, p, d, said):
     prefill, decode = rig(Prefill, **p), rig(Decode, **d)
     remote = prefill.lease([5], 8)
     decode.coordinator.pull("a", remote, 0, 8, [3])
@@ -219,7 +217,7 @@ def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(
 @pytest.mark.parametrize(
     ("block", "tp", "field"), [(layout().num_blocks, 1, "remote_block_ids"), (5, 2, "tp_size")]
 )
-def test_a_reference_unlike_its_peer_is_not_read(rig: Any, block: int, tp: int, field: str) -> None:
+def test_a_reference_unlike_its_peer_is_not_read(rig, block, tp, field):
     prefill, decode = rig(Prefill), rig(Decode)
     remote = msgspec.structs.replace(prefill.lease([block], 8), tp_size=tp)
     decode.coordinator.pull("a", remote, 0, 8, [3])
@@ -228,7 +226,7 @@ def test_a_reference_unlike_its_peer_is_not_read(rig: Any, block: int, tp: int, 
     assert failed.error.param == f"kv_transfer_params.{field}"
 
 
-def test_another_secret_fails_the_handshake_at_once(rig: Any) -> None:
+def test_another_secret_fails_the_handshake_at_once(rig):
     prefill, decode = rig(Prefill, secret=b"other"), rig(Decode)
     decode.coordinator.connect(prefill.lease([5], 8))
     failed = decode.wait(PeerReady, PeerFailed)
@@ -236,7 +234,7 @@ def test_another_secret_fails_the_handshake_at_once(rig: Any) -> None:
     assert prefill.server.counters()["refused"] >= 1
 
 
-def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any, port: int) -> None:
+def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
     settings = {"handshake_timeout_s": 0.3, "backoff_min_s": 1000.0}
     prefill, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     remote = prefill.lease([5], 8)
@@ -255,7 +253,7 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig: Any, port
 # -- reads that fail or do not end
 
 
-def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -> None:
+def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig):
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=PATIENT)
     decode.agents[1].fail()
     decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
@@ -264,9 +262,7 @@ def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig: Any) -
     decode.pull("b", prefill.lease([6], 8), 0, 8, [4])
 
 
-def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(
-    rig: Any,
-) -> None:
+def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(rig):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
@@ -320,7 +316,7 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
     decode.pull("trusted", prefill.lease([7], 8), 0, 8, [4])
 
 
-def test_reads_that_hang_leave_others_room(rig: Any) -> None:
+def test_reads_that_hang_leave_others_room(rig):
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, limits=limits, settings={"drain_grace_s": 0.05})
@@ -340,7 +336,7 @@ def test_reads_that_hang_leave_others_room(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 0.1])
-def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None:
+def test_a_dead_side_channel_fails_the_fence(rig, timeout_s):
     settings = {"fence_timeout_s": timeout_s, "connection_timeout_s": 0.4 - timeout_s, **PATIENT}
     prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
@@ -352,7 +348,7 @@ def test_a_dead_side_channel_fails_the_fence(rig: Any, timeout_s: float) -> None
     assert isinstance(decode.failed(), PeerUnreachable)
 
 
-def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
+def test_a_lost_answer_to_the_fence_is_asked_for_again(rig):
     prefill = rig(Prefill)
     decode = rig(Decode, settings={"fence_retry_s": 0.1})
     answer, asked = prefill.server._answer, []
@@ -371,9 +367,7 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig: Any) -> None:
     assert prefill.outcomes() == ["completed"]
 
 
-def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(
-    rig: Any, port: int
-) -> None:
+def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig, port):
     settings = {f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")}
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     decode.pull("a", first.lease([5], 8), 0, 8, [3])

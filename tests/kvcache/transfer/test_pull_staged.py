@@ -42,9 +42,7 @@ def test_pulls_share_one_small_buffer_and_none_fails(rig, make_agent, tp, count)
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_every_rank_gets_its_heads_and_a_partly_filled_block_is_one_descriptor(
-    rig, make_agent, p_tp, d_tp
-):
+def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(rig, make_agent, p_tp, d_tp):
     prefill = rig(Prefill, make_agent, tp=p_tp)
     decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
     remote = prefill.lease([5, 2, 9], 21)
@@ -87,9 +85,7 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(rig, monkeypatch,
     decode.pull("last", other.lease([9, 2], 32), 0, 32, [9, 12, 10, 11])
 
 
-def test_who_waits_to_read_from_a_peer_that_hangs_keeps_staging_memory_from_no_other(
-    rig, monkeypatch
-):
+def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(rig, monkeypatch):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung", order="LCBNHD"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)

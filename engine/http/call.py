@@ -328,10 +328,11 @@ class EventStream(Response):
         before = framing.begin() if framing else b""
         try:
             while True:
-                if data := call.events(pieces):
-                    told = before + framing.wrap(data) if framing else data
-                    before = b""
-                    await _send_body(send, told, more=not call.done)
+                data = call.events(pieces)
+                if framing and pieces:  # of tokens, too, that no event shows yet
+                    data, before = before + framing.wrap(data), b""
+                if data:
+                    await _send_body(send, data, more=not call.done)
                 if call.done or call.moved is not None:
                     return
                 pieces = await call.next_pieces()

@@ -195,21 +195,25 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
             assert told == text and code.encode() in event
 
 
-async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer):
+@pytest.mark.parametrize("stop", [[], ["calls"]], ids=["", "that are not shown yet"])
+async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer, stop):
     """Behind all of its tokens, however late they are read."""
+    first, *others = tokenizer.encode("Icall")
+    assert len(others) > 1
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         name = request.request_id
-        yield TokenDelta(request_id=name, token_ids=[70])
+        yield TokenDelta(request_id=name, token_ids=[first])
         for _ in range(50):
             await asyncio.sleep(0)
-        yield TokenDelta(request_id=name, token_ids=[71])
+        yield TokenDelta(request_id=name, token_ids=others)
         yield TokenDelta(request_id=name, finish_reason=MOVED, kv_transfer_params={"a": [1]})
 
     async with serving(tokenizer, script) as server:
-        *_, last, (told, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
-        assert last[0] == b"[[0,[71]]]" and told == b'!moved {"a":[1]}'
-        assert b"no_server_available" in event
+        asked = {"prompt": "a", "stop": stop}
+        *_, last, (told, event) = await _frames(server, _COMPLETIONS, asked)
+        assert msgspec.json.decode(last[0]) == [[0, others]] and told == b'!moved {"a":[1]}'
+        assert bool(last[1]) == (not stop) and b"no_server_available" in event
         assert not server.engine.aborted, "who goes on comes for it"
 
 

@@ -20,7 +20,7 @@ from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, aski
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
-from proxy.upstream import Failure, Headers, Lost, Response, UpstreamError
+from proxy.upstream import Failure, Headers, Lost, Response, UpstreamError, as_text
 
 logger = get_logger(__name__)
 
@@ -365,7 +365,8 @@ class Losses:
         """By which a server of ours is asked for a stream that can go on elsewhere."""
         if not (self._secret and self.may_go_on):
             return ()
-        return [(_FRAMED, asking(self._secret, self._reply.request_id))]
+        request_id = as_text(self._reply.request_id).encode()  # as it is sent
+        return [(_FRAMED, asking(self._secret, request_id))]
 
     def resume(self) -> bytes | None:
         """What the next server is told of a stream, if any of it was sent."""

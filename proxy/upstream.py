@@ -263,7 +263,7 @@ class HttpUpstream:
             return await self._session.request(
                 method,
                 URL(url + path, encoded=True),
-                headers=CIMultiDict((_text(n), _text(v)) for n, v in (*headers, *self._own)),
+                headers=CIMultiDict((as_text(n), as_text(v)) for n, v in (*headers, *self._own)),
                 data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
                 allow_redirects=False,
                 ssl=self._tls if url.startswith("https:") else False,
@@ -299,14 +299,14 @@ def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
 def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
     """Raises Lost for the answer to another request: servers return the id of each. A server that
     says more than it was asked for would otherwise be heard by whoever comes next."""
-    sent = next((_text(value) for name, value in headers if name == b"x-request-id"), None)
+    sent = next((as_text(value) for name, value in headers if name == b"x-request-id"), None)
     told = response.headers.get("x-request-id", sent)
     if told != sent and sent is not None:
         response.close()
         raise Lost("the server answered another request")
 
 
-def _text(header: bytes) -> str:
+def as_text(header: bytes) -> str:
     """As aiohttp takes it: it writes UTF-8."""
     try:
         return header.decode()

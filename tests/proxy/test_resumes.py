@@ -35,7 +35,7 @@ def _sends(data: bytes, *, drops: bool = False, at_once: int = 7) -> Behave:
     async def behave(call: Call) -> None:
         rest = call.body.get(MEMBER, {"texts": [None]})["texts"]
         assert bytes(call.headers[HEADER], "ascii") == resume.asking(
-            _SECRET.encode(), call.headers["x-request-id"].encode()
+            _SECRET.encode(), call.headers["x-request-id"].encode("latin-1")
         )
         await call.start(200, {"content-type": "text/event-stream", HEADER: "1"})
         told = _framed(len(rest) - 1, 5) if not data else data
@@ -123,9 +123,12 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another():
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
 
 
-async def test_a_server_that_only_broke_a_connection_goes_on_itself():
+@pytest.mark.parametrize("given", [b"r", b"\xc3\xa9", b"\xe9"])  # which is no UTF-8
+async def test_a_server_that_only_broke_a_connection_goes_on_itself(given):
     async with Rig(decode=_of(_in_turn(_DROPS, _GOES_ON)), cluster_secret=_SECRET) as rig:
-        assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
+        answer = await rig.complete(stream=True, headers={"x-request-id": given})
+        assert answer.content == b"".join(_EVENTS)
+        assert (b"x-request-id", given) in answer.headers.raw
 
 
 @pytest.mark.parametrize("is_written", [True, False])

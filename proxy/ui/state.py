@@ -254,7 +254,7 @@ class State:
 def _row(server: Server, known: Known) -> Row:
     health, told = server.health, known.told.server
     return {
-        **told,
+        **{name: one for name, one in told.items() if not name.startswith("side_channel")},
         "role": server.kind.value,
         "state": server.state,
         "models": health.models or ([told["model"]] if "model" in told else []),

@@ -190,7 +190,7 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case "/v1/models" if len(self.fleet.models) > 1:
+            case "/v1/models" if self.fleet.models:
                 await reply.answer_json(200, self._members.models())
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)

@@ -104,7 +104,8 @@ class _Pages:
 
     @property
     def _card(self) -> dict[str, Any]:
-        length = self._api.client.require_ready().max_model_len
+        engine = self._api.client.ready
+        length = engine.max_model_len if engine else None
         return model_card(self._api.model_name, self._created, length)
 
     async def models(self, request: Request) -> Response:

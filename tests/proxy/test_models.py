@@ -62,6 +62,8 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
         rig.decode[0].ready = False
         await until(lambda: not rig.is_ready(0))
         assert (await rig.complete(model="a")).status_code == 503
+        (card,) = (await rig.client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("a", None)
         assert (await rig.complete(model="b")).status_code == 404
 
 

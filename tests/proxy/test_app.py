@@ -266,15 +266,3 @@ async def test_metrics_tell_what_was_done_by_this_proxy():
             ("baton_proxy_first_byte_seconds_count 0.0", False),  # nothing was streamed
         ):
             assert line in lines and (line in others) is not is_new
-
-
-async def test_a_fleet_that_was_never_seen_has_its_series():
-    async with Rig(prefill=[], decode=[Fake(prefills, ready=False)]) as rig:
-        assert {
-            'baton_proxy_upstream_ready{role="decode",server="decode-0"}',
-            'baton_proxy_upstream_in_flight{role="decode",server="decode-0"}',
-            'baton_proxy_upstream_failures_total{leg="prefill",reason="unreachable"}',
-            'baton_proxy_requests_total{path="decode_only",reason="no_prefill_server"}',
-            'baton_proxy_responses_total{status="503"}',
-            'baton_proxy_retries_total{leg="decode"}',
-        } <= rig.series

@@ -12,7 +12,7 @@ from protocol.messages import KVHint
 from proxy.health import Health, SideChannel
 from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Kind, Server, hint
-from proxy.placement import Ask, Load, place
+from proxy.placement import Ask
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
 
 SECRET = "a secret of the cluster, 32 bytes"
@@ -140,14 +140,6 @@ def test_what_a_server_pulls_does_not_keep_it_busy():
         knowledge.begin("b", ask, computes=True, generates=False)
         waits.append(knowledge.wait_s("b"))
     assert waits[0] < 0.5 * waits[1]
-
-
-def test_a_prefix_that_can_be_pulled_need_not_be_queued_for():
-    having, idle = Load(0, free_at=0.3), Load(1)
-    decode = Load(2, running=32, held=32_000)
-    for lent, chosen in ((0, 0), (15, 1)):
-        found = place(Ask(8192, lent=lent), [having, idle], [decode], {0: 15})
-        assert found is not None and found.prefill == chosen
 
 
 def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():

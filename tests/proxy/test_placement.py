@@ -53,27 +53,39 @@ def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tok
     assert found.prefill in [None, *(each.index for each in prefills)]
 
 
-def test_the_server_with_the_shorter_queue_computes_the_prompt():
-    busy, idle, decode = Load(0, free_at=1e5 * 25e-6), Load(1), Load(2, running=32, held=32_000)
-    found = place(Ask(4096), [busy, idle], [decode], {})
-    assert found is not None and (found.prefill, found.decode) == (1, 2)
+IDLE, BUSY = Load(1), Load(2, running=32, held=32_000)
 
 
-def test_a_cached_prefix_is_worth_the_queue_that_it_saves():
-    ask = Ask(8192)
-    having, idle, decode = Load(0, free_at=4000 * 25e-6), Load(1), Load(2, running=32, held=32_000)
-    near = place(ask, [having, idle], [decode], {0: 12})
-    assert near is not None and near.prefill == 0
-    having.free_at = 30_000 * 25e-6
-    far = place(ask, [having, idle], [decode], {0: 12})
-    assert far is not None and far.prefill == 1
+def queued(tokens: int) -> Load:
+    return Load(0, free_at=tokens * 25e-6)
 
 
-def test_what_is_nearly_all_cached_goes_to_the_decode_server_alone():
-    ask, prefill = Ask(8192), Load(0)
-    decode = Load(1, running=8, held=8000)
-    found = place(ask, [prefill], [decode], {1: 16})
-    assert found is not None and found.prefill is None
+@pytest.mark.parametrize(
+    ("ask", "prefills", "decodes", "depths", "expected"),
+    [
+        # the shorter queue computes, unless a cached prefix is worth the longer one
+        (Ask(4096), [queued(100_000), IDLE], [BUSY], {}, (1, 2)),
+        (Ask(8192), [queued(4000), IDLE], [BUSY], {0: 12}, (0, 2)),
+        (Ask(8192), [queued(30_000), IDLE], [BUSY], {0: 12}, (1, 2)),
+        # what can be pulled need not be queued for
+        (Ask(8192, lent=0), [queued(12_000), IDLE], [BUSY], {0: 15}, (0, 2)),
+        (Ask(8192, lent=15), [queued(12_000), IDLE], [BUSY], {0: 15}, (1, 2)),
+        # what is nearly all cached goes to the decode server alone
+        (Ask(8192), [Load(0)], [Load(1, running=8, held=8000)], {1: 16}, (None, 1)),
+        # decode servers help while prefill servers are the bottleneck
+        (Ask(4096), [queued(0)], [Load(1, running=16, held=16_000)], {}, (0, 1)),
+        (Ask(4096), [queued(200_000)], [Load(1, running=16, held=16_000)], {}, (None, 1)),
+        # but not those whose streams are near their limit, or take all their time
+        (Ask(2048), [queued(60_000)],
+         [Load(1, running=64, held=60_000, step_s=0.024), Load(2, running=64, held=64_000)], {},
+         (None, 2)),
+        (Ask(128), [queued(24000)], [Load(1, running=64, held=60000, step_s=0.004)], {}, (None, 1)),
+        (Ask(128), [queued(24000)], [Load(1, running=64, held=60000, step_s=0.024)], {}, (0, 1)),
+    ],
+)  # fmt: skip
+def test_the_cheaper_servers_are_chosen(ask, prefills, decodes, depths, expected):
+    found = place(ask, prefills, decodes, depths)
+    assert found is not None and (found.prefill, found.decode) == expected
 
 
 def test_a_short_prompt_waits_for_no_long_one_that_is_not_under_way():
@@ -86,28 +98,6 @@ def test_a_short_prompt_waits_for_no_long_one_that_is_not_under_way():
     for _ in range(4):
         prefill.queue(Ask(8192).size, -0.2)
     assert prefill.passed_s == Load(1).passed_s
-
-
-@pytest.mark.parametrize(("queued", "alone"), [(0, False), (200_000, True)])
-def test_decode_servers_help_while_prefill_servers_are_the_bottleneck(queued, alone):
-    found = place(
-        Ask(4096), [Load(0, free_at=queued * 25e-6)], [Load(1, running=16, held=16_000)], {}
-    )
-    assert found is not None and (found.prefill is None) == alone
-
-
-def test_streams_near_their_limit_get_no_prompt_beside_them():
-    prefill = Load(0, free_at=60_000 * 25e-6)
-    slow, fast = Load(1, running=64, held=60_000, step_s=0.024), Load(2, running=64, held=64_000)
-    found = place(Ask(2048), [prefill], [slow, fast], {})
-    assert found is not None and (found.prefill, found.decode) == (None, 2)
-
-
-@pytest.mark.parametrize(("step_s", "expected"), [(0.004, None), (0.024, 0)])
-def test_a_decode_server_whose_streams_take_all_its_time_leaves_prompts_to_others(step_s, expected):
-    prefill, decode = Load(0, free_at=0.6), Load(1, running=64, held=60_000, step_s=step_s)
-    found = place(Ask(128), [prefill], [decode], {})
-    assert found is not None and found.prefill == expected
 
 
 @pytest.mark.parametrize(

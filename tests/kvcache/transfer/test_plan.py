@@ -196,17 +196,11 @@ def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies():
         assert [len(read.lengths) for read in plan.reads] == [2, 2, 2, 2]
 
 
-def test_ranks_that_share_tokens_begin_at_different_copies():
+@pytest.mark.parametrize(("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"])
+def test_ranks_that_share_tokens_begin_at_different_copies(dcp, tokens):
     """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""
-    d = Side(4, "BHLCND", 16, (1,), 2, dcp=4)
-    case = simple(side(4, tokens=64), d, heads=1, components=1, stop=64, lease_hash=5)
-    reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
-    assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
-
-
-def test_groups_that_hold_copies_of_a_head_begin_at_different_copies_too():
-    d = Side(4, "BHLCND", 16, (1,), 2, dcp=2)  # two groups of two ranks, one latent
-    case = simple(side(4, tokens=32), d, heads=1, components=1, stop=32)
+    p, d = side(4, tokens=tokens), Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
+    case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
     reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
 

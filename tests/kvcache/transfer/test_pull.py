@@ -1,7 +1,6 @@
 """Pulls end to end: coordinator, workers, side channel and an agent, with every byte compared."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -159,29 +158,20 @@ def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
 # -- the handshake
 
 
-def edit_rank(**changes: Any) -> Callable[[Any], Any]:
+def edited(rank: Any = None, compat: Any = None, **changes: Any) -> dict[str, Any]:
+    """A prefill side that tells these of itself, of its first rank and of what must be alike."""
+
     def edit(metadata: Any) -> Any:
-        rank = msgspec.structs.replace(metadata.ranks[0], **changes)
-        return msgspec.structs.replace(metadata, ranks=[rank, *metadata.ranks[1:]])
+        first, others = metadata.ranks[0], metadata.ranks[1:]
+        told = {"ranks": [msgspec.structs.replace(first, **(rank or {})), *others]}
+        told["compat"] = msgspec.structs.replace(metadata.compat, **(compat or {}))
+        return msgspec.structs.replace(metadata, **told, **changes)
 
-    return edit
-
-
-def edit_layout(**changes: Any) -> Callable[[Any], Any]:
-    record = msgspec.structs.replace(layout(), **changes)
-    return edit_rank(layout=record)
+    return {"edit": edit}
 
 
-def edit_compat(**changes: Any) -> Callable[[Any], Any]:
-    def edit(metadata: Any) -> Any:
-        changed = msgspec.structs.replace(metadata.compat, **changes)
-        return msgspec.structs.replace(metadata, compat=changed)
-
-    return edit
-
-
-def edit_dcp(metadata: Any) -> Any:
-    return msgspec.structs.replace(metadata, dcp_size=2)
+def edited_layout(**changes: Any) -> dict[str, Any]:
+    return edited({"layout": msgspec.structs.replace(layout(), **changes)})
 
 
 SHARED = {"tp": 2, "dcp": 2}  # of D
@@ -190,15 +180,15 @@ SHARED = {"tp": 2, "dcp": 2}  # of D
 @pytest.mark.parametrize(
     ("p", "d", "said"),
     [
-        ({"edit": edit_compat(model_fingerprint="other")}, {}, "model_fingerprint"),
-        ({"edit": edit_compat(rope='{"theta":1}')}, {}, "rope"),
-        ({"edit": edit_rank(nbytes=100)}, {}, "layout"),
-        ({"edit": edit_layout(num_blocks=1 << 20)}, {}, "layout"),
-        ({"edit": edit_layout(num_heads=3)}, {}, "num_heads"),
-        ({"edit": edit_layout(block_size=4)}, {}, "remote_block_size"),
+        (edited(compat={"model_fingerprint": "other"}), {}, "model_fingerprint"),
+        (edited(compat={"rope": '{"theta":1}'}), {}, "rope"),
+        (edited({"nbytes": 100}), {}, "layout"),
+        (edited_layout(num_blocks=1 << 20), {}, "layout"),
+        (edited_layout(num_heads=3), {}, "num_heads"),
+        (edited_layout(block_size=4), {}, "remote_block_size"),
         ({"block_size": 32}, {**SHARED, "block_size": 16}, r"^block_size: .*is 16 here and 32 on"),
         ({"block_size": 24}, {**SHARED, "block_size": 32}, r"^block_size: .*--block-size 24"),
-        ({"edit": edit_dcp}, {}, r"dcp_size.* 2.*divide tp_size 1"),
+        (edited(dcp_size=2), {}, r"dcp_size.* 2.*divide tp_size 1"),
     ],
 )
 def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(rig, p, d, said):

@@ -166,8 +166,16 @@ def text(**members: Any) -> dict[str, Any]:
 
 
 MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
-    (chat, {"messages": None}, "messages"),
-    (chat, {"messages": []}, "messages"),
+    *((parse, {name: value}, name) for parse, name, value in [
+        (chat, "messages", None), (chat, "messages", []), (chat, "logprobs", 5),
+        (chat, "top_logprobs", 2), (chat, "echo", True), (chat, "continue_final_message", 1),
+        (chat, "parallel_tool_calls", 1), (chat, "tool_choice", "required"),
+        (completion, "continue_final_message", True), (completion, "include_reasoning", False),
+        (completion, "suffix", "end"), (completion, "nonsense", 1), (responses, "input", []),
+        (responses, "max_output_tokens", 0), (responses, "max_tokens", 5),
+        (responses, "store", "yes"), (responses, "previous_response_id", "resp_1"),
+        (responses, "background", True),
+    ]),
     (chat, messages(content="Hi"), "messages[0].role"),
     (chat, messages(role="user"), "messages[0].content"),
     (chat, messages(role="user", content=None), "messages[0].content"),
@@ -178,14 +186,6 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (chat, messages(role="tool", content="x", tool_call_id=3), "messages[0].tool_call_id"),
     (chat, messages(**USER, tool_calls=[CALL]), "messages[0].tool_calls"),
     (chat, calling(), "messages[0].content"),
-    (chat, {"logprobs": 5}, "logprobs"),
-    (chat, {"top_logprobs": 2}, "top_logprobs"),
-    (chat, {"echo": True}, "echo"),
-    (chat, {"continue_final_message": 1}, "continue_final_message"),
-    (completion, {"continue_final_message": True}, "continue_final_message"),
-    (completion, {"include_reasoning": False}, "include_reasoning"),
-    (completion, {"suffix": "end"}, "suffix"),
-    (completion, {"nonsense": 1}, "nonsense"),
     (completion, {"stream_options": {"speed": 3}}, "stream_options.speed"),
     (chat, {"tools": [TOOL] * 129}, "tools"),
     (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -194,50 +194,36 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (chat, tool(strict=1), "tools[0].function.strict"),
     (chat, {"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     (chat, {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice.function.name"),
-    (chat, {"tool_choice": "required"}, "tool_choice"),
-    (chat, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
     (chat, {**tool(), "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
-    *(
-        (parse, fields, param)
-        for parse in (chat, completion)
-        for fields, param in [
-            ({"response_format": "json"}, "response_format"),
-            ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
-            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-            (schema(schema={}), "response_format.json_schema.name"),
-            (schema(name="n", schema=1), "response_format.json_schema.schema"),
-            (schema(name="n", strict="yes"), "response_format.json_schema.strict"),
-            ({"structured_outputs": []}, "structured_outputs"),
-            ({"structured_outputs": {}}, "structured_outputs"),
-            ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-            ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
-            ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
-            ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-            ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
-            ({"guided_regex": ""}, "guided_regex"),
-            ({**JSON_OBJECT, "guided_regex": "a"}, "guided_regex"),
-        ]
-    ),
-    (responses, {"input": []}, "input"),
+    *((parse, fields, param) for parse in (chat, completion) for fields, param in [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (schema(schema={}), "response_format.json_schema.name"),
+        (schema(name="n", schema=1), "response_format.json_schema.schema"),
+        (schema(name="n", strict="yes"), "response_format.json_schema.strict"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({**JSON_OBJECT, "guided_regex": "a"}, "guided_regex"),
+    ]),
     (responses, {"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
     (responses, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     (responses, {"input": [{"role": "user"}]}, "input[0].content"),
-    (responses, {"max_output_tokens": 0}, "max_output_tokens"),
-    (responses, {"max_tokens": 5}, "max_tokens"),
-    (responses, {"store": "yes"}, "store"),
-    (responses, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (responses, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (responses, {"tools": [FLAT, FLAT]}, "tools[1].name"),
     (responses, {"tools": [FLAT], "tool_choice": {**FLAT, "name": "g"}}, "tool_choice.name"),
-    *(
-        (responses, {"tools": [], "tool_choice": {**FLAT, "name": name}}, "tool_choice.name")
-        for name in ("", "a b", "x" * 65, "f\n")
-    ),
-    (responses, {"background": True}, "background"),
+    *((responses, {"tools": [], "tool_choice": {**FLAT, "name": name}}, "tool_choice.name")
+      for name in ("", "a b", "x" * 65, "f\n")),
     (responses, text(type="json_schema", schema={}), "text.format.name"),
     (responses, text(type="text", name="n"), "text.format"),
     (responses, {"metadata": {"a": 1}}, "metadata"),
-]
+]  # fmt: skip
 
 
 TURN = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [CALL]}

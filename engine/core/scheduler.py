@@ -113,8 +113,14 @@ class Scheduler:
 
     @property
     def stands(self) -> bool:
-        """Whether some wait, and nobody has blocks but who borrows them, or READs that hang."""
-        return bool(self.waiting) and not (self.running or self.receiving)
+        """Whether some wait, and nobody has blocks but who borrows them, or READs that hang; beside
+        streams, whether the first would have its own if what is lent were here."""
+        if not self.waiting or self.receiving:
+            return False
+        first, lent = self.waiting[0], self.allocator.counts()[BlockState.LEASED]
+        num_tokens = len(first.token_ids) if first.remote is None else first.num_to_hold
+        needed = self.tables.num_blocks_for(first, num_tokens) + self._num_spare(first)
+        return not self.running or 0 < needed - self.allocator.num_available <= lent
 
     def add(self, sequence: Sequence) -> None:
         assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
@@ -274,9 +280,7 @@ class Scheduler:
         table = self._match(sequence)
         start, hits = self.tables.num_tokens(table), held(table)
         idle = sum(self.allocator.state(block) is BlockState.CACHED for block in hits)
-        # One spare block for each running sequence, so that admission does not cause preemption.
-        spare = len(self.running) and len(self.running) + len(sequence.children)
-        room = self.allocator.num_available - idle - spare
+        room = self.allocator.num_available - idle - self._num_spare(sequence)
         if room < self.tables.num_blocks_for(sequence, num_tokens) - len(hits):
             return False  # each round, so this is all that a long one takes
         places = self.tables.places_to_admit(sequence, table, num_tokens, budget)
@@ -295,6 +299,11 @@ class Scheduler:
             sequence.phase = Phase.RECEIVING
             self.receiving[sequence.request_id] = sequence
         return True
+
+    def _num_spare(self, sequence: Sequence) -> int:
+        """Blocks that are left when it is admitted: one for each running sequence, so that this
+        causes no preemption."""
+        return len(self.running) and len(self.running) + len(sequence.children)
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks to start from. The last token is always computed: its logits are wanted,

@@ -52,7 +52,7 @@ from protocol.metrics import EngineHistogram, stat_key
 
 logger = logging.getLogger("baton.kv")
 
-_STANDS_S = 5.0  # in which nobody gets a block, until a sequence that waits for KV lets go of it
+_STANDS_S = 5.0  # for which nobody gets blocks, until a sequence that waits for KV lets go of it
 
 
 def _zeros(policy: str) -> dict[str, float]:
@@ -285,7 +285,7 @@ class Borrower(KVConnector):
         self._stands_since = min(self._stands_since, now) if scheduler.stands else math.inf
         if now - self._stands_since >= _STANDS_S:
             for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
-                told = f"nothing was computed for {_STANDS_S} s, as others have all KV blocks"
+                told = f"nobody who waits got KV blocks for {_STANDS_S} s: others have them"
                 self._give_up_untouched(sequence, PullWithheld(told))
 
     def _fail_locked_out(self) -> None:

@@ -35,7 +35,7 @@ class Lender(KVConnector):
         self._by_request: dict[str, str] = {}  # lease ids of ended requests and of lookups
         self._named: dict[str, str] = {}  # whose a transfer id is: two requests may come with one
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
-        self._stands = False  # whether somebody waits and nothing was computed at the last look
+        self._stands = False  # as of the scheduler, at the last look
 
     def expect(self, sequence: Sequence) -> None:
         """A prompt has come, which may be subscribed to."""
@@ -168,9 +168,9 @@ class Lender(KVConnector):
         self.core.wake()  # for those that are left
 
     def _let_lent_go_on(self) -> None:
-        """Where nothing runs, as nobody fits beside what is lent of half a prompt, or of some of a
-        call's, its rest goes first: what is lent comes home only then. If there are several such
-        prompts they take turns, as one of them may be in another's way."""
+        """Where nobody fits beside what is lent of half a prompt, or of some of a call's, its rest
+        goes first: what is lent comes home only then. If there are several such prompts they
+        take turns, as one of them may be in another's way."""
         waiting, stood = self.core.scheduler.waiting, self._stands
         self._stands = self.core.scheduler.stands
         if not (stood and self._stands and self._by_request):

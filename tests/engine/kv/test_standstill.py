@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
-from protocol.messages import MOVED, Known, Migrate, RemotePrefill
+from protocol.messages import MOVED, AbortRequest, Known, Migrate, RemotePrefill
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
@@ -134,3 +134,22 @@ def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_
     for at, prompt in enumerate(prompts):
         assert group.ask(d, prompt, remote=_reference(p, f"call-{at}"))[1] == (20, 0, 0)
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
+
+
+def test_two_who_wait_for_what_is_lent_to_the_other_do_not_wait_for_the_streams_beside_them(make):
+    size = {"num_blocks": 161, "block_size": 16, "max_model_len": 2000}
+    a, b = (group := make(*[{**size, "max_num_batched_tokens": 1280}] * 2)).engines
+    prompts = {a: [7] * 1280, b: [8] * 1280}  # half of a pool each, and lent by the other engine
+    for lender, prompt in ((b, prompts[a]), (a, prompts[b])):
+        lender.core.round([add("prompt", prompt, 1, retain_kv=True)])
+        group.end_of(lender, "prompt")
+    for engine, lender in ((a, b), (b, a)):
+        engine.core.round([add("stream", [9] * 80, 1000)])
+        group.until(lambda engine=engine: len(engine.out.tokens("stream")) > 0)
+        asked = add("asked", prompts[engine], 2, remote=_reference(lender, "prompt"))
+        engine.core.round([asked])
+    for engine in (a, b):
+        assert group.tokens_of(engine, "asked") == expected_output(prompts[engine], 2)
+    assert not (a.out.terminals("stream") or b.out.terminals("stream"))
+    for engine in (a, b):
+        engine.core.round([AbortRequest("stream")])

@@ -51,6 +51,7 @@ REMOTE_DECODE: dict[str, Any] = {
 _LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
+_MAX_SIGNED = 1024  # references of a request, which has no more prompts; of a stranger's as many
 _OFFER_S = 3.0  # of a lease that is not known yet
 _MAX_LOGPROBS = 1000
 _DEPTH = 5  # of an object, at most
@@ -265,7 +266,7 @@ def _seal(told: Offer | KVHint, secret: bytes) -> str:
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
     """Those of one object, or of a list of them, that a server of this cluster made."""
-    for item in offered if isinstance(offered, list) else [offered]:
+    for item in offered[:_MAX_SIGNED] if isinstance(offered, list) else [offered]:
         with contextlib.suppress(KVParamsRejected):
             params = parse(item)
             params.verify(secret)

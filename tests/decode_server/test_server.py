@@ -22,7 +22,7 @@ from protocol.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from protocol.openai.completions import CompletionRequest
+from protocol.openai.completions import MAX_PROMPTS, CompletionRequest
 from protocol.openai.requests import validate
 from tests.rigs.offers import offer
 
@@ -150,6 +150,8 @@ def test_the_authentic_references_of_a_refused_request_are_released():
     (message,) = hooks.refused([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
     assert list(hooks.refused(None)) == []
+    too_many = [_params()] * (MAX_PROMPTS + 1)  # of these each takes time
+    assert len(hooks.refused(too_many)) == MAX_PROMPTS
 
 
 @pytest.mark.parametrize("said", [True, False, None, "yes"])

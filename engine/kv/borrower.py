@@ -26,7 +26,6 @@ from kvcache.transfer.pulls.messages import (
     UNVERIFIED,
     LookedUp,
     PeerFailed,
-    PeerKey,
     PeerReady,
     PullBegun,
     PullDone,
@@ -105,7 +104,6 @@ class Borrower(KVConnector):
         self._locked_out: dict[Sequence, float] = {}  # and since when
         self._stands_since = math.inf  # while nobody has blocks to run, or to receive, here
         self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
-        self._connecting: dict[PeerKey, list[Sequence]] = {}
         self._undrained: dict[str, list[int]] = {}  # blocks that READs may still write to
         self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
@@ -175,18 +173,17 @@ class Borrower(KVConnector):
             self._await(sequence, remote)
 
     def _await(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Has it wait for its turn, its lease held, once hands are shaken."""
+        """Has it wait for its turn, its lease held."""
         self._remote[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
-        if self._coordinator.knows(remote):
-            self._enqueue_begun(sequence)
-            return
-        self._connecting.setdefault(key_of(remote), []).append(sequence)
-        self._coordinator.connect(remote)
+        self._enqueue_begun(sequence, remote)
 
-    def _enqueue_begun(self, sequence: Sequence) -> None:
-        """Unless nothing is computed yet of its prompt: it shall hold no blocks for that."""
-        if sequence.remote is not None and sequence.remote.lease_id:
+    def _enqueue_begun(self, sequence: Sequence, remote: RemotePrefill) -> None:
+        """Once hands are shaken, and some of its prompt is computed: it shall hold no blocks before
+        that."""
+        if not self._coordinator.knows(remote):
+            self._coordinator.connect(remote)
+        elif remote.lease_id:
             self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
@@ -218,13 +215,7 @@ class Borrower(KVConnector):
             fresh = self.core.scheduler.abandon(sequence)
             self._undrained[sequence.request_id] = fresh
             return True
-        self._stop_connecting(sequence)
         return False
-
-    def _stop_connecting(self, sequence: Sequence) -> None:
-        for waiting in self._connecting.values():
-            if sequence in waiting:
-                waiting.remove(sequence)
 
     def on_release(self, remote: RemotePrefill) -> None:
         pull_id = f"refused-{remote.lease_id}"
@@ -244,14 +235,14 @@ class Borrower(KVConnector):
         for event in self._coordinator.drain():
             match event:
                 case PeerReady():
-                    for sequence in self._connected(event):
-                        self._enqueue_begun(sequence)
+                    for sequence, remote in self._awaiting(event):
+                        self._enqueue_begun(sequence, remote)
                 case PullBegun():
                     self._on_begun(event)
                 case PullSealed():
                     self._on_sealed(event)
                 case PeerFailed():
-                    for sequence in self._connected(event):
+                    for sequence, _ in self._awaiting(event):
                         self._give_up_untouched(sequence, event.error)
                 case LookedUp():
                     self._on_looked_up(event)
@@ -307,16 +298,18 @@ class Borrower(KVConnector):
             )
             self.core.fail(sequence, Overloaded(told))
 
-    def _connected(self, event: PeerReady | PeerFailed) -> list[Sequence]:
-        return self._connecting.pop((event.engine_id, event.incarnation), [])
+    def _awaiting(self, event: PeerReady | PeerFailed) -> list[tuple[Sequence, RemotePrefill]]:
+        """Who is to pull from there and does not wait for blocks yet."""
+        key = event.engine_id, event.incarnation
+        found = ((s, s.remote) for s in self._remote.values() if s.phase is Phase.NEW)
+        return [(s, remote) for s, remote in found if remote is not None and key_of(remote) == key]
 
     def _on_begun(self, event: PullBegun) -> None:
         sequence = self._remote.get(event.pull_id)
         if sequence is None or sequence.remote is None:
             return  # aborted meanwhile
         sequence.remote = replace(sequence.remote, lease_id=event.lease_id)
-        if not any(sequence in waiting for waiting in self._connecting.values()):
-            self.core.enqueue(sequence)
+        self._enqueue_begun(sequence, sequence.remote)
 
     def _on_sealed(self, event: PullSealed) -> None:
         """P has the first tokens: a stream begins before the rest of its KV is here."""
@@ -361,11 +354,8 @@ class Borrower(KVConnector):
         sequence.times.pulled = time.monotonic()
         if sequence.phase is Phase.RECEIVING:
             self._recover_blocks(sequence, event)
-            return
-        self._stop_connecting(sequence)  # the lease ended before its turn came
-        if sequence.phase is Phase.WAITING:
-            self.core.scheduler.withdraw(sequence)
-        self._give_up_remote(sequence, event.error)
+        else:
+            self._give_up_remote(sequence, event.error)
 
     def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
         """A pull failed under way. Blocks that a read may still write to are quarantined."""
@@ -384,12 +374,12 @@ class Borrower(KVConnector):
     def _give_up_untouched(self, sequence: Sequence, error: BatonError) -> None:
         """Before any READ: where the request fails, another server may have its KV."""
         self._release_remote(sequence, lend=not self._may_recompute(sequence))
-        if sequence.phase is Phase.WAITING:
-            self.core.scheduler.withdraw(sequence)
         self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """No KV will come to a sequence that holds no block."""
+        if sequence.phase is Phase.WAITING:
+            self.core.scheduler.withdraw(sequence)
         self._count_failure(sequence, error)
         # Nothing proves that a peer without a handshake runs this model: its token may be no
         # token of ours. What has been sent came from a proven one, and stays.

@@ -33,14 +33,7 @@ _NOT_RELAYED = frozenset(
     b"upgrade content-length date server x-request-id".split()
 ) | {_FRAMED}
 MAX_MOVES = 16  # of a stream, that its servers hand over
-LOSS_REASONS = (
-    Failure.MOVED,
-    Failure.LOST,
-    Failure.TIMEOUT,
-    Failure.DIED,
-    Failure.BUSY,
-    Failure.ERROR,
-)
+LOSS_REASONS = [each for each in Failure if each not in (Failure.UNREACHABLE, Failure.FULL)]
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
+from protocol.http.access import visit_of
 from protocol.http.connections import ClientDisconnected, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
@@ -19,7 +20,6 @@ from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
 from proxy.pd_request import PDRequest
-from proxy.poller import Poller
 from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site
 from proxy.upstream import HttpUpstream
@@ -60,7 +60,6 @@ class ProxyApp:
             ca_file=settings.tls_ca,
             api_key=settings.upstream_api_key,
         )
-        self._passes_keys_on = not (settings.has_keys or settings.upstream_api_key)
         self.knowledge = Knowledge(
             settings.routing,
             settings.disaggregate,
@@ -69,19 +68,12 @@ class ProxyApp:
         )
         self._members = Members(
             settings,
+            self._upstream,
             self.metrics,
             self.knowledge,
             lambda server, is_long: self._upstreams.on_silence(server, is_long),
         )
         self.fleet = self._members.fleet
-        self._poller = Poller(
-            self.fleet,
-            self._upstream,
-            self.knowledge,
-            interval_s=settings.health_interval_s,
-            timeout_s=settings.health_timeout_s,
-            passes_keys_on=self._passes_keys_on,
-        )
         self._upstreams = Upstreams(
             self.fleet,
             self._upstream,
@@ -114,7 +106,7 @@ class ProxyApp:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        self._members.start(self._poller)
+        self._members.start()
         watching = asyncio.create_task(self.access.watch())
         await send({"type": "lifespan.startup.complete"})
         await receive()
@@ -161,7 +153,7 @@ class ProxyApp:
             await self._tell(reply, InternalError("the proxy failed; its log says how"))
         finally:
             if path in GENERATE_PATHS:
-                self._record(path, reply, self.access.visit_of(scope).name)
+                self._record(path, reply, visit_of(scope).name)
 
     async def _tell(self, reply: Reply, error: BatonError) -> None:
         # A client that does not read must not keep the process.
@@ -200,7 +192,7 @@ class ProxyApp:
     async def _pass(self, scope: Scope, receive: Receive, reply: Reply, is_read: bool) -> None:
         """Has servers answer."""
         path = scope["path"]
-        passed_on = FORWARDED_HEADERS if self._passes_keys_on else TRACE_HEADERS
+        passed_on = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
         headers = _forwarded(scope, reply.request_id, passed_on)
         if not is_read:
             headers = [(b"content-type", b"application/json"), *headers]

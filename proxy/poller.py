@@ -14,6 +14,7 @@ from protocol.handshake import FOREIGN
 from protocol.http.access import BARE
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
+from protocol.settings.settings import ProxySettings
 from proxy.health import Room, Said, SideChannel, pause_s
 from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
@@ -31,9 +32,7 @@ class Poller:
     fleet: Fleet
     upstream: HttpUpstream
     knowledge: Knowledge
-    interval_s: float
-    timeout_s: float
-    passes_keys_on: bool = True  # the servers may have API keys that the clients know
+    settings: ProxySettings
 
     def __post_init__(self) -> None:
         self._hurry: dict[Server, asyncio.Event] = {}
@@ -78,24 +77,24 @@ class Poller:
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("what the health check of %s found", server)
             jitter = random.uniform(1 - JITTER, 1 + JITTER)
-            interval_s = pause_s(server.health, self.interval_s) * jitter
+            interval_s = pause_s(server.health, self.settings.health_interval_s) * jitter
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
 
     async def _check(self, server: Server) -> None:
-        started_at = time.monotonic()
+        started_at, timeout_s = time.monotonic(), self.settings.health_timeout_s
         try:
-            async with within(self.timeout_s):
+            async with within(timeout_s):
                 said = await self._ask(server)
-            if said.is_bare and not self.passes_keys_on:
+            if said.is_bare and not self.settings.passes_keys_on:
                 fix = "set --upstream-api-key to one of its admin keys"
                 said = Said(False, f"it has API keys: {fix}")
         except (Unreachable, Lost) as error:
             said = Said(False, f"{error.failure.value}: {error}", answered=False)
             self.fleet.polled(server, said, started_at)
         except (TimeoutError, TimedOut):
-            self.fleet.silent(server, f"no answer within {self.timeout_s:g} s")
+            self.fleet.silent(server, f"no answer within {timeout_s:g} s")
         except Exhausted:
             logger.warning("no descriptors are left for the health check of %s", server)
         except Exception:
@@ -158,33 +157,30 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
         said = None
     if not isinstance(said, dict):
         return Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
-    role, error = said.get("role"), said.get("error")
+
+    def told(name: str, *kinds: type) -> Any:
+        """A member, if it is of one of these types."""
+        return value if type(value := said.get(name)) in kinds else None
+
+    role, error = said.get("role"), told("error", dict) or said
     if role in ("prefill", "decode") and role != kind.value:
         return Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
-    text = error.get("message") if isinstance(error, dict) else said.get("reason")
-    reason = text[:200] if isinstance(text, str) else f"status {status}"
-    limits = {name: said.get(name) for name in Room.__dataclass_fields__}
-    told = {name: n for name, n in limits.items() if type(n) is int and n > 0}
-    room = Room(**told) if told else None
-    blocks, size = said.get("num_blocks"), said.get("block_size")
-    capacity = blocks * size if type(blocks) is int and type(size) is int else None
-    model, digest = said.get("model"), said.get("kv_digest")
-    models = (model,) if isinstance(model, str) else ()
-    kv_digest = digest if isinstance(digest, str) else ""
-    totals = [n for name in ENGINE_TOTALS if isinstance(n := said.get(name), int | float)]
-    known = Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None
-    target_s = said.get("itl_target_s")
-    is_bare = BARE.items() <= said.items()
+    text = error.get("message", said.get("reason"))
+    lengths = {name: told(name, int) or 0 for name in Room.__dataclass_fields__}
+    limits = {name: length for name, length in lengths.items() if length > 0}
+    blocks, size = told("num_blocks", int), told("block_size", int)
+    totals = [n for name in ENGINE_TOTALS if (n := told(name, int, float)) is not None]
+    target_s = told("itl_target_s", float)
     return Said(
         ready,
-        reason,
-        room,
-        capacity,
-        known,
-        target_s if isinstance(target_s, float) and target_s > 0 else None,
-        models=models,
-        kv_digest=kv_digest,
-        is_bare=is_bare,
+        text[:200] if isinstance(text, str) else f"status {status}",
+        Room(**limits) if limits else None,
+        None if None in (blocks, size) else blocks * size,
+        Totals(*totals) if len(totals) == len(ENGINE_TOTALS) else None,
+        target_s if target_s and target_s > 0 else None,
+        models=tuple(filter(None, [told("model", str)])),
+        kv_digest=told("kv_digest", str) or "",
+        is_bare=BARE.items() <= said.items(),
         is_both=role == "both",
         side_channel=_side_channel(said),
         subscribes=bool(said.get("subscribes")),

@@ -141,6 +141,11 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     BATON_UPSTREAM_API_KEY; sent instead of the client's"""
     log_level: LogLevel = "info"
 
+    @property
+    def passes_keys_on(self) -> bool:
+        """Whether the servers may have API keys that the clients know."""
+        return not (self.has_keys or self.upstream_api_key)
+
 
 class _Group(Options):
     """Options of `baton up` for one kind of server, beside that server's own."""

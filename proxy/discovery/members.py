@@ -20,6 +20,7 @@ from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.poller import Poller
 from proxy.relay import Reply
+from proxy.upstream import HttpUpstream
 
 logger = get_logger(__name__)
 
@@ -42,32 +43,31 @@ class Members:
     def __init__(
         self,
         settings: ProxySettings,
+        upstream: HttpUpstream,
         metrics: Metrics,
         knowledge: Knowledge,
         on_silence: Callable[[Server, bool], None],
         resolve: Resolve = resolve,
     ) -> None:
         self._metrics, self._knowledge = metrics, knowledge
-        self._poller: Poller | None = None
         self.is_ending = False
         self._created = int(time.time())
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
+        self._poller = Poller(self.fleet, upstream, knowledge, settings)
         self._discovery = Discovery(self.fleet, settings, resolve)
         secret = settings.cluster_secret
         key = None if secret is None else secret.get_secret_value().encode()
         self._registry = Registry(self.fleet, key)
 
-    def start(self, poller: Poller) -> None:
-        self._poller = poller
-        poller.start()
+    def start(self) -> None:
+        self._poller.start()
         self._discovery.start()
 
     async def close(self) -> None:
         self._registry.close()
         await self._discovery.close()
-        if self._poller is not None:
-            await self._poller.close()
+        await self._poller.close()
 
     async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
         """Answers a request to one of `paths`. Raises BatonError."""
@@ -99,13 +99,11 @@ class Members:
             twin = self.fleet.find(kind, server.url) if kind is not server.kind else None
             if twin is not None:
                 self._knowledge.are_one(server, twin)
-        if self._poller is not None:
-            self._poller.watch(server)
+        self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
 
     def _has_left(self, server: Server) -> None:
-        if self._poller is not None:
-            self._poller.leave(server)
+        self._poller.leave(server)
         self._knowledge.left(server)
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
@@ -123,7 +121,7 @@ class Members:
             logger.info("%s is ready", server)
             return
         self._knowledge.forget(server)
-        if old.ready and self._poller is not None:
+        if old.ready:
             self._poller.hurry(server)
         # When all end together, each sees the others go; one that leaves was expected to.
         is_expected = self.is_ending or not server.sources

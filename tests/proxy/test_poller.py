@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.settings.settings import ProxySettings
 from proxy.health import LONG_SILENCE, SILENCES, Room, Said
 from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Watch
@@ -25,7 +26,7 @@ class Failing:
 
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
-    poller = Poller(fleet, upstream, Knowledge(), interval_s=1e-4, timeout_s=1.0)
+    poller = Poller(fleet, upstream, Knowledge(), ProxySettings(health_interval_s=1e-4))
     poller.start()
     await until(lambda: upstream.asked > num_polls)
     await poller.close()

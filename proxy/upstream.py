@@ -208,9 +208,6 @@ class HttpUpstream:
         read_timeout_s: longest silence of a server that owes bytes, or takes none.
         ca_file: authorities for servers at https:// (None: the system's).
         api_key: sent with every request.
-
-    Raises:
-        ValueError: `ca_file` cannot be used.
     """
 
     connect_timeout_s: float
@@ -219,8 +216,6 @@ class HttpUpstream:
     api_key: SecretStr | None = None
 
     def __post_init__(self) -> None:
-        if self.ca_file is not None:
-            _ = self._tls
         key = self.api_key and self.api_key.get_secret_value().encode()
         self._own = [(b"authorization", b"Bearer " + key)] if key else []
 

@@ -118,8 +118,6 @@ def option_keys(options: AccessOptions) -> dict[bytes, Key]:
 class Access:
     """The keys of a process, and what it serves HTTPS with. Raises ValueError as `check`."""
 
-    visit_of = staticmethod(visit_of)
-
     def __init__(
         self, options: AccessOptions, metrics: Metrics, open_paths: Collection[str] = OPEN_PATHS
     ) -> None:

@@ -33,7 +33,8 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 MODELS_PATH = "/v1/models"
-CLIENT_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS, MODELS_PATH)
+POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
+CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 OWN_PATHS = ("/health", "/ready", "/metrics")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
@@ -163,14 +164,12 @@ class ProxyApp:
                 await reply.fail(error)
 
     async def _route(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        method, path = scope["method"], scope["path"]
+        method, path, members = scope["method"], scope["path"], self._members
         is_read = path in READ_PATHS or path.startswith(MODELS_PATH + "/")
-        if path in self._members.paths:
-            await self._members.answer(scope, receive, reply)
-            return
-        is_own = path in OWN_PATHS or path in self._site.paths
-        allowed = ("GET", "HEAD") if is_read or is_own else ("POST",)
-        if not (is_read or is_own or path in CLIENT_PATHS):
+        is_own = path in {*OWN_PATHS, *self._site.paths, *members.read_paths}
+        allowed = ["GET", "HEAD"] if is_read or is_own else []
+        allowed += ["POST"] if path in POST_PATHS or path in members.paths else []
+        if not allowed:
             raise UnknownPath(method, path, CLIENT_PATHS)
         if method not in allowed:
             raise MethodNotAllowed(method, allowed)
@@ -183,9 +182,11 @@ class ProxyApp:
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
             case "/v1/models" if self.fleet.models:
-                await reply.answer_json(200, self._members.models())
+                await reply.answer_json(200, members.models())
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)
+            case _ if path in members.paths:
+                await members.answer(scope, receive, reply)
             case _:
                 await self._pass(scope, receive, reply, is_read)
 

@@ -14,7 +14,6 @@ from protocol.settings.settings import ProxySettings
 from proxy.discovery import admin
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
 from proxy.discovery.sources import Discovery, Resolve, resolve
-from proxy.errors import MethodNotAllowed
 from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
@@ -39,6 +38,7 @@ class Members:
 
     open_paths = frozenset((Registry.path,))  # signed
     paths = open_paths | {*admin.ADMIN_PATHS}
+    read_paths = (admin.MEMBERS_PATH,)  # of those
 
     def __init__(
         self,
@@ -70,12 +70,8 @@ class Members:
         await self._poller.close()
 
     async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
-        """Answers a request to one of `paths`. Raises BatonError."""
-        path, method = scope["path"], scope["method"]
-        is_read = path == admin.MEMBERS_PATH and method in ("GET", "HEAD")
-        if not is_read and method != "POST":
-            allowed = ("GET", "HEAD", "POST") if path == admin.MEMBERS_PATH else ("POST",)
-            raise MethodNotAllowed(method, allowed)
+        """Answers a POST to one of `paths`, or a GET to one of `read_paths`. Raises BatonError."""
+        path, is_read = scope["path"], scope["method"] != "POST"
         if path == Registry.path:  # signed
             told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
         else:

@@ -35,7 +35,9 @@ def _params(**changes: Any) -> dict[str, Any]:
     return offer(_SECRET, _PROMPT, SamplingParams(temperature=0.5, seed=7), **changes)
 
 
-def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddRequest:
+def _prepare(
+    offered: object, policy: str = "recompute", is_of_machine: bool = False, **members: Any
+) -> AddRequest:
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
     request = validate(CompletionRequest, {**body, **members})
     add = AddRequest(
@@ -45,8 +47,7 @@ def _prepare(offered: object, policy: str = "recompute", **members: Any) -> AddR
         stop_token_ids=[2, *request.stop_token_ids], num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )  # fmt: skip
-    hooks = Legs(_SECRET, policy)
-    (prepared,) = hooks.prepare(request, [add], _READY)
+    (prepared,) = Legs(_SECRET, policy, is_of_machine).prepare(request, [add], _READY)
     return prepared
 
 
@@ -127,17 +128,13 @@ _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _signed(offered: object) -> list[kv_params.KVTransferParams]:
-    return list(kv_params.signed(offered, _SECRET))
-
-
 @pytest.mark.parametrize("name", _WRONG)
 def test_a_wrong_reference_is_computed_here_or_refused(name):
     offered, members = _WRONG[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
     # Who signed it can be told that it is of no use; a forged one names nobody to be told.
-    is_forged = kv_params.parse(offered) not in _signed(offered)
+    is_forged = kv_params.parse(offered) not in list(kv_params.signed(offered, _SECRET))
     assert (prepared.kv_unused is None) == is_forged
     with pytest.raises(KVParamsRejected) as refused:
         _prepare(offered, policy="fail", **members)
@@ -185,24 +182,12 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
 @pytest.mark.parametrize("is_of_machine", [False, True])
 def test_a_server_that_was_given_no_secret_says_so(is_of_machine):
     offered = offer(b"another machine's secret", _PROMPT, SamplingParams())
-    body = {"model": "m", "prompt": _PROMPT, "kv_transfer_params": offered}
-    request = validate(CompletionRequest, body)
-    add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=9)
-    hooks = Legs(_SECRET, "recompute", is_of_machine)
-    (prepared,) = hooks.prepare(request, [add], _READY)
-    told = prepared.kv_rejected or ""
+    told = _prepare(offered, is_of_machine=is_of_machine).kv_rejected or ""
     assert "give all servers one BATON_CLUSTER_SECRET" in told
     assert told.endswith("its own machine's file instead") == is_of_machine
 
 
 _HINT = KVHint(host="10.0.0.9", port=5600, engine_id="d-1", incarnation="i", num_tokens=900)
-
-
-def _hinted(hint: object, policy: str = "recompute", **params: Any) -> AddRequest:
-    body = {"model": "m", "prompt": _PROMPT, "max_tokens": 1}
-    request = validate(CompletionRequest, {**body, "kv_transfer_params": {**params, "hint": hint}})
-    add = AddRequest(request_id="r", token_ids=_PROMPT, sampling=request.sampling(1), max_tokens=1)
-    return Legs(_SECRET, policy).prepare(request, [add], _READY)[0]
 
 
 def _sealed(age_s: int = 0) -> dict[str, Any]:
@@ -211,7 +196,7 @@ def _sealed(age_s: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
 def test_a_signed_hint_goes_along_with_either_leg(leg):
-    prepared = _hinted(_sealed(), **leg)
+    prepared = _prepare({**leg, "hint": _sealed()}, max_tokens=1)
     assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
 
 
@@ -227,9 +212,9 @@ def test_a_signed_hint_goes_along_with_either_leg(leg):
 )
 def test_a_hint_that_no_proxy_of_this_cluster_just_gave_is_refused(age_s, changes, told):
     forged = {**_sealed(age_s), **changes}
-    prepared = _hinted(forged)
+    prepared = _prepare({"hint": forged}, max_tokens=1)
     assert prepared.hint is None and re.search(told, prepared.kv_rejected or "")
     with pytest.raises(KVParamsRejected, match=told):
-        _hinted(forged, "fail")
+        _prepare({"hint": forged}, "fail", max_tokens=1)
     with pytest.raises(KVParamsRejected, match=r"hint\.port must be .*got \"x\""):
-        _hinted({**forged, "port": "x"})
+        _prepare({"hint": {**forged, "port": "x"}}, max_tokens=1)

@@ -21,7 +21,7 @@ from protocol.process import lifecycle
 from tests.make_models import ensure_model, trained_models
 from tests.rigs import client
 from tests.rigs.client import parse_kv, prefill
-from tests.rigs.cluster import Server, start_decode, start_prefill, wait_until
+from tests.rigs.cluster import Server, assert_home, start_decode, start_prefill
 
 NUM_TOKENS = 12  # generated for every prompt
 # Sums of float32 in another order differ by some 1e-5; a KV element out of place by far more.
@@ -205,8 +205,7 @@ def check_cell(
         assert_alike(reply, right)
         hit = case.on_decode // d.tokens_per_block * d.tokens_per_block
         assert reply.kv == {"transferred": len(case.prompt) - hit, "recomputed": 0, "skipped": hit}
-    for server in (prefiller, decoder):
-        wait_until(server.all_blocks_home)
+    assert_home(prefiller, decoder)
     # However many ranks read from however many: one lease, completed once.
     risen = _counts(prefiller, decoder) - before
     assert risen == dict.fromkeys(("granted", "completed", "done"), len(cases))

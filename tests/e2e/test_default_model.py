@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference
 from tests.rigs.client import MODEL, complete, complete_all
-from tests.rigs.cluster import wait_until
+from tests.rigs.cluster import assert_home
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,8 +40,7 @@ def test_texts_equal_transformers_through_both_servers_and_alone(default_cluster
     assert [answer.kv["transferred"] for answer in answers] == [len(p) for p in prompts]
     alone = [complete(default_cluster.decode[0].url, text, 12) for text in _TEXTS]
     assert [answer.token_ids for answer in alone] == expected
-    for server in (default_cluster.prefill[0], default_cluster.decode[0]):
-        wait_until(server.all_blocks_home)
+    assert_home(default_cluster.prefill[0], default_cluster.decode[0])
 
 
 def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference):

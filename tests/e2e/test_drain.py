@@ -15,6 +15,7 @@ from tests.e2e.test_failover import _CACHED, _OWN, _by_choice
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
+    assert_home,
     running,
     start_decode,
     start_prefill,
@@ -102,8 +103,7 @@ def _drain_under_load(
     assert 0 < moved <= num
     for server, so_far in zip(others, before, strict=True):
         assert server.metrics()[_RECOMPUTED] == so_far, "nothing of a prompt was computed again"
-        server.assert_home()
-    prefill.assert_home()
+    assert_home(prefill, *others)
     return seen | {"moved": moved, "gap_s": round(max(one.gap_s for one in asked), 2)}
 
 

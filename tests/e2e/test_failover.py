@@ -28,6 +28,7 @@ from tests import stopping
 from tests.rigs.client import MODEL, TIMEOUT_S, fresh_prompt
 from tests.rigs.cluster import (
     Server,
+    assert_home,
     running,
     start_decode,
     start_prefill,
@@ -142,8 +143,7 @@ class Fleet:
         for restart in self.restarts:
             restart.result()
         self.restarts.clear()
-        for server in (*self.decodes, self.prefill):
-            server.assert_home()
+        assert_home(*self.decodes, self.prefill)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from tests.rigs.client import (
 from tests.rigs.cluster import (
     Cluster,
     Server,
+    assert_home,
     cluster,
     running,
     start_decode,
@@ -74,11 +75,6 @@ def _is_busy(server: Server) -> bool:
     return server.metrics()["baton_requests_running"] > 0
 
 
-def _assert_home(*servers: Server) -> None:
-    for server in servers:
-        server.assert_home()
-
-
 def _assert_serves(cluster: Cluster, reference: Reference) -> None:
     prompt = fresh_prompt(90)
     answer = complete(cluster.url, prompt, 5)
@@ -98,7 +94,7 @@ def test_a_killed_proxy_leaves_nothing_behind(slow_cluster, tiny_reference, phas
         else:
             Stream(proxy.url, fresh_prompt(50), 1900).begun()
         proxy.kill()
-        _assert_home(prefiller, decode)
+        assert_home(prefiller, decode)
     _assert_serves(slow_cluster, tiny_reference)
 
 
@@ -109,7 +105,7 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_refe
         before = prefiller.metrics()[steps]
         with _asked(slow_cluster.proxy, {"prompt": prompt, "max_tokens": 5}):
             wait_until(lambda before=before: prefiller.metrics()[steps] > before + 20)
-        _assert_home(prefiller, decode)
+        assert_home(prefiller, decode)
         assert prefiller.metrics()[steps] < before + 3900, "its work was cancelled"
     _assert_serves(slow_cluster, tiny_reference)
 
@@ -120,12 +116,12 @@ def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(slow_cluste
     try:
         with _asked(slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}):
             wait_until(lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0)
-        _assert_home(prefiller)
+        assert_home(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
     slow_cluster.wait_until_ready("decode-0")
     _assert_serves(slow_cluster, tiny_reference)
-    _assert_home(prefiller, decode)
+    assert_home(prefiller, decode)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
         prefiller.signal_engine(signal.SIGCONT)
         complete_all(prefiller.url, [fresh_prompt(500) for _ in range(3)], 2)
         asked.assert_says(expected)
-        _assert_home(prefiller, decode)
+        assert_home(prefiller, decode)
 
         def pulls() -> bool:
             """Unless this machine takes longer between the legs than a lease lasts."""

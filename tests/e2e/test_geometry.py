@@ -23,7 +23,7 @@ from tests.e2e.matrix import (
 )
 from tests.e2e.reference import Reference
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import Cluster, Server, running, start_proxy, wait_until
+from tests.rigs.cluster import Cluster, Server, assert_home, running, start_proxy, wait_until
 
 _PLAIN = Geometry()
 _SMALL = Geometry(block_size=16, options=("--transfer", "auto"))  # servers of one host: mapped
@@ -85,8 +85,7 @@ def test_what_differs_is_named_or_computed_here_by_policy(engines, tiny_model, t
     assert reply.kv == {"transferred": 0, "recomputed": len(prompt), "skipped": 0}
     assert_alike(reply, ask(tiny_cluster.prefill[0].url, prompt, 6))
     _assert_counted(recomputing)
-    for server in (prefiller, failing, recomputing):
-        wait_until(server.all_blocks_home)
+    assert_home(prefiller, failing, recomputing)
 
 
 def _assert_counted(decoder: Server) -> None:
@@ -112,8 +111,7 @@ def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(engines, tiny_m
         assert again.logprobs[1:] == pytest.approx(pulled.logprobs[1:], abs=LOGPROB_TOLERANCE)
         exact = ask(tiny_cluster.prefill[0].url, prompt, 1)
         assert pulled.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.25)
-    for server in (prefiller, decoder):
-        wait_until(server.all_blocks_home)
+    assert_home(prefiller, decoder)
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
     assert decoder.metrics()[staged] == 5  # the prompt of four whole blocks was all there

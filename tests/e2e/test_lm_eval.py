@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.cluster import Cluster, cluster, wait_until
+from tests.rigs.cluster import Cluster, assert_home, cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -80,8 +80,7 @@ def test_own_tasks_equal_the_hf_backend_document_by_document(
     assert risen["recomputed"] == 0
     assert risen["transferred"] + risen["skipped"] == num_tokens
     assert risen["transferred"] >= len(prompts) / 2
-    for server in (tiny_cluster.decode[0], tiny_cluster.prefill[0]):
-        wait_until(server.all_blocks_home)
+    assert_home(tiny_cluster.decode[0], tiny_cluster.prefill[0])
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 
 from tests.rigs.client import fresh_prompt, greedy
-from tests.rigs.cluster import Cluster, running, start_decode, start_prefill, start_proxy
+from tests.rigs.cluster import (
+    Cluster,
+    assert_home,
+    running,
+    start_decode,
+    start_prefill,
+    start_proxy,
+)
 from tests.rigs.plain_http import http
 
 _WARM_S, _MEASURED_S = 15.0, 60.0
@@ -111,8 +118,7 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     assert served >= 0.5 * capacity * _MEASURED_S  # it goes on serving
     assert len(much.found) - served >= 0.3 * len(much.found)
     assert all(now - then < 100 for then, now in zip(before, after, strict=True))
-    for server in bounded.servers()[1:]:
-        server.assert_home()
+    assert_home(*bounded.servers()[1:])
 
 
 def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(tiny_cluster):
@@ -133,5 +139,4 @@ def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(tin
         assert is_whole or (status in (200, 504) and text.count("deadline_exceeded") == 1)
     statuses = [status for status, _ in found]
     assert 504 in statuses and 200 in statuses
-    for server in (*tiny_cluster.prefill, *tiny_cluster.decode):
-        server.assert_home()
+    assert_home(*tiny_cluster.prefill, *tiny_cluster.decode)

@@ -17,6 +17,7 @@ from tests.rigs.cluster import (
     Cluster,
     Server,
     all_ready,
+    assert_home,
     prefill_ports,
     running,
     start_decode,
@@ -89,8 +90,7 @@ def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
                 _wait_for_more(cluster, _pulls)
-        for server in (p, d):
-            wait_until(server.all_blocks_home)
+        assert_home(p, d)
 
 
 @pytest.mark.slow
@@ -183,8 +183,7 @@ def test_a_rolling_restart_under_load_is_not_noticed(tiny_model, tiny_reference,
                     successors.append(start())
                     cluster.wait_until_ready(name)
                 answers()
-            for server in successors:
-                wait_until(server.all_blocks_home)
+            assert_home(*successors)
             fresh = make_prompt(81_000, 130)
             answer = complete(proxy.url, fresh, 6)
             assert answer.token_ids == reference.generate(fresh, 6)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.matrix import ask
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import start_decode, start_prefill, started
+from tests.rigs.cluster import assert_home, start_decode, start_prefill, started
 
 WINDOW = 32
 # The tiny Llama, read as one whose first layer sees a window only.
@@ -39,5 +39,4 @@ def test_a_pair_equals_one_server_and_moves_only_the_window(tiny_model: Path) ->
             # Keys and values of 4 heads of 16 elements of 4 bytes, in each of two layers.
             moved = (pulled + min(pulled, WINDOW)) * 2 * 4 * 16 * 4
             assert d.metrics()[bytes_of] - before == moved
-        for server in (p, d, alone):
-            server.assert_home()
+        assert_home(p, d, alone)

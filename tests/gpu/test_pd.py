@@ -13,7 +13,7 @@ import torch
 
 from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, model_dir
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import wait_until
+from tests.rigs.cluster import assert_home
 
 pytestmark = pytest.mark.gpu
 
@@ -114,8 +114,7 @@ def test_a_pair_equals_the_decode_server_alone(engines, model, p, d, request):
         alone = ask(decoder.url, prompt, NUM_TOKENS)
         assert alone.kv["recomputed"] == length
         assert_same_up_to_a_tie(pulled, alone, 0.3 if _CONVERT[0] in d.options else _CLOSE)
-    for server in (prefiller, decoder):
-        wait_until(server.all_blocks_home)
+    assert_home(prefiller, decoder)
 
 
 def assert_same_up_to_a_tie(got: Reply, expected: Reply, tolerance: float) -> None:

@@ -59,13 +59,6 @@ class Server:
     def all_blocks_home(self) -> bool:
         return self.free_blocks() == self.metrics()["baton_kv_blocks_capacity"]
 
-    def assert_home(self) -> None:
-        """Every block comes back, and no request is left."""
-        wait_until(self.all_blocks_home, 20)
-        metrics = self.metrics()
-        for name in ("running", "waiting", "receiving"):
-            assert metrics[f"baton_requests_{name}"] == 0
-
     def leases(self, event: str) -> float:
         return self.metrics()[f'baton_leases_total{{event="{event}"}}']
 
@@ -190,6 +183,15 @@ def cluster(
         proxy = start_proxy([prefill], [decode])
         with running(proxy):
             yield Cluster([prefill], [decode], proxy, model)
+
+
+def assert_home(*servers: Server, timeout_s: float = 30.0) -> None:
+    """Every block comes back, and no request is left."""
+    for server in servers:
+        wait_until(server.all_blocks_home, timeout_s)
+        metrics = server.metrics()
+        for name in ("running", "waiting", "receiving"):
+            assert metrics[f"baton_requests_{name}"] == 0
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0) -> None:

@@ -30,6 +30,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.fixture(params=[0, 1])
+def depth(request: pytest.FixtureRequest) -> int:
+    """Whether a step may be under way while the next one is planned and launched."""
+    return int(request.param)
+
+
 @contextmanager
 def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
     """For the tiny model, whose logits are 512 wide; it has compiled these."""

@@ -1,8 +1,5 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache, which runs
-each step as late as it may. Any workload at all is tests/engine/kv/test_role_mixture.py's.
-
-`depth`: whether a step may be under way while the next one is planned and launched.
-"""
+each step as late as it may. Any workload at all is tests/engine/kv/test_role_mixture.py's."""
 
 from types import SimpleNamespace
 
@@ -37,10 +34,8 @@ from tests.rigs.shadow import (
 )
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
-@either_depth
 def test_an_engine_that_nobody_asked_yet_reports_its_capacity(depth):
     core, _, out = make_core(depth=depth, num_blocks=32)
     core.run()  # the transport ends it at once
@@ -62,7 +57,6 @@ class _Quiet(MemoryTransport):
         return messages or [], messages is None
 
 
-@either_depth
 def test_the_books_are_checked_once_when_it_has_been_quiet(depth, monkeypatch):
     core, _, _ = make_core(depth=depth)
     quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
@@ -76,7 +70,6 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(depth, monkeypatch):
     assert checks[0] >= 105.0
 
 
-@either_depth
 def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth):
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
@@ -86,7 +79,6 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["stop", "length"]
 
 
-@either_depth
 @pytest.mark.parametrize(
     ("length", "skipped", "recomputed"), [(17, 16, 1), (16, 12, 4)], ids=["", "its last token"]
 )
@@ -116,7 +108,6 @@ def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(priorities
     assert [int(delta.request_id) for delta in out.deltas] == order
 
 
-@either_depth
 @pytest.mark.parametrize("gone", [None, "abort", "preempt"])
 def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
     """Also where the one that computes it ends, or loses its blocks, halfway."""
@@ -174,7 +165,6 @@ def test_prompts_that_share_little_are_computed_side_by_side():
     assert len(core.scheduler.running) == 2
 
 
-@either_depth
 def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
     core, executor, out = make_core(depth=depth, max_num_batched_tokens=8)
     core.round([add("a", [1, 2, 3], 20)])
@@ -189,7 +179,6 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled_in_chunks(depth):
     assert executor.max_tokens_in_step <= 8
 
 
-@either_depth
 @pytest.mark.parametrize("known", [0, 5])
 def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, known):
     """Nor is a prompt called computed that was all hits, as its stream had begun elsewhere."""
@@ -209,7 +198,6 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, k
     assert out.terminals("b")[0].usage == usage
 
 
-@either_depth
 @pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups((None, 6))], ids=str)
 @pytest.mark.parametrize(("length", "num"), [(30, 1), (9, 30)], ids=["prompt", "outputs"])
 def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, length, num):
@@ -225,7 +213,6 @@ def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, lengt
 # -- choices -------------------------------------------------------------------------------------
 
 
-@either_depth
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 10])
 def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
     prompt = PROMPT[:length]

@@ -45,12 +45,6 @@ def compiler() -> Iterator[GrammarCompiler]:
         yield made
 
 
-@pytest.fixture(params=[0, 1])
-def depth(request: pytest.FixtureRequest) -> int:
-    """Whether a step may be under way while the next one is planned and launched."""
-    return int(request.param)
-
-
 def core_with(
     compiler: GrammarCompiler, depth: int, *compiled: Grammar
 ) -> tuple[EngineCore, MemoryTransport]:

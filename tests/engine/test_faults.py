@@ -50,7 +50,6 @@ def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
     assert "The engine failed on this request" in end.error.message
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("length", [0, 9])
 def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
     core, _, out = make_core(executor=Failing(depth, length))
@@ -95,7 +94,6 @@ class _Role(KVConnector):
             raise self.error
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("taken_in", [True, False])
 def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(depth, taken_in, monkeypatch):
     plan = ShapeBook.plan
@@ -140,7 +138,6 @@ class _BrokenMatcher:
         return self._matcher.consume_tokens(token_ids)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 def test_a_matcher_that_raises_ends_its_request(depth, compiler):
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler

@@ -25,10 +25,8 @@ from tests.rigs.shadow import (
 HYBRID = KVGroups((None, 6, 6))
 GROUPS = [HYBRID, KVGroups((None, 3)), KVGroups((7,)), KVGroups((None, 2, 9))]
 pytestmark = pytest.mark.usefixtures("small_blocks")
-either_depth = pytest.mark.parametrize("depth", [0, 1])
 
 
-@either_depth
 @pytest.mark.parametrize("evicted", [0, 1, 2, 3, 5, 40])
 def test_a_hit_ends_where_the_windows_are_still_there(depth: int, evicted: int) -> None:
     core, _, out = make_core(num_blocks=40, depth=depth, groups=HYBRID)

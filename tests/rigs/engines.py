@@ -34,6 +34,7 @@ from kvcache.transfer.move.peer_memory import describe
 from kvcache.transfer.pulls.messages import PullSettings
 from model.config import load_config
 from model.parallel import Parallel
+from protocol import kv_params
 from protocol.handshake import DIGESTS, CompatRecord
 from protocol.kv_params import Offer
 from protocol.messages import KVHint, RemotePrefill, TokenDelta
@@ -255,6 +256,11 @@ class Engine:
         host, port = self.leases.address
         mine = {"engine_id": self.config.engine_id, "incarnation": self.config.incarnation}
         return Offer(transfer_id=transfer_id, host=host, port=port, **mine).to_remote(0, prompt)
+
+    def reference(self, name: str) -> RemotePrefill:
+        """To what is lent of a request that has ended."""
+        (told,) = filter(None, (end.kv_transfer_params for end in self.out.terminals(name)))
+        return kv_params.to_remote_prefill(kv_params.parse(told))
 
     def kv(self, name: str) -> tuple[int, int, int]:
         """Tokens of the prompt that were transferred, recomputed, skipped."""

@@ -71,8 +71,7 @@ def test_choices_move_with_the_kv_of_their_prompt(make, ended):
         a.core.round([AbortRequest(name, ended)])
     a.core.round([Migrate(name)])
     group.until(lambda: len(a.out.terminals(name)) == 3)
-    (told,) = [end.kv_transfer_params for end in a.out.terminals(name) if end.kv_transfer_params]
-    remote = kv_params.to_remote_prefill(kv_params.parse(told))
+    remote = a.reference(name)
     assert remote.num_tokens == len(PROMPT)
     known = [Known(a.out.tokens(name, at), at == ended) for at in range(3)]
     theirs = group.begin(b, PROMPT, NUM, num_choices=3, remote=remote, known=known)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.transfer.pulls.messages import PullSettings
-from protocol import kv_params
-from protocol.messages import MOVED, AbortRequest, Known, Migrate, RemotePrefill
+from protocol.messages import MOVED, AbortRequest, Known, Migrate
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
@@ -20,11 +19,6 @@ Script = Iterator[Callable[[], object]]  # of a proxy's request: what it waits f
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr("engine.kv.borrower._STANDS_S", 0.05)
-
-
-def _reference(engine: Engine, name: str) -> RemotePrefill:
-    told = engine.out.terminals(name)[0].kv_transfer_params
-    return kv_params.to_remote_prefill(kv_params.parse(told))
 
 
 class Fleet(Group):
@@ -67,7 +61,7 @@ class Fleet(Group):
         yield lambda: all(len(p.out.terminals(name)) == n for name, _ in named)
         self.of_batches[p] -= taken
         for name, prompt in named:
-            self.ask(d, f"d{name}", prompt, num, remote=_reference(p, name), num_choices=n)
+            self.ask(d, f"d{name}", prompt, num, remote=p.reference(name), num_choices=n)
         for name, prompt in named:
             yield from self.answer(d, f"d{name}", prompt, num, n)
 
@@ -97,7 +91,7 @@ class Fleet(Group):
         yield lambda: a.out.terminals(f"{call}-0")
         tokens = a.out.tokens(f"{call}-0")
         if a.out.terminals(f"{call}-0")[0].finish_reason == MOVED:
-            known, remote = [Known(list(tokens))], _reference(a, f"{call}-0")
+            known, remote = [Known(list(tokens))], a.reference(f"{call}-0")
             self.ask(b, f"d{call}-0", prompt, num, remote=remote, known=known)
             yield lambda: b.out.terminals(f"d{call}-0")
             tokens += b.out.tokens(f"d{call}-0")
@@ -132,7 +126,7 @@ def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_
     group.until(lambda: all(p.out.terminals(f"call-{at}") for at in range(3)))
     assert not p.out.terminals("urgent-0")
     for at, prompt in enumerate(prompts):
-        assert group.ask(d, prompt, remote=_reference(p, f"call-{at}"))[1] == (20, 0, 0)
+        assert group.ask(d, prompt, remote=p.reference(f"call-{at}"))[1] == (20, 0, 0)
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
 
 
@@ -146,7 +140,7 @@ def test_two_who_wait_for_what_is_lent_to_the_other_do_not_wait_for_the_streams_
     for engine, lender in ((a, b), (b, a)):
         engine.core.round([add("stream", [9] * 80, 1000)])
         group.until(lambda engine=engine: len(engine.out.tokens("stream")) > 0)
-        asked = add("asked", prompts[engine], 2, remote=_reference(lender, "prompt"))
+        asked = add("asked", prompts[engine], 2, remote=lender.reference("prompt"))
         engine.core.round([asked])
     for engine in (a, b):
         assert group.tokens_of(engine, "asked") == expected_output(prompts[engine], 2)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
-from protocol import kv_params
-from protocol.messages import MOVED, Known, Migrate, RemotePrefill
+from protocol.messages import MOVED, Known, Migrate
 from tests.rigs.engines import Group, WindowedEngine, smallest
 from tests.rigs.shadow import windowed_output
 
@@ -29,12 +28,6 @@ def answered(group: Group, engine: WindowedEngine, name: str, choices: int = 1) 
     return [engine.out.tokens(name, choice) for choice in range(choices)]
 
 
-def reference(engine: WindowedEngine, name: str) -> RemotePrefill:
-    ends = engine.out.terminals(name)
-    (told,) = [end.kv_transfer_params for end in ends if end.kv_transfer_params]
-    return kv_params.to_remote_prefill(kv_params.parse(told))
-
-
 def moved(
     group: Group, engine: WindowedEngine, prompt: list[int], num_outputs: int
 ) -> dict[str, Any]:
@@ -44,7 +37,7 @@ def moved(
     engine.core.round([Migrate(name)])
     (tokens,) = answered(group, engine, name)
     assert engine.out.terminals(name)[0].finish_reason == MOVED
-    return {"remote": reference(engine, name), "known": [Known(tokens)]}
+    return {"remote": engine.reference(name), "known": [Known(tokens)]}
 
 
 def went_on(group: Group, engine: WindowedEngine, prompt: list[int], asked: dict[str, Any]) -> str:
@@ -82,7 +75,7 @@ def test_who_lends_less_than_choices_need_is_trusted_all_the_same():
         for at in range(4):
             name = group.begin(a, prompt := [at, *PROMPT[1:]], 1, retain_kv=True)
             answered(group, a, name)
-            (remote := reference(a, name)).first_tokens.clear()
+            (remote := a.reference(name)).first_tokens.clear()
             name = group.begin(b, prompt, 2, remote=remote, num_choices=3 if at < 3 else 1)
             answered(group, b, name, 3 if at < 3 else 1)
             assert (b.kv(name)[0] > 0) is (at == 3)
@@ -115,7 +108,7 @@ def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
                 case _:
                     name = group.begin(a, prompt, 1, retain_kv=True, num_choices=num)
                     answered(group, a, name, num)
-                    asked["remote"] = reference(a, name)
+                    asked["remote"] = a.reference(name)
                     if kind != "lend":
                         asked["remote"].first_tokens.clear()
                     if kind == "resume":  # clients have some tokens, not of all choices

@@ -240,21 +240,18 @@ class ProxyApp:
     # answers of our own
 
     async def _ready(self, reply: Reply, bare: dict[str, str] | None) -> None:
+        fleet = self.fleet
         counts = {
-            kind.value: {"ready": len(self.fleet.ready(kind)), "configured": len(servers)}
-            for kind, servers in self.fleet.of.items()
+            kind.value: {"ready": len(fleet.ready(kind)), "configured": len(servers)}
+            for kind, servers in fleet.of.items()
         }
         missing = [f"no {kind} server is ready" for kind, n in counts.items() if not n["ready"]]
-        if self.shutting_down:
-            missing.append("shutting down")
+        missing += ["shutting down"] if self.shutting_down else []
         ready = bool(counts["decode"]["ready"]) and not self.shutting_down
-        servers = {server.name: server.health.ready for server in self.fleet.servers}
-        circuits = {server.name: server.circuit for server in self.fleet.servers}
-        details = {"servers": servers, "circuits": circuits}
-        status = {"status": "ready" if ready else "not_ready", "missing": missing}
-        told = {**status, **counts, **details}
-        if bare:
-            told = {"status": status["status"], **bare}
+        servers = {server.name: server.health.ready for server in fleet.servers}
+        circuits = {server.name: server.circuit for server in fleet.servers}
+        details = {"missing": missing, **counts, "servers": servers, "circuits": circuits}
+        told = {"status": "ready" if ready else "not_ready", **(bare or details)}
         await reply.answer_json(200 if ready else 503, told)
 
     def _record(self, path: str, reply: Reply, key: str) -> None:

@@ -33,9 +33,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key as the file has it. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.@-]{1,64}\Z")]
-    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = (
-        None  # not kept: its digest is
-    )
+    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = None  # its digest is kept
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     tokens_per_minute: Annotated[int, Meta(ge=1, le=10**12)] | None = None

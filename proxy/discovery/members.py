@@ -91,10 +91,8 @@ class Members:
     def _joins(self, server: Server) -> None:
         for name in SERIES:
             self._metrics.set(f"baton_proxy_upstream_{name}", 0, **server.labels)
-        for kind in Kind:
-            twin = self.fleet.find(kind, server.url) if kind is not server.kind else None
-            if twin is not None:
-                self._knowledge.are_one(server, twin)
+        for twin in [s for s in self.fleet.servers if s.url == server.url and s is not server]:
+            self._knowledge.are_one(server, twin)
         self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
 

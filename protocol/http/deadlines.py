@@ -11,6 +11,7 @@ from protocol.short_repr import short_repr
 
 HEADER = "x-request-timeout-s"
 MAX_S = 1_000_000  # eleven days, as of options
+_MARGIN_S = 1.0
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
 
 
@@ -25,9 +26,10 @@ class Deadline:
         return DeadlineExceeded(f"the request took longer than {self.timeout_s:g} s ({HEADER})")
 
     def header(self) -> tuple[bytes, bytes]:
-        """What is left, for another server."""
-        left_s = max(self.at - asyncio.get_running_loop().time(), 0.001)
-        return HEADER.encode(), b"%.3f" % left_s
+        """What is left, for another server, and a margin: it is this process that tells the client,
+        and a server that was quicker would look as if it had failed."""
+        left_s = max(self.at - asyncio.get_running_loop().time(), 0.0)
+        return HEADER.encode(), b"%.3f" % min(left_s + _MARGIN_S, MAX_S)
 
 
 def deadline_of(

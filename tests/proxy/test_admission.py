@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from protocol.http.deadlines import MAX_S, Deadline
 from tests.proxy.fakes import (
     Behave,
     Call,
@@ -123,7 +124,10 @@ async def test_servers_are_told_what_is_left_of_the_time(default):
             float(fake.calls[0].headers["x-request-timeout-s"])
             for fake in (*rig.prefill, *rig.decode)
         ]
-        assert 50.0 >= told[0] >= told[1] > 1.0
+        assert 51.0 >= told[0] >= told[1] > 1.0
+    now = asyncio.get_running_loop().time()
+    for left_s, header in ((0, b"1.000"), (MAX_S, b"1000000.000")):  # the proxy's end comes first
+        assert Deadline(50.0, now + left_s).header()[1] == header
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class PieceDecode:
     def run(
         self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float,
         v_scale: float, lse: Tensor | None = None, return_lse: bool = False,
-        warps: int | None = None,
+        crowded: bool | None = None,
     ) -> None:  # fmt: skip
         if lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -95,7 +95,7 @@ class PieceDecode:
         partials = self._workspace[:size], self._workspace[size:]
         self._attend(
             q, caches, self._planned, self._most, out, lse, partials, self._kind,
-            scale=self._scale * k_scale, value_scale=v_scale, tile=self._tile, warps=warps,
+            scale=self._scale * k_scale, value_scale=v_scale, tile=self._tile, crowded=crowded,
         )  # fmt: skip
 
 

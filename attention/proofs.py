@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attention.base import Kind, Pages, Turn
-from attention.kernels.decode import WARPS
 from attention.kernels.store import store
 from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
@@ -121,15 +120,17 @@ def _errors(
     workspace = torch.empty(partial_bytes(heads, num_seqs, _SMS), dtype=torch.uint8, device=device)
     decode = PieceDecode(heads, num_tokens, kind, dim**-0.5 / _SCALES[0], workspace, _SMS)
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
-    runs = [(torch.empty_like(q), torch.empty(q.shape[:2], device=device)) for _ in WARPS]
+    runs = [(torch.empty_like(q), torch.empty(q.shape[:2], device=device)) for _ in range(2)]
     errors = []
     with _borrowed(caches) as (key, value):
         for block in (key, value):
             block.copy_(torch.randn(block.shape, device=device))
         decode.plan(pages)
-        of_keys, of_values = _SCALES
-        for warps, (out, lse) in zip(WARPS, runs, strict=True):
-            decode.run(q, caches, out=out, k_scale=of_keys, v_scale=of_values, lse=lse, warps=warps)
+        for crowded, (out, lse) in enumerate(runs):
+            decode.run(
+                q, caches, out=out, k_scale=_SCALES[0], v_scale=_SCALES[1], lse=lse,
+                crowded=bool(crowded),
+            )  # fmt: skip
         for row, length in enumerate(_CONTEXTS):  # the block again and again
             tokens = torch.arange(length, device=device) % num_tokens
             scores = q[row].float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5

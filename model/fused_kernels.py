@@ -87,16 +87,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # done in the same kernel, and each kernel starts to load its matrix while the one before it is
 # still ending (programmatic dependent launch), before it waits for its input.
 
-_ROWS: Final = 4  # of the matrix, of one program
-_GATED_ROWS: Final = 2  # of either half of a gated one: 2 and 4 take 4.01 and 4.09 ms a step of 8B
-_MAX_COLUMNS: Final = 1024  # loaded at a time
+_FOLDED: Final = 16  # elements of FP8 that a thread loads at once, whose products it adds up
 _MIN_COLUMNS: Final = 128
-# Of FP8 more must be under way: all columns of 4 rows at once, where they are so many, else 1,024
-# of 8. Each thread adds up what it loads: products of an 8B layer take 63 us so, 100 us as 16 bits.
-_MAX_WHOLE: Final = 4096
-_FP8_ROWS: Final = 8
-_FOLDED: Final = 16  # elements of a load
-_ROW_WARPS: Final = 4
+_MAX_WHOLE: Final = 16384  # columns of FP8 rows that are loaded at once: more must be under way
+_SMALL: Final = 1 << 24  # elements of a matrix that more programs share
 
 
 def _folded(part, FOLD: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -116,30 +110,28 @@ def _one_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    tile_at = weight + row[:, None].to(tl.int64) * WIDTH + column[None, :]
-    tile = tl.load(tile_at, eviction_policy="evict_first")
+    at = weight + row[:, None].to(tl.int64) * WIDTH + column[None, :]
+    inside = column < WIDTH
+    tile = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
     if GATED:
-        up_at = tile_at + NUM_OUT * WIDTH
-        up_tile = tl.load(up_at, eviction_policy="evict_first")
+        up_at = at + NUM_OUT * WIDTH
+        up_tile = tl.load(up_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
         up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
     let_next_begin_and_wait()
     sums = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
-        more = start + COLUMNS < WIDTH
-        value = tl.load(x + start + column).to(tl.float32)
+        value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
-            value *= tl.load(norm + start + column).to(tl.float32)
+            value *= tl.load(norm + start + column, mask=inside, other=0.0).to(tl.float32)
+        inside = start + COLUMNS + column < WIDTH  # of the tile that is multiplied next
+        after, more = start + COLUMNS, inside[None, :]
         sums += _folded(tile.to(tl.float32) * value[None, :], FOLD)
-        tile = tl.load(
-            tile_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
-        )
+        tile = tl.load(at + after, mask=more, other=0.0, eviction_policy="evict_first")
         if GATED:
             up += _folded(up_tile.to(tl.float32) * value[None, :], FOLD)
-            up_tile = tl.load(
-                up_at + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first"
-            )
+            up_tile = tl.load(up_at + after, mask=more, other=0.0, eviction_policy="evict_first")
     scale = 1.0
     if NORM:
         scale = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
@@ -165,20 +157,24 @@ def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
     matrix = weight if isinstance(weight, Tensor) else weight.codes
     if isinstance(weight, Quantized) and (weight.kind != "fp8" or weight.scales.shape[-1] > 1):
         return False
-    rows, columns, _ = _tile_of(weight, gated=gated)
-    fits = columns >= _MIN_COLUMNS and weight.shape[0] % (rows << gated) == 0
+    fits = weight.shape[1] % _MIN_COLUMNS == 0
+    fits = fits and weight.shape[0] % (_tile_of(weight, gated=gated)[0] << gated) == 0
     return fits and matrix.is_contiguous()
 
 
-def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
-    """Rows of a program, columns that it loads at a time and those that a thread adds up."""
-    width = weight.shape[1]
+def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int, int]:
+    """Rows of a program (of either half), columns that it loads at a time, those that a thread adds
+    up, warps: the fastest of some on an H200."""
+    num_out, width = weight.shape
     columns = width & -width  # the largest power of two that divides it
-    if isinstance(weight, Tensor):
-        return _GATED_ROWS if gated else _ROWS, min(columns, _MAX_COLUMNS), 1
-    if columns == width <= _MAX_WHOLE:
-        return _ROWS, columns, _FOLDED
-    return _ROWS if gated else _FP8_ROWS, min(columns, _MAX_COLUMNS), _FOLDED
+    if isinstance(weight, Quantized):
+        if (whole := triton.next_power_of_2(width)) <= _MAX_WHOLE:
+            return 4 if gated or whole > 4096 else 8, whole, _FOLDED, 8
+        return 4 if gated else 8, min(columns, 1024), _FOLDED, 4
+    if gated:
+        return (2, width, 1, 8) if columns == width <= 4096 else (2, min(columns, 1024), 1, 4)
+    is_small = num_out * width < _SMALL
+    return (2, min(columns, 2048), 1, 4) if is_small else (4, min(columns, 1024), 1, 4)
 
 
 def one_row(
@@ -206,11 +202,11 @@ def one_row(
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=dtype or x.dtype, device=x.device)
-    rows, columns, fold = _tile_of(weight, gated=gated)
+    rows, columns, fold, warps = _tile_of(weight, gated=gated)
     _one_row_kernel[(num_out // rows,)](
         x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
         SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=_ROW_WARPS, launch_pdl=PDL,
+        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
     return out
 

@@ -19,10 +19,7 @@ from attention.base import Kind
 from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 
 _LOG2_E: Final = 1.4426950408889634
-WARPS: Final = (4, 2)
-_MANY_PROGRAMS: Final = 1024  # that follow each other: with fewer warps others hide their waits
-_MERGED_HEADS: Final = 4  # of one program
-_MERGED_ELEMENTS: Final = 8192  # of several pieces of these heads, at once
+_MANY_PROGRAMS: Final = 1024  # that follow each other, and hide each other's waits
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
@@ -199,7 +196,7 @@ _merge_kernel: Any = triton.jit(
 def attend(
     q: Tensor, caches: tuple[Tensor, Tensor], planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: Kind,
-    *, scale: float, value_scale: float, tile: int, warps: int | None = None,
+    *, scale: float, value_scale: float, tile: int, crowded: bool | None = None,
 ) -> None:  # fmt: skip
     """Attends for one query of each of S sequences.
 
@@ -212,7 +209,7 @@ def attend(
         partials: float32, of num_pieces * HQ * D elements and of num_pieces * HQ.
         scale: of the scores, that of the keys in it.
         tile: tokens read at once, which pieces are multiples of.
-        warps: of a program, one of WARPS; None: by their number.
+        crowded: whether its programs are made to be many, and so small; None: by their number.
     """
     keys, values = caches
     (num_seqs, num_q_heads, dim), num_kv_heads = q.shape, keys.shape[1]
@@ -220,7 +217,11 @@ def attend(
     group = num_q_heads // num_kv_heads
     is_fp8 = keys.element_size() == 1
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
-    warps = warps or WARPS[is_fp8 and num_pieces * num_kv_heads > _MANY_PROGRAMS]
+    if crowded is None:
+        crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS
+    warps = 2 if is_fp8 else 4
+    if crowded and is_fp8 and dim <= 128:
+        warps, tile = 1, min(tile, 4096 // dim)
     _attend_kernel[(num_pieces, num_kv_heads)](
         q, keys, values, *planned, out, lse, *partials, scale * _LOG2_E, value_scale,
         kind.soft_cap * _LOG2_E, kind.window or 0, num_pieces, q.stride(0), *keys.stride()[:3],
@@ -228,7 +229,8 @@ def attend(
         TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, _MERGED_HEADS))](
-        planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=_MERGED_HEADS,
-        PIECES=max(1, _MERGED_ELEMENTS // (_MERGED_HEADS * dim)), num_warps=4, launch_pdl=PDL,
+    heads, pieces = (4, 1024 // dim) if crowded else (2, 4096 // dim)  # of one program, at once
+    _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
+        planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=heads,
+        PIECES=pieces, num_warps=2, launch_pdl=PDL,
     )  # fmt: skip

@@ -73,12 +73,8 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """What `sample` draws at temperature 0, int64 [S], in a few kernels and without any upload."""
-    if logits.device.type == "cuda":
-        from engine.sampling import token_kernels
-
-        return token_kernels.first_largest(logits)
-    return _without_non_numbers(logits)[2]
+    """What `sample` draws at temperature 0, int64 [S], without any upload."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
 
 
 def sample(
@@ -231,10 +227,6 @@ class LastSampledTokens:
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] with every -1 - r replaced by what row r drew."""
-        if token_ids.device.type == "cuda":
-            from engine.sampling import token_kernels
-
-            return token_kernels.fill_in(token_ids, self.token_ids)
         drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
         return torch.where(token_ids < 0, drawn, token_ids)
 

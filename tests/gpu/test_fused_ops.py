@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.base import Kind
+from engine.sampling.sampler import LastSampledTokens, greedy
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from model import fused_ops
@@ -13,7 +14,6 @@ from model.layers import Columns, Linear
 from model.rope import Rope
 
 proofs = pytest.importorskip("attention.proofs", reason="needs triton")
-token_kernels = pytest.importorskip("engine.sampling.token_kernels", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -68,14 +68,14 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype):
     logits[2] = float("-inf")
     logits[3] = float("nan")
     expected = [11, 300, 0, 0, int(logits[4].argmax())]
-    assert token_kernels.first_largest(logits).tolist() == expected
+    assert greedy(logits).tolist() == expected
 
 
 def test_tokens_that_the_device_knows_are_filled_in():
-    drawn = torch.arange(100, 700, device="cuda")
+    last = LastSampledTokens(600, torch.device("cuda"))
+    last.keep(torch.arange(100, 700, device="cuda"))
     token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
-    filled = token_kernels.fill_in(token_ids, drawn)
-    assert filled.tolist() == [5, 100, 699, 0, *range(100, 599)]
+    assert last.fill_in(token_ids).tolist() == [5, 100, 699, 0, *range(100, 599)]
 
 
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])

@@ -30,20 +30,11 @@ WRAPPED = {"nixl": ("kvcache/transfer/nixl_agent.py",), "flashinfer": ("attentio
 
 # Processes made of these modules start in a fraction of a second and stay small.
 TORCH_FREE = (
-    "protocol/**/*.py",
-    "proxy/*.py",
-    "kvcache/layout.py",
-    "kvcache/blocks.py",
-    "kvcache/prefix.py",
-    "engine/http/*.py",
-    "engine/process/client.py",
-    "engine/text/tokenizer.py",
-    "engine/process/launch.py",
-    "prefill_server/server.py",
-    "decode_server/server.py",
-    "prefill_server/__main__.py",
-    "decode_server/__main__.py",
-)
+    "protocol/**/*.py", "proxy/*.py", "kvcache/layout.py", "kvcache/blocks.py", "kvcache/prefix.py",
+    "engine/http/*.py", "engine/process/client.py", "engine/text/tokenizer.py",
+    "engine/process/launch.py", "prefill_server/server.py", "decode_server/server.py",
+    "prefill_server/__main__.py", "decode_server/__main__.py",
+)  # fmt: skip
 HEAVY = ("torch", "transformers")
 
 MAX_OWN_IMPORTS = 15

@@ -10,13 +10,9 @@ from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wante
 from tests.attention.reference import Shape, make
 
 _SERVED = Wanted(
-    device="cuda",
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    head_dim=128,
-    num_components=2,
+    device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, num_components=2,
     num_q_heads=32,
-)
+)  # fmt: skip
 _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
 
 

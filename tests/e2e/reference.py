@@ -46,17 +46,9 @@ class Reference:
             ids = torch.tensor([list(prompt)])
             with torch.inference_mode():
                 output = self.model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=num_tokens,
-                    min_new_tokens=num_tokens,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    repetition_penalty=1.0,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                )
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens,
+                    min_new_tokens=num_tokens, do_sample=False, temperature=None, top_p=None,
+                    top_k=None, repetition_penalty=1.0, eos_token_id=None, pad_token_id=0,
+                )  # fmt: skip
             self._cache[key] = output[0, len(prompt) :].tolist()
         return self._cache[key]

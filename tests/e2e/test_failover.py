@@ -225,15 +225,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "structured": {**_DRAWN, **_REGEX},
 }
 _POSITIONS = (
-    "before token 1",
-    "at token 1",
-    "mid-stream",
-    "in a character",
-    "in a call",
-    "in a grammar",
-    "before a stop string",
-    "at the last token",
-)
+    "before token 1", "at token 1", "mid-stream", "in a character", "in a call", "in a grammar",
+    "before a stop string", "at the last token",
+)  # fmt: skip
 _MOMENTS = ("asked for", "computed", "told")
 _PROMPT = fresh_prompt(70)
 

@@ -92,13 +92,9 @@ def unlike_cluster(default_model: Path) -> Iterator[Cluster]:
 
 _GENERATING = ("local_lambada_gen", "local_gsm8k")
 _PUBLIC = [
-    ("local_lambada_gen", "12"),
-    ("local_gsm8k", "2"),
-    ("local_lambada_openai", "12"),
-    ("local_piqa", "8"),
-    ("local_arc_easy", "4"),
-    ("local_wikitext", "1"),
-]
+    ("local_lambada_gen", "12"), ("local_gsm8k", "2"), ("local_lambada_openai", "12"),
+    ("local_piqa", "8"), ("local_arc_easy", "4"), ("local_wikitext", "1"),
+]  # fmt: skip
 
 
 @pytest.mark.slow

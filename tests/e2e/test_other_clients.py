@@ -66,14 +66,9 @@ def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
 def lite(tiny_cluster: Cluster) -> dict[str, Any]:
     """litellm's arguments that name the proxy."""
     return {
-        "model": f"openai/{MODEL}",
-        "api_base": f"{tiny_cluster.url}/v1",
-        "api_key": "unused",
-        "max_retries": 0,
-        "timeout": 60,
-        "temperature": 0,
-        "max_tokens": _LIMIT,
-    }
+        "model": f"openai/{MODEL}", "api_base": f"{tiny_cluster.url}/v1", "api_key": "unused",
+        "max_retries": 0, "timeout": 60, "temperature": 0, "max_tokens": _LIMIT,
+    }  # fmt: skip
 
 
 def test_langchain_chats(chat, answer):

@@ -63,13 +63,9 @@ raise SystemExit(
 def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
     with kept_ports(1) as (port,):
         done = subprocess.run(
-            [sys.executable, "-c", _RESOLVING_FOR_EVER, str(port)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=Path(__file__).parents[2],
-            check=False,
-        )
+            [sys.executable, "-c", _RESOLVING_FOR_EVER, str(port)], capture_output=True, text=True,
+            timeout=120, cwd=Path(__file__).parents[2], check=False,
+        )  # fmt: skip
     alive, ready, models, asked = done.stdout.splitlines()[-4:]
     assert alive == '200 {"status":"ok"}'
     assert ready.startswith('503 {"ready":false,"reason":"half of it is there","role":"prefill"')

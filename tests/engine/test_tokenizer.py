@@ -26,14 +26,9 @@ CHAT_TEMPLATE = """\
 """
 
 TEXTS = [
-    "Hello world",
-    "  two  spaces\n\n\ttab 12345 x=3.14",
-    "Ünïcödé 你好 🙂👩‍👩‍👧 e\u0301",
-    "<|begin|>user\nhi<|end|> <extra>x",
-    "</s> x <s>",
-    "a" * 300,
-    "",
-]
+    "Hello world", "  two  spaces\n\n\ttab 12345 x=3.14", "Ünïcödé 你好 🙂👩‍👩‍👧 e\u0301",
+    "<|begin|>user\nhi<|end|> <extra>x", "</s> x <s>", "a" * 300, "",
+]  # fmt: skip
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": 'Hi "you" <b>&'}],
     [

@@ -72,13 +72,9 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_line(tmp_path):
     with kept_ports(1) as (port,):  # where nobody listens
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
         done = subprocess.run(
-            [sys.executable, "-c", _ASK],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+            [sys.executable, "-c", _ASK], env={**os.environ, **env}, capture_output=True, text=True,
+            timeout=120, check=True,
+        )  # fmt: skip
     assert re.fullmatch(r"model 'owner/name' .* HF_TOKEN\): \w+: .* refused\n", done.stdout)
     assert done.stderr == ""
 

@@ -28,15 +28,10 @@ from tests.rigs.metric import metric
 take_brief_naps()
 LIMIT_S = 120.0
 KV_PARAMS = {
-    "do_remote_decode": False,
-    "do_remote_prefill": True,
-    "remote_engine_id": "engine-1",
-    "remote_block_ids": [4, 5, 6],
-    "remote_host": "127.0.0.1",
-    "remote_port": 1,
-    "lease_s": 30.0,
+    "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "engine-1",
+    "remote_block_ids": [4, 5, 6], "remote_host": "127.0.0.1", "remote_port": 1, "lease_s": 30.0,
     "signature": "00ff",
-}
+}  # fmt: skip
 LENT = {"sender_releases": True, **KV_PARAMS}  # as a decode server gets them
 
 

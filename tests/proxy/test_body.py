@@ -28,23 +28,10 @@ def prefill(**body: Any) -> Any:
 
 
 NOT_OBJECTS = [
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b'"text"',
-    b'{"a": 1} x',
-    b'{"a": NaN}',
-    b"{'a': 1}",
-    b'{"a": 01}',
-    b'{"a": tru}',
-    b'{"a": "\xff"}',
-    b'{"\xff": 1}',
-    b'{"a":' + b"[" * 1_000_000,
-    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-    b"\xef\xbb\xbf{}",
-    "{}".encode("utf-16"),
-]
+    b"", b"{", b"[]", b"null", b'"text"', b'{"a": 1} x', b'{"a": NaN}', b"{'a': 1}", b'{"a": 01}',
+    b'{"a": tru}', b'{"a": "\xff"}', b'{"\xff": 1}', b'{"a":' + b"[" * 1_000_000,
+    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", b"\xef\xbb\xbf{}", "{}".encode("utf-16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))

@@ -7,23 +7,15 @@ from proxy.poller import _foreign
 from tests.proxy.fakes import Behave, Call, Fake, Rig, answers, fails, streams, until
 
 ORDER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
 KV = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[3, 4, 5]],
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 4, 5]],
     "remote_engine_id": "0d6f7f1e-4f5d-4c9c-9d55-5a4c7a4b6a3e",
-    "remote_request_id": "chatcmpl-6c2b",
-    "remote_host": "10.0.0.7",
-    "remote_port": 5600,
+    "remote_request_id": "chatcmpl-6c2b", "remote_host": "10.0.0.7", "remote_port": 5600,
     "tp_size": 2,
-}
+}  # fmt: skip
 CARD = {"object": "model", "created": 1, "owned_by": "vllm", "parent": None, "permission": []}
 CHUNKS = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":'

@@ -12,18 +12,12 @@ from proxy.placement import Ask, Load, PrefixIndex, cheapest_decode, place
 
 numbers = st.floats(0) | st.sampled_from([0.0, 1e-320, 1e9, math.nan])
 loads = st.builds(
-    Load,
-    index=st.just(0),
-    prompts=st.integers(0, 10**9),
+    Load, index=st.just(0), prompts=st.integers(0, 10**9),
     free_at=numbers | numbers.map(lambda seconds: -seconds),
-    passed_s=st.lists(numbers, min_size=12, max_size=12),
-    running=st.integers(0, 10**9),
-    held=st.integers(0, 10**9),
-    capacity=st.none() | st.integers(-5, 10**7),
-    token_s=numbers,
-    step_s=numbers,
-    target_s=numbers.filter(bool),
-)
+    passed_s=st.lists(numbers, min_size=12, max_size=12), running=st.integers(0, 10**9),
+    held=st.integers(0, 10**9), capacity=st.none() | st.integers(-5, 10**7), token_s=numbers,
+    step_s=numbers, target_s=numbers.filter(bool),
+)  # fmt: skip
 
 
 def servers(found: list[Load], first: int) -> list[Load]:

@@ -68,14 +68,9 @@ def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(stream, ended,
 
 def test_headers_of_the_connection_are_not_relayed():
     headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"5"),
-        (b"transfer-encoding", b"chunked"),
-        (b"connection", b"close"),
-        (b"date", b"now"),
-        (b"x-request-id", b"theirs"),
-        (b"x-baton-kv", b"transferred=1, recomputed=0, skipped=0"),
-        (b"set-cookie", b"a"),
-        (b"set-cookie", b"b"),
-    ]
+        (b"content-type", b"application/json"), (b"content-length", b"5"),
+        (b"transfer-encoding", b"chunked"), (b"connection", b"close"), (b"date", b"now"),
+        (b"x-request-id", b"theirs"), (b"x-baton-kv", b"transferred=1, recomputed=0, skipped=0"),
+        (b"set-cookie", b"a"), (b"set-cookie", b"b"),
+    ]  # fmt: skip
     assert end_to_end(headers) == [headers[0], *headers[6:]]

@@ -15,16 +15,9 @@ GEOMETRY = {"model": "m", "tp": 2, "side_channel_host": "10.1.2.3", "side_channe
 
 def served(number: int, request_id: str, **times: float) -> dict[str, Any]:
     return {
-        "number": number,
-        "id": request_id,
-        "endpoint": "completions",
-        "outcome": "length",
-        "error": None,
-        "times": times,
-        "prompt_tokens": 3,
-        "generated": 2,
-        "kv": {"transferred": 3},
-    }
+        "number": number, "id": request_id, "endpoint": "completions", "outcome": "length",
+        "error": None, "times": times, "prompt_tokens": 3, "generated": 2, "kv": {"transferred": 3},
+    }  # fmt: skip
 
 
 class Tells:

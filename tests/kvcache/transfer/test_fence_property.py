@@ -102,13 +102,9 @@ class FenceMachine(RuleBasedStateMachine):
         self.engine.content.update(dict.fromkeys(blocks, lease_id))
         self.engine.table.grant(lease_id, "r", blocks, 10.0, self.p_now)
         remote = replace(
-            REMOTE,
-            incarnation=self.engine.incarnation,
-            lease_id=lease_id,
-            lease_s=10.0,
-            block_ids=blocks,
-            num_tokens=16 * count,
-        )
+            REMOTE, incarnation=self.engine.incarnation, lease_id=lease_id, lease_s=10.0,
+            block_ids=blocks, num_tokens=16 * count,
+        )  # fmt: skip
         self.leases.append((self.engine, remote))
 
     @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))

@@ -18,14 +18,9 @@ COMPAT = compat()
 def metadata(**changes: Any) -> EngineMetadata:
     record = layout(block_size=16)
     rank = RankMetadata(
-        rank=0,
-        agent_metadata=b"a",
-        base_address=1,
-        nbytes=record.nbytes,
-        device_id=0,
-        device_kind="cpu",
-        layout=record,
-    )
+        rank=0, agent_metadata=b"a", base_address=1, nbytes=record.nbytes, device_id=0,
+        device_kind="cpu", layout=record,
+    )  # fmt: skip
     return memory_pair.metadata(rank, **{"incarnation": "i", "compat": COMPAT, **changes})
 
 

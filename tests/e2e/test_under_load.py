@@ -58,9 +58,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.slow
-def test_decode_goes_on_without_a_prefill_server_that_it_cannot_reach_and_pulls_again_after(
-    hosts, tiny_model, tiny_reference
-):
+def test_decode_goes_on_without_a_lost_peer_and_pulls_again(hosts, tiny_model, tiny_reference):
     """The two are parted while KV is pulled, so that no end of a connection is ever told. Rejoined,
     UCX may end P (docs/operations.md), which is then started again as by a supervisor."""
     model = ("--model", str(tiny_model), *ENGINE_ARGV)

@@ -97,9 +97,7 @@ def test_sequences_wait_for_their_grammars_and_hold_up_nobody(depth, compiler, t
     assert not out.tokens("aborted")
 
 
-def test_the_end_is_length_before_the_grammar_is_satisfied_and_stop_with_its_last_token(
-    depth, compiler, tokenizer
-):
+def test_the_end_is_length_before_a_grammar_is_satisfied_and_stop_at_it(depth, compiler, tokenizer):
     long, one = Grammar("regex", "[a-z]{1000}"), Grammar("choice", '["a"]')
     core, out = core_with(compiler, depth, long, one)
     answered(core, constrained("a", long, 5), constrained("b", one, 1))

@@ -35,9 +35,7 @@ def said(answer: dict[str, Any]) -> tuple[str | None, str | None]:
         ("no tags", "<think>I</think>Yo", {}, (None, "<think>I</think>Yo"), 0),
     ],
 )  # fmt: skip
-async def test_reasoning_is_told_apart_whole_and_streamed(
-    tokenizer, template, text, asked, expected, num_reasoning
-):
+async def test_reasoning_is_told_apart(tokenizer, template, text, asked, expected, num_reasoning):
     if "continue_final_message" in asked:
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)

@@ -217,9 +217,7 @@ class _Started(Exception):
         ("cuda", False, _Started),  # to hear from the ranks that there is none
     ],
 )
-async def test_a_model_that_no_backend_serves_is_refused_before_ranks_start(
-    monkeypatch, device, has_gpu, refusal
-):
+async def test_a_model_no_backend_serves_is_refused_at_once(monkeypatch, device, has_gpu, refusal):
     def start(config: EngineConfig) -> None:
         raise _Started
 
@@ -259,9 +257,7 @@ async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_p
             engine.close()
 
 
-async def test_nobody_is_served_before_the_tokenizer_is_there_however_soon_the_engine_is(
-    monkeypatch,
-):
+async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(monkeypatch):
     async with _made(_EndingEngine(), model=str(ensure_model("gqa")), device="cpu") as made:
         server, listener = made
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

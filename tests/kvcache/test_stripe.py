@@ -52,9 +52,7 @@ def test_the_slots_of_all_ranks_hold_every_token_once(size, block_size, num_bloc
 
 
 @given(SIZES, st.integers(1, 16), st.integers(1, 5), st.integers(0, 600), st.randoms())
-def test_a_peers_blocks_hold_a_ranks_tokens_in_order(
-    size, remote_block_size, ratio, tokens, random
-):
+def test_a_peers_blocks_hold_its_tokens_in_order(size, remote_block_size, ratio, tokens, random):
     table = list(range(1, -(-tokens // remote_block_size) + 1))
     random.shuffle(table)
     for stripe in stripes(size, remote_block_size * ratio):

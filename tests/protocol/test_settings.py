@@ -134,9 +134,7 @@ def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(tmp_
         ("BATON_CASHE", "BATON_CACHE"),  # no option, but read all the same
     ],
 )
-def test_an_unknown_variable_is_an_error_with_near_matches_but_not_that_of_another_program(
-    monkeypatch, wrong, near
-):
+def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(monkeypatch, wrong, near):
     for name in ("BATON_LEASE_S", "BATON_PREFILL__TP", "BATON_TEST_MODELS", "BATON_EVAL_DATA"):
         monkeypatch.setenv(name, "2")
     assert load(D, []).tp == 1

@@ -168,9 +168,7 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused_before", [False, True])
-async def test_kv_is_given_back_when_clients_leave_a_decode_server_that_hangs(
-    refused_before, stream
-):
+async def test_kv_is_given_back_when_clients_leave_a_decode_that_hangs(refused_before, stream):
     """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
     runs is told first, and loses no lease before it knows. One that has refused has left the lease
     to the proxy."""

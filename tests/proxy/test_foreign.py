@@ -111,9 +111,7 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
         (prefills_as_vllm, fails(500, "boom"), 500, None),
     ],
 )
-async def test_what_goes_wrong_is_as_with_our_servers_but_that_nothing_is_given_back(
-    prefill, decode, status, reason
-):
+async def test_what_goes_wrong_is_as_with_ours_but_releases_none(prefill, decode, status, reason):
     async with pair(prefill, decode) as rig:
         assert (await rig.client.post("/v1/chat/completions", json=USER)).status_code == status
         if reason is not None:

@@ -282,9 +282,7 @@ _REFUSES = fails(503, "resume_refused")
         (_DROPS, _GOES_ON, {"kept": 40}, "unkept", b"decode_server_lost"),
     ],
 )
-async def test_a_stream_that_cannot_go_on_ends_with_one_error(
-    first, then, settings, outcome, told, monkeypatch
-):
+async def test_what_cannot_go_on_has_one_error(first, then, settings, outcome, told, monkeypatch):
     if kept := settings.get("kept"):
         monkeypatch.setattr(resume, "MAX_KEPT_BYTES", kept)
     options = {name: value for name, value in settings.items() if name != "kept"}

@@ -44,9 +44,7 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],
 )
-async def test_a_body_is_read_and_its_connection_used_again_if_it_may(
-    answer, body, num_connections
-):
+async def test_a_body_is_read_and_its_connection_used_if_it_may(answer, body, num_connections):
     script = Script(answer, answer)
     async with serving(script) as client:
         for _ in range(2):
@@ -308,9 +306,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_a_server_behind_tls_is_asked_if_it_is_trusted(
-    certificate, monkeypatch, host, trusted
-):
+async def test_a_server_behind_tls_is_asked_if_trusted(certificate, monkeypatch, host, trusted):
     async def breaks(_: Reader, writer: Writer) -> None:
         writer.write(OK[:-1])
         await writer.drain()

@@ -258,9 +258,7 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(mak
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_the_lease_of_a_request_that_waits_for_blocks_is_held_till_it_is_aborted(
-    make_pair, aborted
-):
+def test_the_lease_of_a_request_that_waits_for_blocks_is_held_till_an_abort(make_pair, aborted):
     pair = make_pair(p_block_size=8, max_model_len=150)
     large, later = list(range(1, 121)), list(range(2, 50))
     assert pair.answer(pair.ask(PROMPT))  # hands were shaken before

@@ -61,9 +61,7 @@ def test_probes_that_are_alike_are_refused():
 @pytest.mark.parametrize(
     ("bytes_per_s", "most_bytes", "most_s"), [(12e6, 16 << 20, 0.05), (1e9, 4 << 20, 0.02)]
 )
-def test_a_slow_link_is_measured_soon_and_a_fast_one_with_long_reads(
-    bytes_per_s, most_bytes, most_s
-):
+def test_a_slow_link_is_measured_soon_and_a_fast_one_by_long_reads(bytes_per_s, most_bytes, most_s):
     layout, truth = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16"), []
 
     def read(runs) -> Sample:

@@ -67,9 +67,7 @@ def test_all_elements_arrive_and_nothing_else(case, d_rank, dtypes, chunk_bytes,
 
 @PROPERTY
 @given(cases(), RANKS, CHUNKS, BY, st.booleans())
-def test_elements_are_multiplied_by_their_layers_factor(
-    case, d_rank, chunk_bytes, by, has_own_scales
-):
+def test_elements_are_multiplied_by_layer_factors(case, d_rank, chunk_bytes, by, has_own_scales):
     d_rank %= case.d.tp
     plain, layout = memory_of(case, case.d, d_rank, case.start), case.layout(case.d, d_rank)
     case, factors = scaled(case, has_own_scales)

@@ -53,9 +53,7 @@ def check_direct(case: Case, d_rank: int) -> None:
         (([1024] * 5 + [None]) * 10 + [1024] * 2, 131_072, 16, 128, 1024),  # Gemma 3 27B
     ],
 )
-def test_of_long_prompts_local_layers_move_a_window_alone(
-    windows, max_len, heads, head_dim, window
-):
+def test_of_long_prompts_local_layers_move_their_window(windows, max_len, heads, head_dim, window):
     """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""
     groups, dealt = deal(windows, max_len + 1)
     size, stop = max(map(len, dealt)), max_len

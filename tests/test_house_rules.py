@@ -32,7 +32,7 @@ MAX_LINES = {
     "prefill_server": 156,
     "protocol": 6848,
     "proxy": 5176,
-    "tests": 40761,
+    "tests": 40598,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -67,6 +67,8 @@ def _refused(told: Any) -> Exception:
 
 def _compressed(found: dict[str, Any]) -> Quantization | None:
     """Of the weights of all groups of layers, which are to be alike."""
+    if (found.get("transform_config") or {}).get("config_groups"):
+        raise _refused("compressed-tensors with transform_config")
     schemes = [each.get("weights") or {} for each in (found.get("config_groups") or {}).values()]
     kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
     if not kinds and found.get("kv_cache_scheme"):
@@ -81,7 +83,8 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
 
 
 def _of_four_bits(found: dict[str, Any], method: str) -> Quantization:
-    version = str(found.get("version" if method == "awq" else "checkpoint_format") or "")
+    older = "version" if method == "awq" else "checkpoint_format"  # transformers 5 says format
+    version = str(found.get(older) or found.get("format") or "")
     known = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")
     if (bits := found.get("bits", found.get("w_bit"))) != 4 or version.lower() not in known:
         raise _refused(f"{method} of {short_repr(bits)} bits{version and ', '}{version}")

@@ -130,6 +130,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "gptq": (_GPTQ, gptq(less=1)),
     "gptq of the second kind": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(less=0)),
+    "gptq of transformers 5": ({**_GPTQ, "format": "gptq_v2"}, gptq(less=0)),
     "gptq in another order": ({**_GPTQ, "desc_act": True}, gptq(less=1, shuffles=True)),
 }
 

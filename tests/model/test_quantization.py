@@ -173,7 +173,12 @@ def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of 4 bits, gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero_point"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is \[0\]"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq of 4 bits, gemv"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
+        (
+            {**FORMATS["fp8 rows"][0], "transform_config": {"config_groups": {"R1": {}}}},
+            "with transform_config",
+        ),
     ],
 )
 def test_other_quantised_weights_are_refused_by_name(tmp_path, quantization, told):

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -297,7 +297,7 @@ class StoredTensor(NamedTuple):
 
     def content(self) -> npt.NDArray[np.uint8]:
         """Its bytes, mapped; who writes to them has a copy."""
-        if self.start == self.stop:
+        if self.start >= self.stop:
             return np.empty(0, np.uint8)
         return np.memmap(self.path, np.uint8, "c", self.start, (self.stop - self.start,))
 
@@ -326,7 +326,8 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} has neither model.safetensors nor model.safetensors.index.json"
         )
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted(set(map(str, found)))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelLoadError(f"{index} is no index of weights: {error}") from error
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -334,10 +335,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]
 
 
 def _header_of(path: Path) -> dict[str, StoredTensor]:

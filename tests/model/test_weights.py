@@ -150,7 +150,7 @@ def test_a_directory_with_missing_files_is_refused(checkpoint):
         (checkpoint / "model.safetensors.index.json").write_text(wrong)
         with pytest.raises(ModelLoadError, match="is no index of weights"):
             load(checkpoint)
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors", "a": 1}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelLoadError, match=r"model-00001-of-00002\.safetensors"):
         load(checkpoint)
@@ -163,6 +163,19 @@ def test_a_file_that_is_cut_off_is_refused_and_named_with_both_lengths(checkpoin
     for read in (load, read_headers):
         with pytest.raises(ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"):
             read(checkpoint)
+
+
+@pytest.mark.parametrize("offsets", [(-256, 0), (256, 0)])
+def test_a_tensor_that_lies_nowhere_is_refused(checkpoint, offsets):
+    path = checkpoint / "model.safetensors"
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    header["model.norm.weight"]["data_offsets"] = offsets
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[8 + size :])
+    with pytest.raises(ModelLoadError, match="is not a safetensors file"):
+        fingerprint(load_config(checkpoint), checkpoint)
+        load(checkpoint)
 
 
 def test_dummy_weights_depend_on_name_and_seed_only(tmp_path):

@@ -229,6 +229,8 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     has_qk_norm = declared.qk_norm_field is None or raw[declared.qk_norm_field]
     interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))
     ropes, layer_ropes = parse_ropes(raw, head_dim, interleaved=interleaved)
+    if mla and ropes[0].dim < head_dim:
+        raise unsupported("partial_rotary_factor of latents", "1")
     moe = parse_experts(raw, declared.mixture) if declared.mixture else None
     only_mixed = moe is not None and "intermediate_size" not in raw
     config = ModelConfig(

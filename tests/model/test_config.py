@@ -80,6 +80,7 @@ def test_kv_geometry_of_grouped_and_latent_attention():
         ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
         ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
         ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
+        ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "partial_rotary_factor of latents"),
     ],
 )
 def test_refuses_what_is_not_implemented_and_names_what_is(change, named):

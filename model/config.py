@@ -249,7 +249,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         attention_bias=bias,
         output_bias=bias and declared.output_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        activation=_activation(raw),
+        activation=_activation(raw, declared),
         qk_norm=declared.qk_norm if has_qk_norm else "",
         other_ropes=tuple(ropes[1:]),
         layer_ropes=layer_ropes,
@@ -331,11 +331,11 @@ def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any
     }
 
 
-def _activation(raw: dict[str, Any]) -> str:
+def _activation(raw: dict[str, Any], declared: Architecture) -> str:
     name = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
     if (value := raw.get(name) or "silu") not in _ACTIVATIONS:
         raise unsupported(f"{name} {short_repr(value)}", ", ".join(_ACTIVATIONS))
-    return _ACTIVATIONS[value]
+    return "gelu_tanh" if value == "gelu" and declared.gelu_is_tanh else _ACTIVATIONS[value]
 
 
 def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:

@@ -79,6 +79,7 @@ class Architecture:
         fused: of "qkv_proj" and "gate_up_proj", those that are one weight in the files.
         interleaved: rope rotates neighbours, not halves.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
+        gelu_is_tanh: hidden_act "gelu" means its approximation, as in first releases.
         windows: which layers have the window of sliding_window: "all"; "typed": those that
             layer_types or sliding_window_pattern say; "late": else those from max_window_layers
             on; "": none, whatever config.json says.
@@ -98,6 +99,7 @@ class Architecture:
     fused: tuple[str, ...] = ()
     interleaved: bool = False
     scales_embedding: bool = False
+    gelu_is_tanh: bool = False
     windows: str = ""
     sinks: bool = False
     text_type: str = ""
@@ -189,7 +191,9 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "post_attention_layernorm", "post_mlp_layernorm",
         ),
     ),
-    "GemmaForCausalLM": Architecture("gemma", _GEMMA, norm_offset=1.0, scales_embedding=True),
+    "GemmaForCausalLM": Architecture(
+        "gemma", _GEMMA, norm_offset=1.0, scales_embedding=True, gelu_is_tanh=True
+    ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
         {

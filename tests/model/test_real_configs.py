@@ -101,7 +101,8 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "OlmoeForCausalLM", 16, 2048, 1024, 16, 16, 50304, 4096, num_experts=64,
         num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None)),
     "gemma-7b": (8.54, published(
-        "GemmaForCausalLM", 28, 3072, 24576, 16, 16, 256000, 8192, head_dim=256)),
+        "GemmaForCausalLM", 28, 3072, 24576, 16, 16, 256000, 8192, head_dim=256,
+        hidden_act="gelu", hidden_activation=None)),
     "gemma-2-9b": (9.24, published(
         "Gemma2ForCausalLM", 42, 3584, 14336, 16, 8, 256000, 8192, sliding_window=4096)),
     "gemma-3-1b": (1.0, published(
@@ -141,6 +142,7 @@ def test_what_publishers_write_is_understood() -> None:
     assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
     assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
     assert of("granite-3.3-8b").score_scale == 0.0078125
+    assert of("gemma-7b").activation == "gelu_tanh"
     windows = [of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")]
     assert [each[:7].count(None) for each in windows] == [3, 1, 3]
     assert of("gpt-oss-20b").rope.rope_type == "yarn" and not of("gpt-oss-20b").rope.truncate

@@ -25,12 +25,7 @@ from torch import Tensor
 from attention import pieces
 from attention.base import AttentionBatch, Int32s, Kind, Pages, Turn, leave_to_sinks
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
-from attention.flashinfer_workspace import (
-    LEAST_INT_BYTES,
-    Gpu,
-    Workspace,
-    workspace_of,
-)
+from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
 from attention.kernels.store import store
 from attention.proofs import prove_decoding, prove_storing
 from attention.support import StepLimits

@@ -19,14 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from attention.base import (
-    AttentionBackend,
-    AttentionBatch,
-    Int32s,
-    Int64s,
-    Kind,
-    Pages,
-)
+from attention.base import AttentionBackend, AttentionBatch, Int32s, Int64s, Kind, Pages
 from attention.flashinfer_workspace import Gpu, Workspace, explaining
 from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
 from kvcache.pool import KVPool

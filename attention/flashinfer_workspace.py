@@ -62,9 +62,7 @@ def workspace_of(
         floats=_aligned(num_q_heads * rows * head_dim * _FLOAT_BYTES)
         + _aligned(num_q_heads * rows * _FLOAT_BYTES),
         ints=max(
-            LEAST_INT_BYTES,
-            _fa2_ints(group, fitting, limits),
-            _fa3_ints(num_q_heads, limits, gpu),
+            LEAST_INT_BYTES, _fa2_ints(group, fitting, limits), _fa3_ints(num_q_heads, limits, gpu)
         ),
     )
 

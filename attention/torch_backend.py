@@ -51,13 +51,7 @@ class _Plan:
 class TorchBackend(AttentionBackend):
     """See AttentionBackend. `dtype` is that of the queries; the pool's may differ."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        *,
-        dtype: torch.dtype | None = None,
-        **sizes: Any,
-    ) -> None:
+    def __init__(self, pool: KVPool, *, dtype: torch.dtype | None = None, **sizes: Any) -> None:
         super().__init__(pool, **sizes)
         self._dtype = dtype or pool.tensor.dtype
         self._device = str(pool.tensor.device)

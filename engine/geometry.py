@@ -10,13 +10,7 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
 from model.config import ModelConfig
-from model.sizes import (
-    check_files,
-    check_parallelism,
-    largest,
-    stored_elements,
-    weight_bytes,
-)
+from model.sizes import check_files, check_parallelism, largest, stored_elements, weight_bytes
 from protocol.handshake import ITEMSIZE
 from protocol.settings.machine import free_host_bytes
 

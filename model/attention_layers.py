@@ -230,9 +230,7 @@ class LatentAttention:
         )
         dim = mla.qk_nope_head_dim + mla.v_head_dim
         up = loader.load(
-            f"{prefix}.kv_b_proj.weight",
-            (config.num_heads * dim, rank),
-            rows=_elements(heads, dim),
+            f"{prefix}.kv_b_proj.weight", (config.num_heads * dim, rank), rows=_elements(heads, dim)
         ).view(len(heads), dim, rank)
         self._key_up = up[:, : mla.qk_nope_head_dim]  # [heads, nope, rank]
         self._value_up = up[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [heads, rank, v]

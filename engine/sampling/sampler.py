@@ -132,9 +132,7 @@ def _draw_on_cpu(
         token_ids[rows] = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 
-def _without_non_numbers(
-    logits: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _without_non_numbers(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits without NaN and +inf and with a finite maximum, as the module says; the maxima, and
     where they are."""
     largest, token_ids = logits.max(-1)

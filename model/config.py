@@ -219,7 +219,12 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
-    raw = {**declared.defaults, **_of_text(raw, declared)}
+    raw = _of_text(raw, declared)
+    scaling, stored = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    if len(stored) > 1 and not scaling.items() <= stored.items():
+        told = "config.json has rope_scaling beside rope_parameters that say otherwise"
+        raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
+    raw = {**declared.defaults, **raw}
     _refuse_unsupported(raw, declared)
     num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None

@@ -60,15 +60,11 @@ def parse_ropes(
         of_layer[kind] = ropes.index(rope)
     layers = [of_layer.get(kind, 0) for kind in kinds]
     if told := _rotated(raw):
-        layers = layers or [0] * len(told)
+        layers = layers or [0] * each_layer(raw)
         if len(told) != len(layers):
             raise wrong(f"no_rope_layers has {len(told)} entries for {len(layers)} layers")
         rotated = zip(layers, told, strict=True)
         layers = [layer if is_rotated else NOT_ROTATED for layer, is_rotated in rotated]
-    if layers and len(layers) != (wanted := size(raw, "num_hidden_layers")):
-        raise wrong(
-            f"num_hidden_layers is {wanted}, but {len(layers)} layers have a kind or a rope"
-        )
     return ropes, tuple(layers) if any(layers) else ()
 
 

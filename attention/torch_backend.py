@@ -8,7 +8,7 @@ where there is a window or a soft cap, both at once. Layers of one kind share a 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from kvcache.pool import KVPool
 _MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place beats a copy
 
 
-@dataclass(frozen=True, eq=False)
-class _Cache:
+class _Cache(NamedTuple):
     """One layer's keys and values: the pool's rows shifted to them (MLA: twice the same)."""
 
     k_rows: Tensor
@@ -172,8 +171,8 @@ class TorchBackend(AttentionBackend):
 
         parts = [(k.transpose(0, 1), v.transpose(0, 1))]
         if context_rows is not None:
-            cached = [self._read(rows, context_rows) for rows in (cache.k_rows, cache.v_rows)]
-            parts.insert(0, (cached[0], cached[1]))
+            keys, values = (self._read(rows, context_rows) for rows in cache)
+            parts.insert(0, (keys, values))
         if kind != Kind():
             keys, values = (torch.cat(each, 1) for each in zip(*parts, strict=True))
             return causal_attention(queries, keys, values, scale=scale, kind=kind)
@@ -184,11 +183,9 @@ class TorchBackend(AttentionBackend):
             return dense_attention(queries, *each, scale=scale, causal=causal)
 
         out, lse = attend(*parts[-1], causal=True)
-        return (
-            (out, lse)
-            if len(parts) == 1
-            else merge_attention(out, lse, *attend(*parts[0], causal=False))
-        )
+        if len(parts) == 1:
+            return out, lse
+        return merge_attention(out, lse, *attend(*parts[0], causal=False))
 
     def _read(self, rows: Tensor, indices: Tensor) -> Tensor:
         """[H * n] rows as [H, n, D] in the queries' dtype."""

@@ -20,7 +20,7 @@ from model.layers import (
     reordered,
 )
 from model.parallel import Parallel
-from model.rope import Angles, Rope, halves_order, mscale_of_scores
+from model.rope import Angles, Rope, halves_order
 from model.weights import WeightLoader
 
 _LATENT_NORM_EPS: Final = 1e-6  # DeepSeek's own, whatever the config says of the others
@@ -33,21 +33,6 @@ class AttentionSpec(NamedTuple):
     num_kv_heads: int  # of this rank
     scale: float  # of the scores, before the softmax
     layers: tuple[LayerAttention, ...]  # of a model whose layers do not all see all; else ()
-
-
-def attention_spec(
-    config: ModelConfig, parallel: Parallel, layers: list[LayerAttention]
-) -> AttentionSpec:
-    mla, query_dim, correction = config.mla, config.head_dim, 1.0
-    if mla is not None:
-        query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        correction = mscale_of_scores(config.rope)
-    return AttentionSpec(
-        num_q_heads=config.num_heads // parallel.size,
-        num_kv_heads=len(parallel.kv_heads(config.kv_heads_total)),
-        scale=(config.score_scale or query_dim**-0.5) * correction,
-        layers=tuple(layers) if any(each.is_special for each in layers) else (),
-    )
 
 
 class Step(NamedTuple):
@@ -135,25 +120,21 @@ class HeadAttention:
         if norms and self._parallel is not None:
             (q, k), norms = _norm_rows(norms, (q, k), self._parallel), []
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in (q, k, v))
-        angles = turn = None
-        if self._which is not None and self._rope is not None:
-            angles = step.angles[self._which]
-            turn = self._turn_of(angles, norms) if step.backend_rotates else None
-        if turn is None and norms:
-            q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
-        if turn is None and angles is not None and self._rope is not None:
-            q, k = self._rope.rotate_pair(q, k, angles)
+        rope, angles = self._rope, step.angles[self._which or 0]
+        cos_sin = rope.cos_sin(angles) if rope is not None and step.backend_rotates else None
+        turn = None
+        if cos_sin is not None:
+            weights = (norms[0].weight, norms[1].weight) if norms else None
+            turn = Turn(cos_sin, weights, norms[0].eps if norms else 0.0)
+        else:
+            if norms:
+                q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
+            if rope is not None:
+                q, k = rope.rotate_pair(q, k, angles)
         attended = (yield Query(self._layer, (q, k, v), turn)).flatten(1)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)
-
-    def _turn_of(self, angles: Angles, norms: list[RMSNorm]) -> Turn | None:
-        """For a backend that rotates; None: by rope itself."""
-        cos_sin = None if self._rope is None else self._rope.cos_sin(angles)
-        if cos_sin is None or not norms:
-            return None if cos_sin is None else Turn(cos_sin)
-        return Turn(cos_sin, (norms[0].weight, norms[1].weight), norms[0].eps)
 
 
 def _load_head_norms(

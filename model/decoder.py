@@ -14,15 +14,15 @@ from model.attention_layers import (
     HeadAttention,
     LatentAttention,
     Step,
-    attention_spec,
 )
 from model.config import ModelConfig
 from model.layers import GatedMLP, Join, RMSNorm, Vocabulary, load_norm
 from model.moe import MoELayer
 from model.parallel import Parallel
-from model.rope import Rope
-from model.sizes import check_parallelism
-from model.weights import DummySource, SafetensorsSource, WeightLoader
+from model.quantization.stored import StoredWeights
+from model.rope import Rope, mscale_of_scores
+from model.sizes import check_parallelism, read_headers
+from model.weights import DummySource, Upload, WeightLoader
 
 _OF_IMAGES: Final = ("vision_tower", "multi_modal_projector")  # weights that text goes without
 
@@ -52,8 +52,15 @@ class CausalLM:
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        layers = [layer.attention.attends for layer in self._layers]
-        return attention_spec(self.config, self.parallel, layers)
+        config, layers = self.config, tuple(layer.attention.attends for layer in self._layers)
+        query_dim = config.head_dim + (config.mla.qk_nope_head_dim if config.mla else 0)
+        correction = mscale_of_scores(config.rope) if config.mla else 1.0
+        return AttentionSpec(
+            num_q_heads=config.num_heads // self.parallel.size,
+            num_kv_heads=len(self.parallel.kv_heads(config.kv_heads_total)),
+            scale=(config.score_scale or query_dim**-0.5) * correction,
+            layers=layers if any(each.is_special for each in layers) else (),
+        )
 
     def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
         config, prefix, parallel = self.config, f"model.layers.{index}", self.parallel
@@ -153,14 +160,14 @@ def load_model(
     """
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
-    is_dummy = load_format == "dummy"
-    how = config.quantization
-    source = (
-        DummySource(seed, device) if is_dummy else SafetensorsSource(Path(model_dir), how, device)
-    )
+    source: StoredWeights | DummySource = DummySource(seed, device)
+    if load_format != "dummy":
+        upload = Upload(torch.device(device))
+        source = StoredWeights(read_headers(Path(model_dir)), config.quantization, upload)
     loader = WeightLoader(
-        source, dtype=dtype, device=device, pack=pack, quantization=how, on_load=on_load
-    )
+        source, dtype=dtype, device=device, pack=pack, quantization=config.quantization,
+        on_load=on_load,
+    )  # fmt: skip
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +20,9 @@ from torch import Tensor
 from model import kv_scales
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.errors import ModelLoadError
-from model.quantization import products, stored
+from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, quantise
-from model.sizes import read_headers
+from model.quantization.stored import StoredWeights
 from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
@@ -35,18 +34,6 @@ _IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_
 _THREADS, _MORE_SLOTS, _PART_BYTES, _SLOT_BYTES = 8, 4, 1 << 20, 1 << 23
 _new_event: Any = torch.cuda.Event
 _HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
-
-
-class SafetensorsSource(stored.StoredWeights):
-    """A directory's model.safetensors, or the shards that its index names."""
-
-    def __init__(
-        self,
-        folder: Path,
-        quantization: Quantization | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(read_headers(folder), quantization, Upload(torch.device(device)))
 
 
 class DummySource:
@@ -146,7 +133,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        source: SafetensorsSource | DummySource,
+        source: StoredWeights | DummySource,
         *,
         dtype: torch.dtype,
         device: torch.device | str,

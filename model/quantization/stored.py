@@ -41,8 +41,8 @@ class StoredWeights:
     """The weights of some files; `take` brings a tensor to where it is unpacked and used."""
 
     tensors: Mapping[str, StoredTensor]
-    how: Quantization | None
-    take: Callable[[Tensor], Tensor]
+    how: Quantization | None = None
+    take: Callable[[Tensor], Tensor] = Tensor.cpu
 
     def names(self) -> set[str]:
         """Those of all weights, as they were before something was quantised, without what belongs

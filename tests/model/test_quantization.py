@@ -16,8 +16,9 @@ from model.layers import Columns, Linear, RowParallelLinear
 from model.moe import Experts
 from model.parallel import Parallel
 from model.quantization.quantized import Quantized, quantise, stacked
-from model.sizes import fingerprint, weight_bytes
-from model.weights import SafetensorsSource, WeightLoader
+from model.quantization.stored import StoredWeights
+from model.sizes import fingerprint, read_headers, weight_bytes
+from model.weights import WeightLoader
 from tests.model.dense import DenseAttention
 from tests.model.quantised_files import FORMATS, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
@@ -51,7 +52,7 @@ def test_a_quantised_model_is_the_plain_one_that_it_stands_for(quantised, tmp_pa
 
 def test_a_rank_s_part_of_a_quantised_weight_is_that_of_the_whole(quantised):
     folder, exact = quantised
-    source = SafetensorsSource(folder, load_config(folder).quantization)
+    source = StoredWeights(read_headers(folder), load_config(folder).quantization)
     up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
     for part in (range(96), range(96, 192), range(36, 70)):
         rows = source.quantised(up, (192, 64), part)
@@ -131,7 +132,7 @@ def test_rows_quantised_at_load_are_off_by_half_a_step_at_most(scale):
 def test_weights_quantised_at_load_do_not_depend_on_how_many_ranks_share_them(tmp_path):
     make("LlamaForCausalLM", tmp_path)
     config = load_config(tmp_path, quantization="fp8")
-    source, how = SafetensorsSource(tmp_path), config.quantization
+    source, how = StoredWeights(read_headers(tmp_path)), config.quantization
     loader = WeightLoader(source, dtype=torch.float32, device="cpu", quantization=how)
     name, shape = "model.layers.0.self_attn.o_proj.weight", (64, 64)
     whole = loader.matrix(name, shape)

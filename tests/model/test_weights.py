@@ -12,8 +12,9 @@ from model.config import load_config, parse_config
 from model.decoder import load_model
 from model.errors import ModelLoadError
 from model.parallel import Parallel
+from model.quantization.stored import StoredWeights
 from model.sizes import fingerprint, read_headers, stored_elements
-from model.weights import DummySource, SafetensorsSource, Upload, WeightLoader
+from model.weights import DummySource, Upload, WeightLoader
 from tests.model.dense import greedy
 from tests.model.random_models import load, make
 from tests.model.test_config import DEEPSEEK, LLAMA
@@ -42,7 +43,9 @@ def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
 
 def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
     name, shape = "model.layers.0.mlp.up_proj.weight", (96, 64)
-    loader = WeightLoader(SafetensorsSource(checkpoint), dtype=torch.float32, device="cpu")
+    loader = WeightLoader(
+        StoredWeights(read_headers(checkpoint)), dtype=torch.float32, device="cpu"
+    )
     whole, rows = loader.load(name, shape), loader.load(name, shape, rows=range(48, 96))
     columns = loader.load(name, shape, cols=range(32))
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -65,7 +68,7 @@ def check_upload(folder, device, shape):
     """In parts of many sizes, more of them than there are buffers."""
     tensors = {f"w{n}": torch.randn(shape, dtype=torch.bfloat16) for n in range(6)}
     save_file(tensors, folder / "model.safetensors")
-    source, upload = SafetensorsSource(folder), Upload(torch.device(device), copies=True)
+    source, upload = StoredWeights(read_headers(folder)), Upload(torch.device(device), copies=True)
     cols = slice(512, 1536) if shape[-1] == 2048 else slice(None)
     found = [upload(source.part(n, shape, range(shape[0]), None)[..., cols]) for n in tensors]
     for got, wanted in zip(found, tensors.values(), strict=True):

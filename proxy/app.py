@@ -199,7 +199,7 @@ class ProxyApp:
             headers = [(b"content-type", b"application/json"), *headers]
         method = "GET" if is_read else "POST"
         asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
-        request = PDRequest(self._upstreams, method, asked, headers, b"", reply)
+        request = PDRequest(self._upstreams, method, asked, headers, reply)
         limits = self.settings.request_timeout_s, self.settings.max_body_bytes
         await request.take(scope, receive, *limits)
         if path in GENERATE_PATHS:

@@ -54,10 +54,8 @@ _READY_LOOK_S = 0.02
 class PDRequest:
     """A client's request on its way through the fleet. Being cancelled aborts the leg in flight.
 
-    Args:
-        data: the body as it came.
-
     Attributes:
+        data: the body as it came.
         deadline: of all of it; None: it may take as long as it takes.
     """
 
@@ -65,8 +63,8 @@ class PDRequest:
     method: str
     path: str
     headers: Headers
-    data: bytes
     reply: Reply
+    data: bytes = field(default=b"", init=False)
     deadline: Deadline | None = field(default=None, init=False)
     _body: bodies.Body = field(default_factory=dict, init=False)
     _ask: Ask | None = field(default=None, init=False)  # of a request that generates
@@ -448,7 +446,7 @@ class PDRequest:
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
         options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
-        return UpstreamCall(kind, *asked, leg, ask=self._ask, pool=self._pool, **options)
+        return UpstreamCall(kind, *asked, leg, self._pool, self._ask, **options)
 
     def _goes_alone(self) -> bool:
         """Whether the decode server computes the prompt, though a prefill server could."""

@@ -101,7 +101,7 @@ class UpstreamCall:
         transfer_id: of a prefill, which is called off when its answer does not come.
         ask: its prompt, where one is computed or generated from.
         computes: the server computes the prompt.
-        pool: whom to ask; None: any of its kind.
+        pool: whom to ask.
         foreign_body: makes the body for a server that speaks vLLM's dialect, if it differs.
         deadline: of all legs together; servers are told what is left.
         priority: the smaller, the more urgent.
@@ -117,12 +117,12 @@ class UpstreamCall:
     method: str
     path: str
     headers: Headers
-    body: bytes = b""
+    body: bytes
+    pool: Pool
+    ask: Ask | None
     whole_from: int = 500
     transfer_id: str | None = None
-    ask: Ask | None = None
     computes: bool = False
-    pool: Pool | None = None
     foreign_body: Callable[[], bytes] | None = None
     deadline: Deadline | None = None
     priority: int = 0
@@ -221,15 +221,14 @@ class Upstreams:
         answer: Response | None = None
         cheapest = partial(self.knowledge.first, ask=call.ask, computes=call.computes)
         first = partial(cheapest, generates=kind is Kind.DECODE)
-        pool = call.pool or self.fleet
-        if not pool.ready(kind, unfit):
+        if not call.pool.ready(kind, unfit):
             unfit = ()
         if call.ask is not None and not call.is_admitted:
-            servers = pool.ready(kind, unfit)
+            servers = call.pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
         full: list[_Refused] = []
         alike = call.ask is None, call.computes, call.transfer_id is None
-        choose = partial(pool.choose, kind, alike=alike, first=first)
+        choose = partial(call.pool.choose, kind, alike=alike, first=first)
         while server := choose([*unfit, *tried]) or call.last(tried):
             if tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)

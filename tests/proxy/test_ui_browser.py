@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.fakes import Call, Fake, Rig, answers, decodes, prefills, streams
+from tests.proxy.fakes import Call, Fake, Rig, Waits, answers, decodes, prefills, streams
 from tests.proxy.test_ui import Tells, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -70,7 +70,9 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             served(1, call.headers["x-request-id"], admitted=0.0, read=0.1, pulled=0.2, end=0.3)
         ]
         await asyncio.sleep(0.3)
-        events = [f'data: {{"choices": [{{"delta": {{"content": "{w} "}}}}]}}\n\n' for w in "abc"]
+        thought, *said = [f'content": "{w} "}}}}]}}\n\n' for w in "abc"]
+        deltas = ["reasoning_" + thought, *said]
+        events = ['data: {"choices": [{"delta": {"' + delta for delta in deltas]
         last = 'data: {"choices": [], "baton_kv": {"transferred": 7, "skipped": 1}}\n\n'
         await streams(*(event.encode() for event in (*events, last, "data: [DONE]\n\n")))(call)
 
@@ -91,8 +93,30 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             await page.click("#chat-send")
             await page.wait_for_selector(".message.error")
             assert await page.inner_text(".message.error") == f"no: {WICKED}"
+            rig.decode[0].behave = Waits(
+                sends=b'data: {"choices": [{"delta": {"content": "z"}}]}\n\n'
+            )
+            await page.fill("#chat-input", "Of another")
+            await page.click("#chat-send")
+            await page.wait_for_selector(".answer .message >> text=z")
+            await page.click("#chat-new")
+            rig.decode[0].behave = says
+            await page.wait_for_selector("#chat-send:not([hidden])")
+            await page.fill("#chat-input", "Hello")
+            await page.click("#chat-send")
+            await page.wait_for_selector(".answer .message >> text=a b c")
+            await page.wait_for_selector("#chat-send:not([hidden])")
+            await page.fill("#chat-input", "More")
+            await page.click("#chat-send")
+            await page.wait_for_selector(".answer:nth-child(4) .message >> text=a b c")
         sent = heard[0].body
-        assert sent["messages"] == [{"role": "user", "content": "Hello"}]
+        hello, more = ([{"role": "user", "content": text}] for text in ("Hello", "More"))
+        assert sent["messages"] == heard[1].body["messages"] == hello
+        assert heard[2].body["messages"] == [
+            *hello,
+            {"role": "assistant", "content": "b c "},
+            *more,
+        ]
         assert (sent["stream"], sent["model"]) == (True, "m")
 
 

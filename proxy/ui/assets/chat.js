@@ -74,19 +74,20 @@ export class Chat {
     $("chat-input").value = "";
     this.controller = new AbortController();
     this.busy(true);
-    this.turns.push({ role: "user", content: text });
-    this.turns.splice(0, this.turns.length - MAX_TURNS);
+    const turns = this.turns; // of this conversation, which may be over before the answer
+    turns.push({ role: "user", content: text });
+    if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: templates want the user first
     const answer = this.show(text);
     try {
       await this.ask(answer);
-      this.turns.push({ role: "assistant", content: answer.message.textContent });
+      turns.push({ role: "assistant", content: answer.said });
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.message.classList.add("error");
         answer.message.append(`${answer.message.textContent ? "\n" : ""}${error.message}`);
       }
-      if (answer.message.textContent && error.name === "AbortError") this.turns.push({ role: "assistant", content: answer.message.textContent });
-      else this.turns.pop();
+      if (answer.said && error.name === "AbortError") turns.push({ role: "assistant", content: answer.said });
+      else turns.pop();
     } finally {
       this.controller = null;
       this.busy(false);
@@ -102,7 +103,7 @@ export class Chat {
   }
 
   show(text) {
-    const answer = { message: h("div", { class: "message" }), told: h("p", { class: "told" }), timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }), began: performance.now(), first: null, last: null, tokens: 0, kv: null };
+    const answer = { message: h("div", { class: "message" }), told: h("p", { class: "told" }), timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }), began: performance.now(), first: null, last: null, tokens: 0, said: "", kv: null };
     $("chat-hint").hidden = true;
     this.log.append(h("div", { class: "message user" }, text), h("div", { class: "answer" }, answer.message, answer.timeline, answer.told));
     while (this.log.children.length > 2 * MAX_TURNS) this.log.firstChild.remove();
@@ -145,7 +146,10 @@ export class Chat {
     answer.first ??= answer.last;
     answer.tokens += 1;
     this.atEnd(() => {
-      if (answer.message.textContent.length < MAX_CHARS) answer.message.append(text);
+      if (answer.message.textContent.length < MAX_CHARS) {
+        answer.message.append(text);
+        answer.said += piece.content ?? ""; // what it thought is not sent back
+      }
       this.tell(answer);
     });
   }

@@ -242,8 +242,9 @@ class EngineCore(CoreServices):
 
     def _take(self, message: EngineInput) -> None:
         match message:
-            case AddRequest():
-                self._add(message)
+            case AddRequest():  # the HTTP process has refused what no engine of this size answers
+                sequence = self.sequences[message.request_id] = Sequence.from_request(message)
+                self.connector.on_add(sequence)
             case AbortRequest(request_id, choice):
                 self._abort(request_id, choice)
             case Migrate(request_id):
@@ -251,11 +252,6 @@ class EngineCore(CoreServices):
                     self._moving[request_id] = found
             case ReleaseRemote(remote):
                 self.connector.on_release(remote)
-
-    def _add(self, request: AddRequest) -> None:
-        """The HTTP process has refused what no engine of this size can answer."""
-        sequence = self.sequences[request.request_id] = Sequence.from_request(request)
-        self.connector.on_add(sequence)
 
     def _abort(self, request_id: str, choice: int | None) -> None:
         first = self.sequences.get(request_id)

@@ -97,19 +97,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.receiving: dict[str, Sequence] = {}
         self.num_preemptions = 0
-        self._pace = (
-            Pace(limits.itl_target_s, limits.max_num_batched_tokens)
-            if limits.itl_target_s
-            else None
-        )
+        most, target_s = limits.max_num_batched_tokens, limits.itl_target_s
+        self._pace = Pace(target_s, most) if target_s else None
         self._loads: deque[Load] = deque()  # of the launched steps
-        self._num_launched_steps = 0
         self._num_finished_steps = 0
         self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.waiting or self.running or self.receiving)
 
     @property
     def stands(self) -> bool:
@@ -290,7 +282,6 @@ class Scheduler:
         fresh = self.allocator.allocate(len(places))
         self.tables.fill(table, places, fresh)
         sequence.block_ids, sequence.num_computed = table, start
-        sequence.num_published_blocks = start // self.limits.block_size
         if self.limits.groups.drops:
             sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill
         sequence.count_skipped()
@@ -329,13 +320,14 @@ class Scheduler:
 
     def received(self, sequence: Sequence) -> None:
         """The pull is done and fenced: the bytes are the prompt's, and may be used."""
-        num_received = max(sequence.num_to_receive, sequence.num_computed)
+        num_cached = sequence.num_computed
+        num_received = max(sequence.num_to_receive, num_cached)
         self.tables.pulled(sequence)
         self.recompute_in_place(sequence)
-        ends = [min(n, sequence.num_prompt_tokens) for n in (sequence.num_computed, num_received)]
+        ends = [min(n, sequence.num_prompt_tokens) for n in (num_cached, num_received)]
         sequence.num_transferred = ends[1] - ends[0]
         sequence.num_computed = num_received
-        self.publish(sequence)
+        self._publish(sequence, num_cached)
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
@@ -383,19 +375,17 @@ class Scheduler:
         child.block_ids = self.tables.of_prefix(parent, child.num_computed)
         self.allocator.share(held(child.block_ids))
         child.whole_from = parent.whole_from
-        child.num_published_blocks = min(parent.num_published_blocks, num_full)
         self._run(child)
 
     # -- around a step -----------------------------------------------------------------------
 
     def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
         """The step was launched; steps finish in the order of their launches."""
-        self._num_launched_steps += 1
         self._loads.append(_load_of(scheduled))
-        row = 0
+        row, number = 0, self._num_finished_steps + len(self._loads)
         for item in scheduled:
             sequence = item.sequence
-            sequence.last_step = self._num_launched_steps
+            sequence.last_step = number
             sequence.num_launched += item.num_tokens
             if item.draws:
                 sequence.num_awaited += 1
@@ -425,21 +415,21 @@ class Scheduler:
     def computed(self, item: Scheduled) -> None:
         """A finished step wrote the KV of what was scheduled."""
         sequence = item.sequence
-        was_prompt = sequence.num_computed < sequence.num_prompt_tokens
+        before, length = sequence.num_computed, sequence.num_prompt_tokens
         sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
         sequence.num_computed += item.num_tokens
-        if was_prompt and sequence.num_computed >= sequence.num_prompt_tokens:
+        if before < length <= sequence.num_computed:
             found = sequence.num_skipped + sequence.num_transferred
-            sequence.num_recomputed = sequence.num_prompt_tokens - found
-        self.publish(sequence)
+            sequence.num_recomputed = length - found
+        self._publish(sequence, before)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Offers newly full blocks to the prefix index (I4), gives back what is needed no more."""
+    def _publish(self, sequence: Sequence, num_before: int) -> None:
+        """Offers blocks that are full now, and were not with so many tokens, to the prefix index
+        (I4); gives back what is needed no more."""
         num_full = sequence.num_computed // self.limits.block_size
-        if self.prefix is not None and num_full != sequence.num_published_blocks:
+        if self.prefix is not None and num_full != num_before // self.limits.block_size:
             full = self.tables.published(sequence, num_full)
             self.prefix.publish(sequence.token_ids, full, cursor=sequence.prefix_cursor)
-            sequence.num_published_blocks = num_full
         self._release(sequence, self.tables.take_passed(sequence))
 
     def finish(self, sequence: Sequence) -> None:

@@ -66,7 +66,6 @@ class Sequence:
     num_awaited: int = 0  # outputs that these steps draw
     awaited_row: int = 0  # which of its step's draws the awaited one is
     last_step: int = 0  # number of the latest launched step that refers to the blocks
-    num_published_blocks: int = 0  # full blocks already offered to the prefix index
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     num_skipped: int = 0  # prompt tokens found in the prefix cache at admission
     num_transferred: int = 0
@@ -267,7 +266,6 @@ class Sequence:
         """The sequence's blocks have gone back to the allocator; its KV is to be had anew."""
         self.block_ids, self.kept_from, self.whole_from = [], [], []
         self.num_computed = self.num_launched = self.num_awaited = 0
-        self.num_published_blocks = 0
         self.prefix_cursor = PrefixCursor()
 
     def finish_reason(self, max_model_len: int) -> str | None:

@@ -322,7 +322,9 @@ class _Mixture:
             if not has_progressed and self.core.is_idle and self.coordinator.is_idle:
                 break
         assert self.core.is_idle and self.coordinator.is_idle, "it never comes to rest"
-        assert self.core.scheduler.is_idle and not self.core.grammars.compiling
+        scheduler = self.core.scheduler
+        assert not (scheduler.waiting or scheduler.running or scheduler.receiving)
+        assert not self.core.grammars.compiling
         assert not (self.role._remote or self.role._undrained)
         for request in self.requests.values():
             self._check(request)

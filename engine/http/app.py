@@ -32,7 +32,6 @@ from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
     error_response,
-    in_time,
     read_json,
     refusal_of,
 )
@@ -40,6 +39,7 @@ from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
+from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
 from protocol.openai import openapi
@@ -127,21 +127,20 @@ class _Pages:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        bare = self._api.access.bare(request.scope)
-        if self._api.client.ready is None or not self._api.client.healthy:
-            if bare:
-                return JSONResponse({"ready": False, **bare}, 503)
-            reason = self._api.client.failure or self._api.client.progress
-            return JSONResponse({"ready": False, "reason": reason, **self._about()}, 503)
-        if bare:
-            is_ready = not self._api.client.is_draining
-            return JSONResponse({"ready": is_ready, **bare}, 200 if is_ready else 503)
-        if self._api.client.is_draining:
-            told = {"reason": "the server is ending", **self._about()}
-            return JSONResponse({"ready": False, **told}, 503)
-        stats = self._api.client.stats
-        work = {name: stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
-        return JSONResponse({"ready": True, **self._about(), **work})
+        client, reason = self._api.client, None
+        if client.ready is None or not client.healthy:
+            reason = client.failure or client.progress
+        elif client.is_draining:
+            reason = "the server is ending"
+        told: dict[str, Any] = {"ready": reason is None}
+        if bare := self._api.access.bare(request.scope):
+            told |= bare
+        elif reason is not None:
+            told |= {"reason": reason, **self._about()}
+        else:
+            work = {name: client.stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
+            told |= {**self._about(), **work}
+        return JSONResponse(told, 200 if reason is None else 503)
 
     def _about(self) -> dict[str, Any]:
         """What this server is, as far as its engine has told."""
@@ -203,7 +202,7 @@ class _Pages:
         try:
             settings = self._api.settings
             self._api.client.require_ready()  # and so is the tokenizer
-            async with in_time(request, settings.request_timeout_s):
+            async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
                 members, num_bytes = await read_json(request, settings.max_body_bytes)
                 fill_in_model(members, self._api.model_name)
                 return Response(await work(members, num_bytes), media_type="application/json")

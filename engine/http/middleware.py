@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +23,6 @@ from protocol.errors import (
 )
 from protocol.http.access import Access
 from protocol.http.connections import ClientDisconnected, read_body, refusal
-from protocol.http.deadlines import deadline_of, within
 from protocol.openai.requests import parse_json_object
 from protocol.process.logging import get_logger, request_context
 
@@ -88,11 +87,6 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
             f"the body has {len(raw)} bytes, the limit is {max_bytes} bytes; send less at once"
         )
     return parse_json_object(raw), len(raw)
-
-
-def in_time(request: Request, default_s: float | None) -> AbstractAsyncContextManager[None]:
-    """Within the time that a request asks for, else `default_s`; see deadlines.within."""
-    return within(deadline_of(request.scope["headers"], default_s))
 
 
 class _Offered(msgspec.Struct):

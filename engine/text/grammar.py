@@ -306,8 +306,8 @@ class GrammarCompiler:
         Args:
             nbytes: what it takes, as far as its text does not tell.
         """
-        nbytes = max(nbytes, len(grammar.text)) + _ID_BYTES * len(grammar.allowed)
-        nbytes += _ID_BYTES * sum(map(len, grammar.banned))
+        nbytes = max(nbytes, len(grammar.text)) + self.vocab_size // 4  # of two masks
+        nbytes += _ID_BYTES * (len(grammar.allowed) + sum(map(len, grammar.banned)))
         future, nbytes = self._compiled.pop(grammar, (None, nbytes))
         if future is None:
             future = self._compiling.submit(self._compile, grammar)

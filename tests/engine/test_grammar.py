@@ -211,6 +211,18 @@ def test_grammars_are_kept_for_so_many_bytes(compiler):
     assert compiler.compiled(large) is not first
 
 
+def test_the_masks_of_what_has_no_text_count_as_well(monkeypatch):
+    monkeypatch.setattr("engine.text.grammar._MAX_CACHED_BYTES", 100_000)
+    compiler = GrammarCompiler(ensure_model("gqa"), 128_000, lambda: None)
+    first, *others = (compiler.compiled(Grammar("any", allowed=(i,))) for i in range(1, 9))
+    for one in (first, *others):
+        masks = one.result().first_mask, one.result().allowed
+        assert sum(mask.nbytes for mask in masks) >= 32_000
+    assert compiler.compiled(Grammar("any", allowed=(8,))) is others[-1]
+    assert compiler.compiled(Grammar("any", allowed=(1,))) is not first
+    compiler.close()
+
+
 def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):

@@ -5,8 +5,6 @@ error; a later failure ends the stream with an error event and no [DONE].
 """
 
 import asyncio
-import secrets
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -46,7 +44,7 @@ class HttpRequestState:
     Args:
         adds: the engine's requests, one for each prompt, in order.
         subscription: to them.
-        framing: of a stream that may go on elsewhere, or goes on here.
+        framing: by which it may go on elsewhere, or goes on here.
     """
 
     def __init__(
@@ -57,17 +55,15 @@ class HttpRequestState:
         adds: list[AddRequest],
         subscription: Subscription,
         stats: RequestStats,
-        framing: Framing | None = None,
+        framing: Framing,
     ) -> None:
         stats.accepted(sum(len(add.token_ids) for add in adds))
         self._hooks = api.hooks
         self._parsed = parsed
         self.framing = framing
-        origin = framing and framing.origin
-        answer_id = origin.id if origin else secrets.token_hex(16)
-        created = origin.created if origin else int(time.time())
-        self._writer = endpoint.writer(answer_id, created, parsed, api.fingerprint)
-        how = api.settings.tool_call_parser, api.settings.reasoning_parser, answer_id
+        origin = framing.origin
+        self._writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
+        how = api.settings.tool_call_parser, api.settings.reasoning_parser, origin.id
         n = parsed.num_candidates
         self._prompts = {
             add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, *how)
@@ -93,9 +89,9 @@ class HttpRequestState:
         try:
             async with cancelled_on_disconnect(receive):
                 known, framing = list[ChoicePiece](), self.framing
-                if framing and framing.resumed:
+                if framing.resumed:
                     known = await self._replay(framing.resumed)
-                if framing and framing.is_movable:  # from now on who drains this server waits
+                if framing.is_movable:  # from now on who drains this server waits
                     has_come = framing.resumed is not None
                     self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
                 pieces = await self.next_pieces()
@@ -109,8 +105,7 @@ class HttpRequestState:
     async def _whole(self, pieces: list[ChoicePiece]) -> Response:
         merged: dict[int, ChoicePiece] = {}
         while True:
-            if self.framing is not None:
-                self.framing.hold()
+            self.framing.hold()
             if self.moved is not None:
                 return EventStream(self, [])
             for piece in pieces:
@@ -174,8 +169,7 @@ class HttpRequestState:
                 pieces.append(piece)
                 if piece.token_ids:
                     self.stats.tokens(len(piece.token_ids))
-                if self.framing is not None:
-                    self.framing.take(piece.index, delta)
+                self.framing.take(piece.index, delta)
             if pieces or self.done:
                 return pieces
 
@@ -303,8 +297,7 @@ class EventStream(Response):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers | call.prefill_kv())
         del self.headers["content-length"]
-        self._framing = call.framing if call.framing and call.framing.is_asked else None
-        if self._framing:
+        if call.framing.is_asked:
             self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
@@ -324,12 +317,12 @@ class EventStream(Response):
             self._call.subscription.close()
 
     async def _send_events(self, send: Send) -> None:
-        call, pieces, framing = self._call, self._pieces, self._framing
-        before = framing.begin() if framing else b""
+        call, pieces, framing = self._call, self._pieces, self._call.framing
+        before = framing.begin()
         try:
             while True:
                 data = call.events(pieces)
-                if framing and pieces:  # of tokens, too, that no event shows yet
+                if pieces:  # of tokens, too, that no event shows yet
                     data, before = before + framing.wrap(data), b""
                 if data:
                     await _send_body(send, data, more=not call.done)
@@ -342,13 +335,11 @@ class EventStream(Response):
             log.exception("a stream failed")
             failure = InternalError("The server failed while it was answering.")
         call.stats.close(failure)
-        told = framing.wrap_error(failure) if framing else sse.error_event(failure)
-        await _send_body(send, told, more=False)
+        await _send_body(send, framing.wrap_error(failure), more=False)
 
     async def _hand_over(self, scope: Scope, send: Send, params: dict[str, Any]) -> None:
-        assert self._framing is not None
         self._call.stats.moved()
-        await _send_body(send, self._framing.moved(params), more=True)
+        await _send_body(send, self._call.framing.moved(params), more=True)
         if not is_closing(scope):
             self._call.subscription.answered()
         await _send_body(send, b"", more=False)

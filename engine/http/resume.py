@@ -89,10 +89,10 @@ def is_open(add: AddRequest) -> bool:
 
 @dataclass
 class Framing:
-    """Of one stream.
+    """Of one answer.
 
     Attributes:
-        is_asked: a proxy wants frames.
+        is_asked: a proxy wants frames; else there are none.
         resumed: what the stream goes on from.
         is_movable: so can its KV: it is of one prompt, and others can read it.
         is_stream: what is kept of it the client has.
@@ -117,28 +117,27 @@ class Framing:
         resumed: Resume | None,
         *,
         is_stream: bool,
-    ) -> "Framing | None":
-        """None for an answer that begins here and that nobody wants in frames."""
+    ) -> "Framing":
         given: Mapping[bytes, bytes] = dict(headers)
         asked = given.get(resume.HEADER.encode())
         request_id = given.get(b"x-request-id", b"")
         is_asked = asked is not None and resume.is_asking(api.secret, request_id, asked)
         is_one = len(adds) == 1 and (is_stream or adds[0].num_prompt_logprobs is None)
         is_movable = bool(is_asked and is_one and api.settings.advertised_host)
-        if resumed is not None:
-            made = cls(resumed.origin, is_asked, resumed, is_movable, is_stream)
-            made._num_bytes = len(resume.text_of(resumed.frames)) if is_movable else 0
-            return made
-        if not is_asked:
-            return None
-        origin = Origin(
-            id=secrets.token_hex(16),
-            created=int(time.time()),
-            seed=adds[0].sampling.seed,
-            limits=[add.max_tokens for add in adds],
-            digest=_digest(api, endpoint, adds),
+        origin = (
+            resumed.origin
+            if resumed
+            else Origin(
+                id=secrets.token_hex(16),
+                created=int(time.time()),
+                seed=adds[0].sampling.seed,
+                limits=[add.max_tokens for add in adds],
+                digest=_digest(api, endpoint, adds) if is_asked else "",
+            )
         )
-        return cls(origin, is_asked, None, is_movable, is_stream)
+        made = cls(origin, is_asked, resumed, is_movable, is_stream)
+        made._num_bytes = len(resume.text_of(resumed.frames)) if resumed and is_movable else 0
+        return made
 
     @property
     def may_move(self) -> bool:

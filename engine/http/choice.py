@@ -63,7 +63,7 @@ class PromptGeneration:
         for index in range(first, first + add.num_choices):
             how = tool_call_parser, tokenizer.chat_template, f"{answer_id}-{index}"
             parser = create_tool_parser(tools, *how)
-            thinks = ReasoningParser(begins) if begins else None
+            thinks = ReasoningParser(begins)
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
@@ -73,12 +73,11 @@ class PromptGeneration:
     def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
         """Its first choice's first or last delta; in the last one of an answer that was moved as
         many tokens were cached as in the first: what was computed again nobody asked for."""
-        first = self.first_usage
-        if first is None or delta.usage is None or not (self.is_known and delta.finish_reason):
-            self.first_usage = delta.usage
-            return delta
-        cached = first.cached_tokens
-        return replace(delta, usage=replace(delta.usage, cached_tokens=cached))
+        first, usage = self.first_usage, delta.usage
+        if first and usage and self.is_known and delta.finish_reason:
+            return replace(delta, usage=replace(usage, cached_tokens=first.cached_tokens))
+        self.first_usage = usage
+        return delta
 
     def report(
         self, token_id: int, found: TokenLogprobs | None, num_top: int, offset: int
@@ -188,7 +187,7 @@ class ChoiceStream:
         prompt: that it continues.
         add: the engine's request.
         tool_parser: reads the tool calls out of the text, where there can be some.
-        reasoning: the same of what the model thinks before.
+        reasoning: reads out of it what the model thinks before.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class ChoiceStream:
         add: AddRequest,
         tokenizer: Tokenizer,
         tool_parser: ToolParser | None,
-        reasoning: ReasoningParser | None = None,
+        reasoning: ReasoningParser,
     ) -> None:
         request = prompt.request
         self.index = index
@@ -214,7 +213,8 @@ class ChoiceStream:
         keeps_stop = request.include_stop_str_in_output
         self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
         skips = request.skip_special_tokens
-        shown = (*(SPECIAL_TAGS if tool_parser else ()), *(THINK_TAGS if reasoning else ()))
+        shown: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
+        shown += SPECIAL_TAGS if tool_parser else ()
         self._detokenizer = create_detokenizer(
             tokenizer, add.token_ids, skip_special_tokens=skips, shown=shown
         )
@@ -253,19 +253,17 @@ class ChoiceStream:
             self._take(piece, token_id, logprobs)
         if delta.finish_reason is not None:
             self._finish(piece, delta)
-        if self._tool_parser is not None and (self._reasoning is None or self._reasoning.is_over):
+        if self._tool_parser is not None and self._reasoning.is_over:
             _take_calls_out(piece, self._tool_parser)
         return piece
 
     def _write(self, piece: ChoicePiece, text: str) -> None:
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.feed(text)
-            self._tell(piece, reasoning)
-        piece.text += text
+        self._tell(piece, *self._reasoning.feed(text))
 
-    def _tell(self, piece: ChoicePiece, reasoning: str) -> None:
+    def _tell(self, piece: ChoicePiece, reasoning: str, text: str) -> None:
         if getattr(self._request, "include_reasoning", False):
             piece.reasoning += reasoning
+        piece.text += text
 
     def _new_piece(self) -> ChoicePiece:
         request = self._request
@@ -294,12 +292,11 @@ class ChoiceStream:
                 report = self._prompt.report(token_id, logprobs, num_top, self._offset)
                 piece.logprobs.append(report)
         self._offset += len(text)
-        parser = self._reasoning
-        thinks = parser is not None and not parser.is_over
+        thinks = not self._reasoning.is_over
         if self.num_tokens > self._request.min_tokens:  # else no stop string begins or ends in it
             text, self.stop_found = self._stops.push(text)
         self._write(piece, text)
-        self.num_reasoning += thinks and parser is not None and parser.is_inside
+        self.num_reasoning += thinks and self._reasoning.is_inside
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
@@ -308,10 +305,7 @@ class ChoiceStream:
             self._write(piece, emitted)
         if not self.stop_found:
             self._write(piece, self._stops.flush())
-        if self._reasoning is not None:
-            reasoning, rest = self._reasoning.finish()
-            self._tell(piece, reasoning)
-            piece.text += rest
+        self._tell(piece, *self._reasoning.finish())
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found
         if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:

@@ -46,13 +46,16 @@ def reasoning_begins(
 class ReasoningParser:
     """One choice's answer. `feed` all of its text, then `finish` once.
 
+    Args:
+        begins: as of `reasoning_begins`.
+
     Attributes:
         is_over: what comes is the answer.
         is_inside: the first tag is there, or will not come.
     """
 
-    def __init__(self, begins: Begins) -> None:
-        self.is_over = False
+    def __init__(self, begins: Begins | None) -> None:
+        self.is_over = begins is None
         self._begins = begins
         self.is_inside = False
         self._blanks: list[str] = []  # that a text may follow

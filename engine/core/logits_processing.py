@@ -31,8 +31,9 @@ _LOWEST = -1e30  # of a token that is allowed
 _BANNED = -3e30
 
 
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On a GPU without waiting for what it still computes."""
+def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """On a GPU without waiting for what it still computes; on a CPU an array keeps its memory."""
+    host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
@@ -195,7 +196,7 @@ class LogitShaper:
             octets = np.ascontiguousarray(masks).astype("<i4").view(np.uint8)
             bits = np.unpackbits(octets, axis=1, count=self.vocab_size, bitorder="little")
             return torch.from_numpy(bits.view(np.bool_))
-        words = to_device(torch.from_numpy(masks.copy()), self.device)
+        words = to_device(masks.copy(), self.device, torch.int32)
         shifts = torch.arange(32, dtype=torch.int32, device=self.device)
         bits_set = (words[:, :, None] >> shifts) & 1
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
@@ -204,7 +205,7 @@ class LogitShaper:
         self, values: Sequenceable[object] | npt.NDArray[Any], dtype: torch.dtype = torch.int64
     ) -> torch.Tensor | None:
         """None where there is nothing."""
-        return to_device(torch.tensor(values, dtype=dtype), self.device) if len(values) else None
+        return to_device(values, self.device, dtype) if len(values) else None
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,8 +44,8 @@ class SamplingBatch:
         floats = [[getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")]
         ints = [[getattr(p, name) for p in params] for name in ("top_k", "seed", "choice_index")]
         ints.append(list(positions))
-        temperature, top_p, min_p = _upload(floats, torch.float32, device).unbind()
-        top_k, seed, choice, position = _upload(ints, torch.int64, device).unbind()
+        temperature, top_p, min_p = to_device(floats, device, torch.float32).unbind()
+        top_k, seed, choice, position = to_device(ints, device).unbind()
         return cls(
             temperature=temperature,
             top_p=top_p,
@@ -56,15 +55,11 @@ class SamplingBatch:
             choice=choice,
             position=position,
             max_logprobs=max(wanted, default=None),
-            free_rows=_upload(free, torch.int64, device) if free else None,
-            restricted_rows=_upload(restricted, torch.int64, device) if restricted else None,
+            free_rows=to_device(free, device) if free else None,
+            restricted_rows=to_device(restricted, device) if restricted else None,
             max_top_k=max((params[i].top_k for i in restricted), default=0),
             has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
         )
-
-
-def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _is_restricted(params: SamplingParams) -> bool:

@@ -279,7 +279,7 @@ class ModelRunner:
             hidden = self.forward(self.memory, step, step.last_token_rows)
             return DecodeOutput(self.model.raw_logits(hidden), None)
         hidden = self.forward(self.memory, step)
-        logits = self.model.raw_logits(hidden[self._to_device(step.last_token_rows)])
+        logits = self.model.raw_logits(hidden[to_device(step.last_token_rows, self.device)])
         return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
 
     def forward(
@@ -287,16 +287,13 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Hidden states of all tokens of the step, or of those `rows` only."""
         memory.backend.plan(step.attention_batch(self.config.tokens_per_block, self.groups.count))
-        token_ids = self._to_device(step.token_ids.copy())
+        token_ids = to_device(step.token_ids.copy(), self.device)
         if self.last_drawn.check(int(step.token_ids.min())):
             token_ids = self.last_drawn.fill_in(token_ids)
-        positions = self._to_device(step.positions)
-        wanted = None if rows is None else self._to_device(rows)
+        positions = to_device(step.positions, self.device)
+        wanted = None if rows is None else to_device(rows, self.device)
         graphs = self.prompt_graphs
         if graphs is not None and memory is self.memory and graphs.takes(len(token_ids)):
             hidden = graphs.run(token_ids, positions)
             return hidden if wanted is None else hidden[wanted]
         return self.model.forward(token_ids, positions, memory.backend, wanted)
-
-    def _to_device(self, array: Int64s) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self.device)

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ def run_server(settings: EngineSettings, hooks: HooksFactory, module: str = RANK
         return uvloop.run(run())
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_told(error))
-        if any(thread.name == _RESOLVER for thread in threading.enumerate()):
+        if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
             os._exit(1)  # told to end: Python would wait for the threads of a download
         return 1
 
@@ -142,7 +142,10 @@ class _Server:
             self.loop.call_soon_threadsafe(self._tell_progress, text)
 
         resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
-        model_dir = await self._or_stop(_in_daemon_thread(resolve))
+        thread = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER)
+        resolving = self.loop.run_in_executor(thread, resolve)
+        thread.shutdown(wait=False)  # it ends with that; nobody waits for it who is told to end
+        model_dir = await self._or_stop(resolving)
         prepared = prepare(self.settings, self.secret, model_dir)
         with self.processes.start(prepared.config) as link:
             self._tell_progress("loading the model")
@@ -239,18 +242,3 @@ class _Server:
             await asyncio.sleep(_ENDING_S)
             reason = client.failure or "the engine hung up, and its process does not end"
         self._engine_ended(reason)
-
-
-def _in_daemon_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Runs `work` where, unlike in an executor, nobody waits for it when this process ends."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        done.set_running_or_notify_cancel()
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=_RESOLVER, daemon=True).start()
-    return asyncio.wrap_future(done)

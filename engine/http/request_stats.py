@@ -80,16 +80,15 @@ class RequestStats:
         self._key = visit_of(scope).name
         self._endpoint = endpoint
         self._start_s = time.monotonic()
+        self._times: dict[str, float] = {}  # as of Served
         self._last_s: float | None = None  # when tokens came last
-        self._first_s: float | None = None
-        self._accepted_s: float | None = None
         self._num_prompt_tokens = self._num_generated = 0
         self._closed = False
         self._at_end: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
     def accepted(self, num_prompt_tokens: int) -> None:
-        self._accepted_s = time.monotonic() - self._start_s
+        self._times["accepted"] = time.monotonic() - self._start_s
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
 
@@ -103,8 +102,8 @@ class RequestStats:
         self._num_generated += count
         self._metrics.inc("baton_generation_tokens", count)
         if self._last_s is None:
-            self._first_s = now - self._start_s
-            self._metrics.observe("baton_time_to_first_token_seconds", self._first_s)
+            self._times["first"] = first_s = now - self._start_s
+            self._metrics.observe("baton_time_to_first_token_seconds", first_s)
         else:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_s)
         self._last_s = now
@@ -159,11 +158,11 @@ class RequestStats:
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
         if self._last_s is not None:
             self._metrics.observe("baton_request_seconds", seconds)
-        first = "-" if self._first_s is None else f"{self._first_s * 1000:.1f}"
+        first_s = self._times.get("first")
+        first = "-" if first_s is None else f"{first_s * 1000:.1f}"
         told = f"prompt={self._num_prompt_tokens} first_ms={first} total_ms={seconds * 1000:.1f}"
         log.info("%s %s key=%s %s %s", self._endpoint, outcome, self._key, told, detail)
-        here = {"accepted": self._accepted_s, "first": self._first_s, "end": seconds}
-        known = {name: round(at, 6) for name, at in here.items() if at is not None}
+        known = {name: round(at, 6) for name, at in (self._times | {"end": seconds}).items()}
         self._metrics.ended(
             Served(
                 number=self._metrics.num_ended,

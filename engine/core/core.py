@@ -42,7 +42,9 @@ from protocol.messages import (
     AbortRequest,
     AddRequest,
     EngineInput,
+    EngineStats,
     Migrate,
+    Outputs,
     ReleaseRemote,
     TokenLogprobs,
 )
@@ -74,13 +76,13 @@ class EngineCore(CoreServices):
         executor: Executor,
         connector: KVConnector,
         transport: EngineTransport,
-        grammars: CoreGrammars | None = None,
+        grammars: CoreGrammars,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.connector = connector
         self.transport = transport
-        self.grammars = grammars or CoreGrammars()
+        self.grammars = grammars
         self.sequences: dict[str, Sequence] = {}
         self._seconds_per_token = 0.0  # of the last step of many tokens
         self._shape_book = ShapeBook()
@@ -450,11 +452,11 @@ class EngineCore(CoreServices):
 
     def _flush(self) -> None:
         if deltas := self._output.take():
-            self.transport.send(deltas)
+            self.transport.tell(Outputs(deltas))
 
     def _report_stats(self) -> None:
         if news := self._stats.news(self.stats, is_idle=self.is_idle):
-            self.transport.send_stats(news)
+            self.transport.tell(EngineStats(news))
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""

@@ -27,11 +27,10 @@ class CoreGrammars:
     """Those of one core.
 
     Args:
-        compiler: None: no request may have a grammar.
         timeout_s: that a sequence sits out at once, at most.
     """
 
-    def __init__(self, compiler: GrammarCompiler | None = None, timeout_s: float = 2.0) -> None:
+    def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:
         self.compiler = compiler
         self.compiling: dict[Sequence, Future[Any]] = {}
         self.sitting: dict[Sequence, tuple[Future[None], float]] = {}  # and until when
@@ -49,8 +48,6 @@ class CoreGrammars:
         grammar = sequence.request.sampling.grammar
         if grammar is None:
             return True
-        if self.compiler is None:
-            raise GrammarFailed("this engine follows no grammars")
         work = self.compiling.get(sequence)
         if work is None and sequence.grammar is None:
             work = self.compiler.compiled(grammar, sequence.request.grammar_bytes)
@@ -75,7 +72,6 @@ class CoreGrammars:
     ) -> tuple[Int32s, set[Sequence]]:
         """The masks of a step, see `step_masks`, and its sequences that draw nothing, as one of
         theirs is late. These sit out until another thread is done with it."""
-        assert self.compiler is not None, "prepare lets no sequence with a grammar through"
         states = [choice.grammar for item in scheduled for choice in item.draws]
         owners = [item.sequence for item in scheduled for _ in item.draws]
         begun = [
@@ -93,7 +89,6 @@ class CoreGrammars:
         return step_masks(states, self.compiler.vocab_size), late
 
     def _sit_out(self, sequence: Sequence, work: Future[None]) -> None:
-        assert self.compiler is not None
         if sequence not in self.sitting:
             self.sitting[sequence] = work, time.monotonic() + self.timeout_s
             sequence.sits_out = True

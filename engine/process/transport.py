@@ -10,15 +10,7 @@ import socket
 import time
 
 from protocol.ipc.wire import Waker, Wire, WireClosed
-from protocol.messages import (
-    EngineInput,
-    EngineOutput,
-    EngineStats,
-    Outputs,
-    TokenDelta,
-    decode_input,
-    encode,
-)
+from protocol.messages import EngineInput, EngineOutput, decode_input, encode
 
 MAX_BYTES = (1 << 32) - 1  # of a message: both ends are one server's
 MAX_UNSENT_BYTES = 1 << 26  # beyond, no step is taken: the HTTP process stands still
@@ -63,12 +55,6 @@ class EngineTransport:
 
     def wake(self) -> None:
         self._waker.wake()
-
-    def send(self, deltas: list[TokenDelta]) -> None:
-        self.tell(Outputs(deltas))
-
-    def send_stats(self, values: dict[str, float]) -> None:
-        self.tell(EngineStats(values))
 
     def tell(self, message: EngineOutput) -> None:
         """Never waits: what the HTTP process has not read yet is kept here."""

@@ -49,14 +49,11 @@ def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
 def _build(
     config: EngineConfig, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
-    def tell(text: str) -> None:
-        transport.tell(EngineProgress(text))
-
     model_config = load_config(
         config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
     )
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
-    rank = Rank(config, model_config, 0, links, tell)
+    rank = Rank(config, model_config, 0, links, lambda text: transport.tell(EngineProgress(text)))
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -21,6 +21,7 @@ from protocol.messages import (
     EngineProgress,
     EngineStats,
     ErrorInfo,
+    Outputs,
     SamplingParams,
     TokenDelta,
     encode,
@@ -53,7 +54,7 @@ class RemoteEngine:
         return self._received.pop(0)
 
     def say(self, *deltas: TokenDelta) -> None:
-        self.transport.send(list(deltas))
+        self.transport.tell(Outputs(list(deltas)))
 
 
 @asynccontextmanager
@@ -115,7 +116,7 @@ async def test_leaving_early_aborts_and_drops_what_still_comes(how):
             assert await remote.receive() == add("r")
         assert await remote.receive() == AbortRequest("r")
         remote.say(_delta("r", 2), _delta("r", finish="abort"))
-        remote.transport.send_stats({"x": 1.0})
+        remote.transport.tell(EngineStats({"x": 1.0}))
         await until(lambda: client.stats == {"x": 1.0})
         assert not client._subscriptions
 
@@ -191,7 +192,7 @@ async def test_who_hangs_up_is_dead_to_the_other():
     transport = EngineTransport(link)
     http.close()
     assert transport.receive(WAIT_S) == ([], True)
-    transport.send([_delta("a")])  # nobody is there to be told
+    transport.tell(Outputs([_delta("a")]))  # nobody is there to be told
     transport.close()
 
 
@@ -227,7 +228,7 @@ async def test_no_step_is_taken_while_its_reader_stands_still(monkeypatch):
     http, link = socket.socketpair()
     transport = EngineTransport(link)
     http.setblocking(False)
-    transport.send([_delta("a", *[70_000] * 4_000_000)])  # 20 MB
+    transport.tell(Outputs([_delta("a", *[70_000] * 4_000_000)]))  # 20 MB
     going_on = asyncio.create_task(asyncio.to_thread(transport.receive, 0.0))
     num_read, loop = 0, asyncio.get_running_loop()
     while not going_on.done():

@@ -112,12 +112,6 @@ def test_a_grammar_with_a_mistake_is_one_error(depth, compiler):
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
-def test_an_engine_without_a_compiler_refuses_grammars():
-    core, _, out = make_core()
-    answered(core, constrained("a", CHOICES))
-    assert_failed(out)
-
-
 def test_more_grammars_may_be_waited_for_than_are_kept(depth, compiler, tokenizer, monkeypatch):
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)

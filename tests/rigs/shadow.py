@@ -22,13 +22,23 @@ from engine.core.batch import (
 )
 from engine.core.connector import KVConnector
 from engine.core.core import EngineCore
+from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler
 from engine.core.tables import SchedulerLimits
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.groups import ONE_GROUP, KVGroups
-from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenDelta, TokenLogprobs
+from protocol.messages import (
+    AddRequest,
+    EngineInput,
+    EngineOutput,
+    EngineStats,
+    Outputs,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 VOCAB = 50
 
@@ -281,11 +291,12 @@ class MemoryTransport:
     def wake(self) -> None:
         pass
 
-    def send(self, deltas: list[TokenDelta]) -> None:
-        self.deltas += deltas
-
-    def send_stats(self, values: dict[str, float]) -> None:
-        self.stats = values
+    def tell(self, message: EngineOutput) -> None:
+        match message:
+            case Outputs(deltas):
+                self.deltas += deltas
+            case EngineStats(values):
+                self.stats = values
 
     def tokens(self, request_id: str, choice: int = 0) -> list[int]:
         mine = [d for d in self.deltas if (d.request_id, d.choice) == (request_id, choice)]
@@ -325,7 +336,8 @@ def make_core(
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)
     _watch(scheduler.allocator, executor)
     transport = MemoryTransport()
-    core = EngineCore(scheduler, executor, role or KVConnector(), transport)
+    grammars = CoreGrammars(None, timeout_s=2.0)  # type: ignore[arg-type]
+    core = EngineCore(scheduler, executor, role or KVConnector(), transport, grammars)
     return core, executor, transport
 
 

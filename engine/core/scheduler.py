@@ -201,16 +201,16 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan) -> None:
         passed, pulls_wait = 0, False
+        room = self.limits.max_num_seqs - self._num_choices()
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
             is_remote, is_locked_out = sequence.remote is not None, self.is_locked_out(sequence)
-            if self._num_choices() + 1 + len(sequence.children) > self.limits.max_num_seqs:
+            num_choices = 1 + len(sequence.children)
+            if num_choices > room or not (is_remote or plan.budget):
                 return
-            if not (is_remote or plan.budget):
-                return
-            if is_remote and not is_locked_out:
+            if is_remote and not (is_locked_out or pulls_wait):
                 needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
-                pulls_wait = pulls_wait or not self.allocator.has_room_to_receive(needed)
+                pulls_wait = not self.allocator.has_room_to_receive(needed)
             if is_locked_out or (is_remote and pulls_wait) or self._awaits_prefix(sequence):
                 passed += 1
                 continue
@@ -218,6 +218,7 @@ class Scheduler:
                 plan.stuck += [sequence] * self.allocator.is_all_available
                 return
             del self.waiting[passed]
+            room -= num_choices
             plan.admitted.append(sequence)
             if is_remote:
                 plan.receiving.append(sequence)

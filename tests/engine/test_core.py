@@ -1,6 +1,8 @@
 """The core with the real scheduler, allocator and prefix index over a shadow KV cache, which runs
 each step as late as it may. Any workload at all is tests/engine/kv/test_role_mixture.py's."""
 
+from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -366,6 +368,27 @@ def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_e
     assert out.tokens("b") == expected_output(prompt, 4)
     assert out.tokens("a") == expected_output(PROMPT, 20)
     assert_all_blocks_home(core)
+
+
+class _Looked(list[Sequence]):
+    num = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        self.num += 1
+        return super().__iter__()
+
+
+def test_who_waits_for_room_to_be_pulled_costs_no_look_at_who_runs(monkeypatch):
+    core, _, _ = make_core(num_blocks=17, max_num_seqs=32)
+    monkeypatch.setattr(core.connector, "on_receive", lambda sequence: None)  # it takes long
+    core.round([add("s", PROMPT, 20)])
+    looks, names = list[int](), count()
+    for num in (6, 60):
+        core.round([add(f"{next(names)}", PROMPT, 9, remote=_remote(PROMPT)) for _ in range(num)])
+        core.scheduler.running = looked = _Looked(core.scheduler.running)
+        core.round([])
+        looks.append(looked.num)
+    assert len(core.scheduler.waiting) > 50 and looks[0] == looks[1] > 0
 
 
 def test_the_order_to_end_is_heard_while_a_step_is_waited_for():

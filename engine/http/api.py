@@ -105,7 +105,7 @@ class Api:
 
     def __post_init__(self) -> None:
         check(self.settings)
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(endpoint.name for endpoint in ENDPOINTS.values())
         self.access = Access(self.settings, self.metrics)
 
     def take_model(

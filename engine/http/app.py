@@ -35,7 +35,6 @@ from engine.http.middleware import (
     read_json,
     refusal_of,
 )
-from engine.http.request_stats import expose_from_start
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
@@ -59,7 +58,6 @@ def create_app(api: Api) -> FastAPI:
     Starting and closing `api.client` and `api.grammars` is the caller's part, on the loop that
     serves the application. It answers from before the engine, and its model, are there.
     """
-    expose_from_start(api.metrics, (endpoint.name for endpoint in ENDPOINTS.values()))
     pages = _Pages(api)
     posted: dict[str, Callable[..., Any]] = {
         **{path: partial(respond, api=api, endpoint=one) for path, one in ENDPOINTS.items()},

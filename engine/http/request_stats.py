@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
@@ -35,23 +36,19 @@ _TOLD = (
 )
 
 
-def expose_from_start(metrics: Metrics, endpoints: Iterable[str]) -> None:
-    """Exposes the series that requests will add to: a rate does not see the event with which one
-    appears."""
-    for endpoint in endpoints:
-        for outcome in _OUTCOMES:
-            metrics.begin("baton_requests", endpoint=endpoint, outcome=outcome)
-    for source in _SOURCES:
-        metrics.begin("baton_kv_tokens", source=source)
-
-
 class ServerMetrics(Metrics):
-    """The metrics of a server's HTTP process, and its last MAX_RECENT requests that have ended."""
+    """The metrics of a server's HTTP process, and its last MAX_RECENT requests that have ended. It
+    exposes at once what requests will add to: a rate does not see the event with which a series
+    appears."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoints: Iterable[str]) -> None:
         super().__init__("server")
         self._recent: deque[Served] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
+        for endpoint, outcome in product(endpoints, _OUTCOMES):
+            self.begin("baton_requests", endpoint=endpoint, outcome=outcome)
+        for source in _SOURCES:
+            self.begin("baton_kv_tokens", source=source)
 
     def ended(self, served: Served) -> None:
         self._recent.append(served)

@@ -25,7 +25,7 @@ MAX_LINES = {
     "benchmarks": 2608,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11351,
+    "engine": 11152,
     "kvcache": 7707,
     "kvcache/transfer": 5129,
     "model": 5322,

@@ -23,6 +23,8 @@ export class Track {
   update(store) {
     this.store = store;
     this.draw(store);
+    if (this.epoch !== store.epoch) this.seen = 0; // of a proxy that counts anew
+    this.epoch = store.epoch;
     const isFirst = this.seen === 0;
     for (const row of store.requests.values()) {
       if (row.number <= this.seen || row.status === null) continue;

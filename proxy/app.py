@@ -39,7 +39,7 @@ OWN_PATHS = ("/health", "/ready", "/metrics")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-FORWARDED_HEADERS = (b"authorization", *TRACE_HEADERS)
+FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
 MAX_ID_BYTES = 4096  # servers echo it, and an answer's head has a limit of its own
 STOP_TIMEOUT_S = 1.0  # for the last bytes to clients whose requests shutting down ends
 

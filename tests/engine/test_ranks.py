@@ -52,11 +52,8 @@ def _close(links: RankLinks) -> None:
         pull.close()
 
 
-Follow = Callable[..., tuple[RankLinks, list[Future[Any]]]]
-
-
 @pytest.fixture
-def follow() -> Iterator[Follow]:
+def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
     """Makes rank 0's links, and runs what other ranks do, each in a thread; their links are closed
     at its end."""
 

@@ -12,7 +12,6 @@ from tests.make_models import ensure_model, trained_models
 from tests.model.dense import DenseAttention, greedy
 from tests.model.random_models import continued, load, make
 
-STORY = "Anna found the red ball near the river. Anna"
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -214,7 +213,7 @@ def test_the_tiny_models_are_worth_comparing_tokens_of(kind):
     """They draw tokens with margins to spare, which depend on tokens far back."""
     folder = ensure_model(kind)
     model, tokenizer = load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prompt = tokenizer.encode(STORY).ids
+    prompt = tokenizer.encode("Anna found the red ball near the river. Anna").ids
     ids = prompt + greedy(model, prompt, 60)
     with torch.inference_mode():
         attention = DenseAttention(model.attention_spec)

@@ -94,9 +94,6 @@ def test_of_a_repeated_key_both_servers_see_the_same():
     assert json.loads(prefill_leg(clean))["prompt"] == "b"
 
 
-_USAGE = {"include_usage": True}
-
-
 @pytest.mark.parametrize(
     ("asked", "leg"),
     [
@@ -109,7 +106,7 @@ _USAGE = {"include_usage": True}
             {"max_tokens": 5, "max_completion_tokens": 6},
             {"max_tokens": 1, "max_completion_tokens": 1},
         ),
-        ({"stream": True, "stream_options": _USAGE}, {"max_tokens": 1}),
+        ({"stream": True, "stream_options": {"include_usage": True}}, {"max_tokens": 1}),
         ({"stream": None}, {"max_tokens": 1}),
         # Wrong ones stay, for the prefill server to refuse.
         ({"max_tokens": 0}, {"max_tokens": 0}),

@@ -13,7 +13,6 @@ from tests.rigs.streams import proxy_of_fakes, read_stream, until_ready
 
 BODY = b'{"model":"m","stream":true,"prompt":"1000000 0"}'  # a stream without end
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Proxy:
     @property
     def memory_bytes(self) -> int:
         with open(f"/proc/{self.pid}/statm") as file:
-            return int(file.read().split()[1]) * PAGE_BYTES
+            return int(file.read().split()[1]) * resource.getpagesize()
 
     async def serves(self) -> None:
         """A stream comes whole: of a client that behaves."""

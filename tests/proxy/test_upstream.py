@@ -23,8 +23,6 @@ CHUNKED = (
     b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"1\r\no\r\n1;a=b\r\nk\r\n0\r\nx-trailer: 1\r\n\r\n"
 )
-EMPTY = b"HTTP/1.1 204 No Content\r\nx-empty:\r\n\r\n"
-CLOSING = OK.replace(b"X-A: 1", b"connection: close")
 
 
 async def ask(client: HttpUpstream, script: Script) -> bytes:
@@ -36,10 +34,10 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
     [
         (OK, b"ok", 1),
         (CHUNKED, b"ok", 1),
-        (EMPTY, b"", 1),
+        (b"HTTP/1.1 204 No Content\r\nx-empty:\r\n\r\n", b"", 1),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", 1),
         (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"ok", 1),
-        (CLOSING, b"ok", 2),
+        (OK.replace(b"X-A: 1", b"connection: close"), b"ok", 2),
         (OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),  # answers no other request
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],

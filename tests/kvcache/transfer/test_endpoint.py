@@ -56,7 +56,6 @@ def test_every_wanted_head_is_in_one_group_whose_owners_are_all_that_hold_it(d_t
 
 
 HERE = endpoints(1, 4)[0]
-PEER = endpoints(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ PEER = endpoints(2, 4)
         (HERE, endpoints(2, 6), "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2"),
         (
             HERE,
-            [PEER[0], endpoints(2, 4, block_size=32)[1]],
+            [endpoints(2, 4)[0], endpoints(2, 4, block_size=32)[1]],
             "ranks 0 and 1 differ in block_size: 16 and 32",
         ),
     ],

@@ -179,12 +179,6 @@ def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, 
         assert plan.path == "direct"
 
 
-def test_consecutive_blocks_of_one_geometry_are_one_read():
-    same = Side(1, "BHLCND", 16, tuple(range(1, 9)), 9)
-    plan = simple(same, same).plan(0, staging_bytes=1 << 20)
-    assert (plan.path, plan.descriptors) == ("direct", 1)
-
-
 def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies():
     case = simple(side(4), side(2), heads=1, components=1)
     for d_rank in range(2):

@@ -117,16 +117,6 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig):
     assert decode.wait(*ENDINGS) == PullDrained("a")
 
 
-def test_a_reference_used_twice_is_honoured_once(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
-    remote = prefill.lease([5], 8)
-    decode.pull("a", remote, 0, 8, [3])
-    assert prefill.outcomes() == ["completed"]
-    decode.coordinator.pull("b", remote, 0, 8, [4])
-    failed = decode.wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone)
-
-
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
 def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
     late = ("connection_timeout_s", "pull_timeout_s", "renew_interval_s")

@@ -23,9 +23,9 @@ _OURS = ("kv_transfer_params", MEMBER)
 _USUAL_ANSWER = 256  # tokens, where a request does not say
 
 _decode_object = msgspec.json.Decoder(Body).decode
+_decode_lent = msgspec.json.Decoder(Body | list[Body]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
-
-
 _NULL, _ONE, _FALSE = (msgspec.Raw(text) for text in (b"null", b"1", b"false"))
 _USUAL_LIMITS = ("max_tokens", "max_completion_tokens")
 _LIMITS = {"/v1/responses": ("max_output_tokens",)}  # where they have other names
@@ -60,9 +60,6 @@ def model_of(body: Body) -> str | None:
         return _decode_text(member(body, "model"))
     except msgspec.DecodeError:
         return None
-
-
-_decode_text = msgspec.json.Decoder(str).decode
 
 
 def sanitize(body: Body, least: int | None = None) -> tuple[Body, bool]:
@@ -159,9 +156,6 @@ def _lent(params: msgspec.Raw) -> object:
     if isinstance(found, list):
         return [{SENDER_RELEASES: True, **each} for each in found]
     return {SENDER_RELEASES: True, **found} if found else found
-
-
-_decode_lent = msgspec.json.Decoder(Body | list[Body]).decode
 
 
 def ask(body: Body) -> Ask:

@@ -20,18 +20,17 @@ from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, Said, SideChannel
 
-
-class Kind(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 DOUBTED_S = 30.0  # for which a server that believed no signature is sent none, unless it restarts
 _TOLD = 64  # names in an error
 _MAX_TOKENS = 1 << 24
 _MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
 LISTED = "listed"  # the source that is the command line
 TWIN = "role both"  # the source that is the same server, as one of the other kind
+
+
+class Kind(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(eq=False)

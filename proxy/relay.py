@@ -37,8 +37,6 @@ LOSS_REASONS = [each for each in Failure if each not in (Failure.UNREACHABLE, Fa
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
-
-
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 

@@ -116,8 +116,6 @@ Messages = Annotated[
         description="a list, not empty, of objects with `role` and `content`",
     ),
 ]
-
-
 Verbosity = Annotated[
     Literal["low", "medium", "high"] | None, Field(description="low, medium or high")
 ]

@@ -111,6 +111,7 @@ ModelName = Annotated[
     ),
 ]
 
+_FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
 _LIKE: Final = {float: (int, float)}  # True is no 1
 
@@ -236,9 +237,6 @@ def _shapes(kind: Any) -> Iterator[type[Strict]]:
             inner = get_args(kind)
     for part in inner:
         yield from _shapes(part)
-
-
-_FAULT: Final = "fault"
 
 
 def fault(name: str, told: str) -> PydanticCustomError:

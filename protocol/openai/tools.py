@@ -25,7 +25,6 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 # As engine/text/grammar_compile.py limits it for schemas of their own.
 _FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
-
 FunctionName = Annotated[
     str,
     Field(

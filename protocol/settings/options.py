@@ -31,6 +31,7 @@ Port = Annotated[int, Field(ge=0, le=65535, description="HTTP port (0: a free on
 # Eleven days: the system's own timers, in milliseconds, end at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
+ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
 
 
 class _Absent:
@@ -281,9 +282,6 @@ class DecodeOptions(KVOptions):
     role: Role = "decode"
     """what proxies send it: prefill: prompts, for decode servers to answer; decode: the answers,
     and whole requests; both: either"""
-
-
-ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
 
 
 class AccessOptions(Options):

@@ -29,8 +29,8 @@ INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # No settings but facts about this machine, which every process inherits.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"
-
-
+DNS_SCHEME = "dns+"  # before a URL: its host is a name of many servers
+_URL_FIX = "write http://host:port"
 # What to write for an option, by the name that pydantic gives its type.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LISTS = {f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()}
@@ -110,9 +110,6 @@ _Item = TypeVar("_Item")
 Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
 
 
-_URL_FIX = "write http://host:port"
-
-
 def base_url(url: str) -> str:
     """`url` without a slash at its end. Raises ValueError unless it is http://host:port."""
     try:
@@ -130,9 +127,6 @@ def base_url(url: str) -> str:
     if problem:
         raise ValueError(f"{short_repr(url)} {problem}; {_URL_FIX} alone, the port above 0")
     return f"{parts.scheme}://{parts.netloc}"
-
-
-DNS_SCHEME = "dns+"  # before a URL: its host is a name of many servers
 
 
 def server_url(url: str) -> str:

@@ -232,7 +232,8 @@ class State:
         """Counts since the servers' starts, to be compared where `of` is the same."""
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, known in self._known.items():
-            sums[server.kind.value].update(known.told.values)
+            if server.kind is Kind.DECODE or not self._fleet.find(Kind.DECODE, server.url):
+                sums[server.kind.value].update(known.told.values)  # once, if it is of both kinds
         for name in {name for counts in sums.values() for name in counts} - self._columns.keys():
             if len(self._columns) < MAX_COLUMNS:
                 self._columns[name], self._columns_changed = len(self._columns), self._next()

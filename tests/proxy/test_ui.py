@@ -132,6 +132,16 @@ async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_call
         assert "127.0.0.1" not in found["servers"]["decode-0"]["reason"]
 
 
+async def test_a_server_that_takes_either_leg_is_shown_twice_and_counted_once():
+    both = Fake(decodes, role="both")
+    both.on_stats = Tells(baton_requests_running=3.0)
+    async with Rig([both], [], fixed_series=False) as rig:
+        found = await looks_until(rig, lambda found: "decode-0" in found["names"])
+        found = await looks_until(rig, lambda found: found["servers"]["decode-0"]["values"])
+        last = found["points"][-1]
+        assert (len(found["names"]), last["prefill"], last["decode"]) == (2, [0], [3.0])
+
+
 async def test_rings_are_bounded(monkeypatch):
     for name in ("MAX_REQUESTS", "MAX_RUNNING", "MAX_COLUMNS", "MAX_POINTS"):
         monkeypatch.setattr(state, name, 3)

@@ -9,8 +9,8 @@ without ever blocking: who asks keeps the nonce. A message on the wire is its MA
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
@@ -86,7 +86,7 @@ class LeaseServer:
         self._lock = threading.RLock()  # of the leases, and of what is said over wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
-        names = ("granted", "renewed", "gone", "refused", "metadata_sent", "internal_errors")
+        names = ("renewed", "gone", "refused", "metadata_sent", "internal_errors")
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
         own = bind_host or host
         self._listener = listen(own, port, "--side-channel-port")
@@ -119,46 +119,17 @@ class LeaseServer:
         lease_id = new_id()
         with self._lock:
             self._table.grant(lease_id, request_id, block_ids, lease_s, self._clock())
-            self._counters["granted"] += 1
         return lease_id
 
-    # Of prompts that are told of while they are computed; as of Offers. Any thread.
-
-    def expect(
-        self, transfer_id: str, request_id: str, prompt_digest: str, lease_s: float, block_size: int
-    ) -> None:
-        told = transfer_id, request_id, prompt_digest, lease_s, block_size
+    @contextmanager
+    def offers(self) -> Iterator[tuple[Offers[Wire], float]]:
+        """The prompts that are told of while they are computed, and the time; readers hear at once
+        of what is done with them. Any thread."""
         with self._lock:
-            self._offers.expect(*told, self._clock())
-
-    def wanted(self, transfer_id: str) -> int | None:
-        with self._lock:
-            return self._offers.wanted(transfer_id)
-
-    def leased(self, transfer_id: str) -> tuple[str, list[int]] | None:
-        with self._lock:
-            return self._offers.leased(transfer_id)
-
-    def grow(self, transfer_id: str, block_ids: Iterable[int], *, seals: bool = False) -> bool:
-        with self._lock:
-            begins = self._offers.leased(transfer_id) is None
-            told = transfer_id, new_id(), block_ids, self._clock()
-            has_grown = self._offers.grow(*told, seals=seals)
-            self._counters["granted"] += begins and has_grown
+            yield self._offers, self._clock()
             self._tell_readers()
-        return has_grown
-
-    def tell_end(
-        self, transfer_id: str, lease_id: str, block_ids: Iterable[int], reference: bytes
-    ) -> None:
-        with self._lock:
-            self._offers.tell_end(transfer_id, lease_id, block_ids, reference, self._clock())
-            self._tell_readers()
-
-    def withdraw(self, transfer_id: str) -> None:
-        with self._lock:
-            self._offers.withdraw(transfer_id, self._clock())
-        self._waker.wake()
+        if self._table.has_ended:
+            self._waker.wake()
 
     def abort(self, lease_id: str) -> bool:
         """Ends a lease nobody will come for; False when it was gone already. Any thread."""
@@ -185,7 +156,8 @@ class LeaseServer:
         """Events since the start, and `held`, the leases held now. Any thread."""
         with self._lock:
             ended = {state.value: self._table.ended_counts[state] for state in LeaseState}
-            return {**self._counters, **ended, "held": self._table.num_held}
+            own = {"held": self._table.num_held, "granted": self._table.num_granted}
+            return {**self._counters, **ended, **own}
 
     def close(self) -> None:
         """Stops the thread; leases still held end as ABORTED and can be drained."""

@@ -95,22 +95,23 @@ class Offers(Generic[R]):
         now: float,
         *,
         seals: bool = False,
-    ) -> bool:
+    ) -> str:
         """These blocks are complete on every rank. The first ones come under a lease of this new
-        id, later ones under the same. False: that has ended, and the blocks stay the caller's."""
+        id, later ones under the same. The lease's id; empty: that has ended, and the blocks stay
+        the caller's."""
         offer = self._offers[transfer_id]
         if offer.has_ended:
-            return False
+            return ""
         if not offer.lease_id:
             self._table.grant(lease_id, offer.request_id, (), offer.lease_s, now, grows=True)
             self._name(transfer_id, offer, lease_id)
         more = list(block_ids)
         if not self._table.grow(offer.lease_id, more, now, seals=seals):
-            return False
+            return ""
         offer.block_ids += more
         if not seals:  # else it is told with the reference
             self._news.add(transfer_id)
-        return True
+        return offer.lease_id
 
     def tell_end(
         self,

@@ -16,6 +16,7 @@ from engine.core.sequence import Sequence
 from kvcache.blocks import BlockState
 from kvcache.groups import held
 from kvcache.lease_server import LeaseServer
+from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
 from protocol.handshake import Found, Lookup
 from protocol.messages import FirstToken, RemotePrefill, call_of
@@ -42,7 +43,8 @@ class Lender(KVConnector):
         if name := sequence.request.transfer_id:
             digest, config = kv_params.prompt_digest(sequence.request.token_ids), self._config
             size = config.block_size
-            self._leases.expect(name, sequence.request_id, digest, config.lease_s, size)
+            with self._leases.offers() as (offers, now):
+                offers.expect(name, sequence.request_id, digest, config.lease_s, size, now)
             self._named[name] = sequence.request_id
 
     def _name_of(self, sequence: Sequence) -> str:
@@ -60,25 +62,26 @@ class Lender(KVConnector):
             return  # as another one would, or on_finish does
         if scheduler.limits.groups.drops:
             return  # preempted, it would not find what its windows have passed
-        first = self._leases.wanted(name)
-        if first is None or first >= num_tokens // size:
-            return
-        blocks = sequence.block_ids[first : num_tokens // size]
-        if self._grow(name, blocks) and not first and (leased := self._leases.leased(name)):
-            self._by_request[sequence.request_id] = leased[0]
+        with self._leases.offers() as (offers, _):
+            first = offers.wanted(name)
+        if first is not None and first < num_tokens // size:
+            self._grow(sequence, name, sequence.block_ids[first : num_tokens // size])
 
-    def _grow(self, name: str, blocks: list[int], *, seals: bool = False) -> bool:
-        allocator = self.core.scheduler.allocator
-        allocator.lease(held(blocks))
-        if has_grown := self._leases.grow(name, blocks, seals=seals):
-            return has_grown
-        allocator.end_lease(held(blocks))
-        return False
+    def _grow(
+        self, sequence: Sequence, name: str, blocks: list[int], *, seals: bool = False
+    ) -> None:
+        """Unless its lease has ended."""
+        with self._leases.offers() as (offers, now):
+            lease_id = offers.grow(name, new_id(), blocks, now, seals=seals)
+        if lease_id:
+            self.core.scheduler.allocator.lease(held(blocks))
+            self._by_request[sequence.request_id] = lease_id
 
     def on_end(self, sequence: Sequence) -> None:
         if name := self._name_of(sequence):
             del self._named[name]
-            self._leases.withdraw(name)
+            with self._leases.offers() as (offers, now):
+                offers.withdraw(name, now)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         if not (sequence.is_moving or (sequence.request.retain_kv and not sequence.choice)):
@@ -89,10 +92,11 @@ class Lender(KVConnector):
             return None  # the windows of the prompt's end have passed
         table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
-        lease_id, leased = self._leases.leased(name) or ("", [])
+        with self._leases.offers() as (offers, now):
+            lease_id, leased = offers.leased(name) or ("", [])
         block_ids = [*leased, *table[len(leased) :]]
         if lease_id:  # who gave it up wants no more
-            self._grow(name, block_ids[len(leased) :], seals=True)
+            self._grow(sequence, name, block_ids[len(leased) :], seals=True)
         else:
             self.core.scheduler.allocator.lease(held(block_ids))
             lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
@@ -103,7 +107,9 @@ class Lender(KVConnector):
             self._leases.abort(lease_id)  # nobody will hear of it
             raise
         if name:
-            self._leases.tell_end(name, lease_id, block_ids, msgspec.json.encode(params))
+            reference = msgspec.json.encode(params)
+            with self._leases.offers() as (offers, now):
+                offers.tell_end(name, lease_id, block_ids, reference, now)
         return params
 
     def _params(

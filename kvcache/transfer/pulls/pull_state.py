@@ -59,7 +59,6 @@ from protocol.messages import RemotePrefill
 
 _MIN_RENEW_S, _SUBSCRIBE_S = 0.02, 1.0  # between renewals at least, of subscriptions at most
 _NO_FAULTS = InternalError.code, PullWithheld.code, PeerIncompatible.code  # of the peer
-_LEASE_FIELDS = "lease_id", "lease_s", "block_size"  # of Progress and of RemotePrefill
 _NEVER = float("inf")
 
 
@@ -104,7 +103,6 @@ class PullState:
         self.phase = Phase.HELD
         self.planned = _NEVER
         self.drained_told = False
-        self._lease = {"incarnation": remote.incarnation, "lease_id": remote.lease_id}
         self._num_ranks, self._settings = num_ranks, settings
         self._order: Pull | None = None
         self._tokens_per_block = tokens_per_block
@@ -150,13 +148,13 @@ class PullState:
     def abort(self, how: str = "abort") -> AbortLease:
         """Nobody waits for its answer. Where no lease is known yet, it ends a subscription; "lend":
         another engine may subscribe."""
-        name = self._lease["lease_id"] or self.remote.transfer_id or ""
-        lease = self._lease | {"lease_id": name}
+        named = "" if how == "lend" else self.remote.lease_id
+        lease = self._lease | {"lease_id": named or self.remote.transfer_id or ""}
         return AbortLease(nonce=f"{how}-{self.attempt_id}", **lease)
 
     @property
-    def _has_lease(self) -> bool:
-        return bool(self._lease["lease_id"])
+    def _lease(self) -> dict[str, str]:
+        return {"incarnation": self.remote.incarnation, "lease_id": self.remote.lease_id}
 
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""
@@ -205,10 +203,9 @@ class PullState:
         if not self._grows or progress.first > len(self._blocks):
             return []
         told: list[Action] = []
-        if not self._has_lease:
-            self._lease["lease_id"] = progress.lease_id
-            known = {name: getattr(progress, name) for name in _LEASE_FIELDS}
-            self.remote = replace(self.remote, **known)
+        if not self.remote.lease_id:
+            known = {"lease_s": progress.lease_s, "block_size": progress.block_size}
+            self.remote = replace(self.remote, lease_id=progress.lease_id, **known)
             told.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
             return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
@@ -316,7 +313,6 @@ class PullState:
             return []
         self._cancelled = True
         if lend and self.is_untouched:
-            self._lease["lease_id"] = ""  # the subscription ends, its lease may serve another
             unsubscribe = [self.abort("lend")] if self._grows else []
             return self._ended(self._tell_drained(), *unsubscribe)
         if self.phase is Phase.DRAINING:
@@ -398,7 +394,7 @@ class PullState:
         # Only now may P reuse the blocks early: reads of freed blocks would be harmless here, as
         # nothing uses the bytes, but P's memory may be unmapped or given to others.
         abort: list[Action] = [] if isinstance(self._error, LeaseGone) else [self.abort()]
-        if self._grows and abort and not self._has_lease:  # P may not have heard of it yet
+        if self._grows and abort and not self.remote.lease_id:  # P may not have heard of it yet
             abort.insert(0, self._subscribe())
         if self._cancelled or self._failure_told:
             return self._ended(self._tell_drained(), *abort)

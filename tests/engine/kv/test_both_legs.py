@@ -99,7 +99,7 @@ def test_what_is_lent_by_half_goes_before_who_does_not_fit_beside_it(make_pair):
     """In a pool of one sequence: a stream has preempted it, and then itself."""
     pair, prompt = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3), PROMPT[:40]
     ours, theirs = pair.both(prompt, order="d")
-    pair.until(lambda: pair.leases.wanted(f"{ours}-0") == 0)
+    pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
     for messages in ([add("stream", [5] * 9, 55)], [], [], []):
         pair.p.core.round(messages)
     pair.p.core.round([add(ours, prompt, 1, retain_kv=True, transfer_id=f"{ours}-0")])

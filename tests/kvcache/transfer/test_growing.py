@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
 from protocol.errors import KVCorrupt, PeerUnreachable, PullTimeout
 from protocol.messages import RemotePrefill
@@ -39,7 +40,13 @@ class Prompt:
 
     def come(self) -> None:
         size = self.prefill.layouts[0].block_size
-        self.prefill.server.expect(self.name, "r", "d", 60.0, size)
+        with self.prefill.server.offers() as (offers, now):
+            offers.expect(self.name, "r", "d", 60.0, size, now)
+
+    @property
+    def is_wanted(self) -> bool:
+        with self.prefill.server.offers() as (offers, _):
+            return offers.wanted(self.name) is not None
 
     @property
     def is_computed(self) -> bool:
@@ -52,21 +59,22 @@ class Prompt:
     def compute(self, num_tokens: int) -> bool:
         """A chunk; with the last one the prompt ends. Whether somebody heard of it."""
         count = max(1, num_tokens // self.prefill.layouts[0].block_size)
-        stop, server = min(self.num_done + count, len(self.blocks)), self.prefill.server
+        stop = min(self.num_done + count, len(self.blocks))
         for rank, pool in enumerate(self.prefill.pools):
             before = pool.canonical.clone()
             fill(pool, rank, self.prefill.tp, self.prefill.heads)
             for block in set(range(32)).difference(self.blocks[:stop]):
                 pool.canonical[block] = before[block]
         self.num_done, ends = stop, stop == len(self.blocks)
-        if server.wanted(self.name) is None and not ends:
+        if not (self.is_wanted or ends):
             return False
-        first = len((server.leased(self.name) or ("", []))[1])
-        has_grown = server.grow(self.name, self.blocks[first:stop], seals=ends)
-        if ends:
-            lease_id, blocks = server.leased(self.name) or ("", [])
-            server.tell_end(self.name, lease_id, blocks, b"reference")
-        return has_grown
+        with self.prefill.server.offers() as (offers, now):
+            first = len((offers.leased(self.name) or ("", []))[1])
+            lease_id = offers.grow(self.name, new_id(), self.blocks[first:stop], now, seals=ends)
+            if ends:
+                lease_id, blocks = offers.leased(self.name) or ("", [])
+                offers.tell_end(self.name, lease_id, blocks, b"reference", now)
+        return bool(lease_id)
 
     @property
     def whole(self) -> RemotePrefill:
@@ -118,7 +126,7 @@ def test_what_is_there_is_read_while_the_rest_is_computed(rig, at, subscribes_at
         if chunk == pulls_at:
             decode.coordinator.pull("a", prompt.remote, start, NUM_TOKENS, blocks)
         if subscribes_at <= chunk and not prompt.is_computed:
-            decode.until(lambda: prefill.server.wanted("t") is not None)
+            decode.until(lambda: prompt.is_wanted)
         if not prompt.is_computed:
             prompt.compute(random.Random(chunk).randint(1, 3) * 8)
         there = prompt.num_told_tokens // per_block * per_block
@@ -137,7 +145,7 @@ def subscribed(rig: Any, verify: str = "off", **settings: float) -> tuple[Prefil
     decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})
     prompt = Prompt(prefill)
     decode.coordinator.pull("a", prompt.remote, 0, NUM_TOKENS, local_blocks(decode))
-    decode.until(lambda: prefill.server.wanted("t") is not None)
+    decode.until(lambda: prompt.is_wanted)
     assert prompt.compute(16)
     until_read(decode, prompt, 0, 16)
     return prefill, decode, prompt
@@ -182,7 +190,7 @@ def test_one_of_two_borrowers_of_a_growing_lease_gets_it(rig):
 def test_a_borrower_whose_connection_was_lost_hears_what_it_missed(rig):
     prefill, decode, prompt = subscribed(rig, renew_interval_s=0.05)
     drop_connections(prefill)
-    decode.until(lambda: prefill.server.wanted("t") is not None)
+    decode.until(lambda: prompt.is_wanted)
     prompt.compute(99)
     decode.done("a")
     assert_pulled(decode, prompt.whole, local_blocks(decode), 0, NUM_TOKENS)

@@ -171,8 +171,9 @@ def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(server, c
     )
 
     def compute() -> None:
-        server.expect("x-0", "r", "d", 30.0, 16)
-        server.tell_end("x-0", lease, [3], b"{}")
+        with server.offers() as (offers, now):
+            offers.expect("x-0", "r", "d", 30.0, 16, now)
+            offers.tell_end("x-0", lease, [3], b"{}", now)
 
     if comes_first:
         compute()

@@ -271,10 +271,12 @@ class Borrower(KVConnector):
 
     def _compute_where_all_wait(self) -> None:
         """Who has this engine's blocks may wait for blocks of an engine whose blocks are held for
-        who waits here, and both would for ever: the last of these lets go, one a round."""
+        who waits here, and both would for ever: the last of these lets go, one a round, or beside
+        streams one in so long."""
         scheduler, now = self.core.scheduler, time.monotonic()
         self._stands_since = min(self._stands_since, now) if scheduler.stands else math.inf
         if now - self._stands_since >= _STANDS_S:
+            self._stands_since = now if scheduler.running else self._stands_since
             for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
                 told = f"nobody who waits got KV blocks for {_STANDS_S} s: others have them"
                 self._give_up_untouched(sequence, PullWithheld(told))

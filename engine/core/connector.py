@@ -44,9 +44,8 @@ class KVConnector:
         """The sequence has RECEIVING blocks; the connector starts the pull into them."""
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 
-    def on_computed(self, sequence: Sequence, num_before: int) -> None:
-        """A step has computed more of a prompt with a transfer id, on this rank. What was there
-        before that step, `num_before` tokens, is there on every rank."""
+    def on_computed(self, sequence: Sequence) -> None:
+        """A step has computed more of a prompt with a transfer id, on every rank."""
 
     def on_end(self, sequence: Sequence) -> None:
         """Nothing more is computed for a request with a transfer id."""

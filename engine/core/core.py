@@ -361,7 +361,7 @@ class EngineCore(CoreServices):
         sequence = item.sequence
         self.scheduler.computed(item)
         if sequence.request.transfer_id is not None:
-            self.connector.on_computed(sequence, item.start)
+            self.connector.on_computed(sequence)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += scored
             self._output.prompt_logprobs(sequence)

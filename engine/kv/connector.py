@@ -28,8 +28,8 @@ class Connector(KVConnector):
     def on_receive(self, sequence: Sequence) -> None:
         self._borrower.on_receive(sequence)
 
-    def on_computed(self, sequence: Sequence, num_before: int) -> None:
-        self._lender.on_computed(sequence, num_before)
+    def on_computed(self, sequence: Sequence) -> None:
+        self._lender.on_computed(sequence)
 
     def on_end(self, sequence: Sequence) -> None:
         self._lender.on_end(sequence)

@@ -52,20 +52,19 @@ class Lender(KVConnector):
         name = sequence.request.transfer_id or ""
         return name if self._named.get(name) == sequence.request_id else ""
 
-    def on_computed(self, sequence: Sequence, num_before: int) -> None:
+    def on_computed(self, sequence: Sequence) -> None:
         """Leases what is full of the prompt to who listens. It stays so though the sequence be
         preempted: it finds these blocks in the prefix index then, so that it needs no others."""
-        name, size = self._name_of(sequence), self._config.block_size
-        num_tokens = num_before if self._config.tp > 1 else sequence.num_computed
-        scheduler = self.core.scheduler
+        name, scheduler = self._name_of(sequence), self.core.scheduler
         if scheduler.prefix is None or sequence.num_computed >= len(sequence.token_ids):
             return  # as another one would, or on_finish does
         if scheduler.limits.groups.drops:
             return  # preempted, it would not find what its windows have passed
         with self._leases.offers() as (offers, _):
             first = offers.wanted(name)
-        if first is not None and first < num_tokens // size:
-            self._grow(sequence, name, sequence.block_ids[first : num_tokens // size])
+        num_full = sequence.num_computed // self._config.block_size
+        if first is not None and first < num_full:
+            self._grow(sequence, name, sequence.block_ids[first:num_full])
 
     def _grow(
         self, sequence: Sequence, name: str, blocks: list[int], *, seals: bool = False

@@ -3,8 +3,9 @@
 First the ranks agree: that all have started, on the blocks that all can hold, on where everybody's
 KV lies. Each tells rank 0, which tells all of them the outcome. Then come steps,
 and at the end an empty one. Steps are not answered: rank 0 takes part in each of them, and the
-collectives of the forward pass keep all ranks together: a step whose tokens rank 0 has drawn was
-computed on all. A rank that dies ends the engine (its parent watches every rank).
+collectives of the forward pass keep all ranks together: when a step has ended on rank 0, its KV is
+written on all, as the last layer adds up what follows from it. A rank that dies ends the engine
+(its parent watches every rank).
 """
 
 import os

@@ -40,6 +40,7 @@ from protocol.errors import (
     BatonError,
     InternalError,
     KVCorrupt,
+    KVParamsRejected,
     Overloaded,
     PullWithheld,
     RemoteKVError,
@@ -318,7 +319,13 @@ class Borrower(KVConnector):
         sequence = self._remote.get(event.pull_id)
         if sequence is None:
             return
-        params, request = kv_params.parse(msgspec.json.decode(event.reference)), sequence.request
+        request = sequence.request
+        try:
+            params = kv_params.parse(msgspec.json.decode(event.reference))
+        except (KVParamsRejected, msgspec.DecodeError) as error:  # its KV is pulled all the same
+            logger.warning("request %s: %s (drawing its first token here)", event.pull_id, error)
+            self._totals["baton_kv_first_tokens_redrawn"] += 1
+            return
         is_usable = kv_params.are_first_tokens_of(params, request, request.sampling.seed)
         if not is_usable and request.max_tokens:
             self._totals["baton_kv_first_tokens_redrawn"] += 1

@@ -61,6 +61,15 @@ def test_a_token_drawn_otherwise_is_drawn_again(pair):
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
 
 
+def test_of_a_reference_that_cannot_be_read_the_kv_is_used(pair, monkeypatch):
+    """P has another version: that must not end the engine, and with it all streams."""
+    monkeypatch.setattr("engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"})
+    _, name = pair.both(PROMPT)
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    assert pair.d.kv(name) == (44, 1, 0)
+    assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
+
+
 @pytest.mark.parametrize("who", ["p", "d"])
 @pytest.mark.parametrize("num_rounds", range(6))
 def test_an_abort_of_either_leg_ends_both(make_pair, who, num_rounds):

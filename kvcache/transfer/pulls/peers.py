@@ -169,8 +169,6 @@ class PeerTable:
         except PlanError as error:  # its blocks are none that ours can be cut from
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
-            for other in self.at(peer.address):
-                other.metadata = None  # it was restarted
             peer.is_asked, peer.metadata, peer.failures = False, metadata, 0
             self.outcomes["ok"] += 1
 

@@ -165,10 +165,8 @@ def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(server, c
     nobody wants it, before the prompt comes."""
     about = {"transfer_id": "x-0", "prompt_digest": "d"}
     remote = replace(REMOTE, lease_id="", block_ids=[], **about)
-    reader, lease = (
-        PullState("p", remote, 1, PullSettings(), "a", 0.0),
-        server.grant("r", [3], 30.0),
-    )
+    reader = PullState("p", remote, 1, PullSettings(), "a", 0.0)
+    lease = server.grant("r", [3], 30.0)
 
     def compute() -> None:
         with server.offers() as (offers, now):

@@ -110,19 +110,6 @@ def test_a_suspected_peer_is_asked_anew_but_a_failed_one_keeps_its_back_off():
     assert peers.connect(REMOTE, 1.5).error
 
 
-def test_of_the_peers_that_were_at_an_address_only_the_latest_is_remembered():
-    peers = table()
-    elsewhere = msgspec.structs.replace(REMOTE, port=REMOTE.port + 1, engine_id="other")
-    peers.metadata_came(peers.connect(elsewhere, 0.0), metadata(engine_id="other"), 0.0)
-    for incarnation in "abc":
-        remote = msgspec.structs.replace(REMOTE, incarnation=incarnation)
-        peers.metadata_came(peers.connect(remote, 0.0), metadata(incarnation=incarnation), 0.0)
-    known = [peers.get(("P", incarnation)) for incarnation in "abc"]
-    assert [bool(peer and peer.metadata) for peer in known] == [False, False, True]
-    other = peers.get(("other", "i"))
-    assert other is not None and other.metadata is not None
-
-
 def test_remembered_failures_are_bounded():
     peers = table()
     for index in range(3000):

@@ -85,7 +85,7 @@ class Borrower(KVConnector):
             the error. Either way nobody receives text from the bytes that failed.
         quarantine_timeout_s: longest wait of a request for blocks that only the end of hanging
             READs can give it.
-        rates: say whether a prefix that is hinted at is pulled; None: never.
+        rates: say whether a prefix that is hinted at is pulled.
         engine_id: its own.
     """
 
@@ -93,12 +93,11 @@ class Borrower(KVConnector):
         self,
         coordinator: PullCoordinator,
         policy: str,
-        quarantine_timeout_s: float = 30.0,
-        rates: Rates | None = None,
-        engine_id: str = "",
+        quarantine_timeout_s: float,
+        rates: Rates,
+        engine_id: str,
     ) -> None:
-        self._coordinator = coordinator
-        self._recomputes, self._policy = policy == "recompute", policy
+        self._coordinator, self._policy = coordinator, policy
         self._quarantine_timeout_s = quarantine_timeout_s
         self._rates, self._engine_id = rates, engine_id
         self._looking: dict[str, Sequence] = {}  # while somebody is asked for a prefix
@@ -134,9 +133,7 @@ class Borrower(KVConnector):
     def _looks_up(self, sequence: Sequence) -> bool:
         """Asks who is said to hold the prompt's beginning, where that is worth while."""
         hint, rates, scheduler = sequence.request.hint, self._rates, self.core.scheduler
-        if hint is None or rates is None or sequence.is_scoring:
-            return False
-        if hint.engine_id == self._engine_id:
+        if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
             return False
         tables, index, tokens = scheduler.tables, scheduler.prefix, sequence.token_ids
         wanted = tables.reach(sequence, sequence.num_prompt_tokens - 1)
@@ -168,8 +165,7 @@ class Borrower(KVConnector):
         elif remote is None:
             self.core.enqueue(sequence)
         else:
-            if self._rates is not None:
-                self._rates.looked_up(key_of(remote), event.seconds)
+            self._rates.looked_up(key_of(remote), event.seconds)
             sequence.remote = remote
             self._await(sequence, remote)
 
@@ -201,7 +197,7 @@ class Borrower(KVConnector):
 
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times
-        if self._rates is not None and times.drawn is not None and times.admitted is not None:
+        if times.drawn is not None and times.admitted is not None:
             seconds = times.drawn - (times.pulled or times.admitted)
             self._rates.computed(sequence.num_recomputed, seconds)
         if sequence.remote is not None:  # it ended with the first token, before any pull
@@ -346,7 +342,7 @@ class Borrower(KVConnector):
         elif event.verified != "off":
             self._totals["baton_kv_verified_tokens"] += event.num_tokens
         self._transfer_seconds.observe(event.seconds)
-        if self._rates is not None and sequence.remote is not None:
+        if sequence.remote is not None:
             self._rates.pulled(key_of(sequence.remote), event.nbytes, event.seconds)
         times = sequence.times
         if times.admitted is not None:  # the pull began with that
@@ -355,29 +351,24 @@ class Borrower(KVConnector):
         self.core.scheduler.received(sequence)
 
     def _on_failed(self, event: PullFailed) -> None:
+        """Blocks that a read may still write to are quarantined."""
         if isinstance(event.error, KVCorrupt):
             self._totals["baton_kv_verify_failures"] += 1
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return
         sequence.times.pulled = time.monotonic()
-        if sequence.phase is Phase.RECEIVING:
-            self._recover_blocks(sequence, event)
-        else:
-            self._give_up_remote(sequence, event.error)
-
-    def _recover_blocks(self, sequence: Sequence, event: PullFailed) -> None:
-        """A pull failed under way. Blocks that a read may still write to are quarantined."""
         scheduler = self.core.scheduler
-        if event.drained and self._may_recompute(sequence):
-            self._count_failure(sequence, event.error)
-            scheduler.recompute_in_place(sequence)
-            return
-        fresh = scheduler.abandon(sequence, quarantine=not event.drained)
-        if event.drained:
-            scheduler.allocator.drained(fresh)
-        else:
-            self._undrained[event.pull_id] = fresh
+        if sequence.phase is Phase.RECEIVING:
+            if event.drained and self._may_recompute(sequence):
+                self._count_failure(sequence, event.error)
+                scheduler.recompute_in_place(sequence)
+                return
+            fresh = scheduler.abandon(sequence, quarantine=not event.drained)
+            if event.drained:
+                scheduler.allocator.drained(fresh)
+            else:
+                self._undrained[event.pull_id] = fresh
         self._give_up_remote(sequence, event.error)
 
     def _give_up_untouched(self, sequence: Sequence, error: BatonError) -> None:
@@ -402,7 +393,7 @@ class Borrower(KVConnector):
 
     def _may_recompute(self, sequence: Sequence) -> bool:
         """Nobody asked for the pull of a prefix: that it failed is no client's concern."""
-        return self._recomputes or sequence.request.remote is None
+        return self._policy == "recompute" or sequence.request.remote is None
 
     def _count_failure(self, sequence: Sequence, error: BatonError) -> None:
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1

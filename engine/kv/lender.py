@@ -91,7 +91,7 @@ class Lender(KVConnector):
             return None  # the windows of the prompt's end have passed
         table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
-        with self._leases.offers() as (offers, now):
+        with self._leases.offers() as (offers, _):
             lease_id, leased = offers.leased(name) or ("", [])
         block_ids = [*leased, *table[len(leased) :]]
         if lease_id:  # who gave it up wants no more

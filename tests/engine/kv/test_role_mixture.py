@@ -23,6 +23,7 @@ from engine.core.core import EngineCore
 from engine.core.sequence import Phase
 from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
+from engine.kv.rates import Rates
 from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
 from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
@@ -157,7 +158,8 @@ class _Mixture:
         self.content: dict[str, list[int]] = {}  # of leases
         self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
         fake: Any = self.coordinator
-        self.role = Borrower(fake, self.policy, self.quarantine_timeout_s)
+        rates = Rates("never", 1, 1.0)
+        self.role = Borrower(fake, self.policy, self.quarantine_timeout_s, rates, "d")
         self.core, _, self.out = make_core(
             executor=self.executor, role=self.role, num_blocks=num_blocks, block_size=size,
             max_num_seqs=self.max_num_seqs,

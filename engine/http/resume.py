@@ -167,6 +167,7 @@ class Framing:
         """Keeps what was taken, of an answer that is told whole, for the case that it moves."""
         if self.is_movable and self.may_move:
             self._held.append(self.wrap(b""))
+        self._entries.clear()  # of one that cannot move nothing is wanted
 
     def moved(self, params: dict[str, Any]) -> bytes:
         """The end of a stream that goes on where its KV is wanted from here."""

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine.http.resume import Framing
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
 from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
@@ -244,6 +245,18 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
         assert found.headers["content-type"] == "application/json" and found.status_code == 200
         known = [one.token_ids for one in other.engine.added[-1].known]
         assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
+
+
+@pytest.mark.parametrize(("is_movable", "num_kept"), [(False, 0), (True, 2)])
+def test_an_answer_keeps_its_tokens_only_while_it_could_move(is_movable, num_kept):
+    origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
+    framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
+    for size in (1, resume.MAX_KEPT_BYTES, 1):
+        framing.take(0, TokenDelta(request_id="a", token_ids=[5] * size))
+        framing.hold()
+        assert b" []\n" in framing.wrap(b""), "nothing else is kept of them"
+    kept = resume.Frames().feed(framing.moved({}))
+    assert [text.startswith(b"[[0,") for text, _ in kept].count(True) == num_kept
 
 
 async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):

@@ -54,12 +54,9 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
 
 def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
     """Raises InvalidRequest for what this model or this server cannot do."""
-    if parsed.stop_token_ids:
-        check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
-    if parsed.logit_bias:
-        check_token_ids(parsed.logit_bias, vocab_size, "logit_bias")
-    if parsed.allowed_token_ids:
-        check_token_ids(parsed.allowed_token_ids, vocab_size, "allowed_token_ids")
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if ids := getattr(parsed, name):
+            check_token_ids(ids, vocab_size, name)
     if parsed.num_candidates > max_num_seqs:
         param = "n" if parsed.n > max_num_seqs else "best_of"
         raise InvalidRequest(

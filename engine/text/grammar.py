@@ -168,8 +168,7 @@ class GrammarState:
     def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
         self._told = token_ids, first_output
         if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
-            if self._matcher is not None:
-                self._matcher.reset()
+            self._matcher = self._begin and self._begin.deep_copy()  # reset mends no failed one
             self._recent = []
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         return list(token_ids[first_output + self._num_consumed :])

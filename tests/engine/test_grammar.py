@@ -159,7 +159,8 @@ def test_what_may_follow_and_end(compiler, tokenizer, kind, text, stop, min_toke
         assert isinstance(state.ending.error, expected)
 
 
-def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer):
+@pytest.mark.parametrize("first", ["{", "no beginning"])
+def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
     """Taking a first token back, or following late, changes nothing."""
     given = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
@@ -167,7 +168,7 @@ def test_a_state_is_a_function_of_the_outputs(compiler, tokenizer):
     for end in range(2, len(outputs) + 1):
         steps.follow(outputs[:end], 2)
     at_once.follow(outputs, 2)
-    taken_back.follow([5, 6, *tokenizer.encode("{")], 2)
+    taken_back.follow([5, 6, *tokenizer.encode(first)], 2)
     taken_back.follow([5, 6], 2)
     taken_back.follow(outputs, 2)
     masks = [allowed(compiler, state) for state in (steps, at_once, taken_back)]

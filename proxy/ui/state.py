@@ -22,7 +22,7 @@ from protocol.numbers import MAX_ID_CHARS, STATS_PATH, Numbers, Served
 from protocol.process.logging import get_logger
 from proxy.membership import Fleet, Kind, Server
 from proxy.relay import Reply, RequestTrace
-from proxy.upstream import HttpUpstream, UpstreamError, within
+from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 
 logger = get_logger(__name__)
 
@@ -114,7 +114,8 @@ class State:
         if not self.is_on:
             return
         self._num_requests += 1
-        told = reply.request_id.decode("latin-1")[:MAX_ID_CHARS]
+        sent = as_text(reply.request_id).encode()  # which the servers call it by
+        told = sent.decode("latin-1")[:MAX_ID_CHARS]
         request = Request(self._num_requests, told, path, reply.trace, reply, self._next())
         self._running[reply] = self._by_id[told] = request
 

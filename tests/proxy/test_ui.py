@@ -83,12 +83,13 @@ async def test_without_it_its_paths_are_unknown_and_nothing_is_noted():
 async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it():
     async with Rig() as rig:
         tells = rig.decode[0].on_stats = Tells(baton_requests_running=1.0)
-        await rig.complete(headers={"x-request-id": "mine"}, prompt="SECRET")
-        tells.served = [served(6, "mine", admitted=0.1, end=0.4), served(5, "another proxy's")]
+        mine = "é".encode().decode("latin-1")
+        await rig.complete(headers={"x-request-id": b"\xe9"}, prompt="SECRET")
+        tells.served = [served(6, mine, admitted=0.1, end=0.4), served(5, "another proxy's")]
         found = await looks_until(rig, lambda found: found["requests"][0]["served"])
         (request,) = found["requests"]
         assert [name for name, _ in request["legs"]] == ["prefill-0", "decode-0"]
-        assert (request["id"], request["status"], request["alone"]) == ("mine", "200", None)
+        assert (request["id"], request["status"], request["alone"]) == (mine, "200", None)
         assert request["served"]["decode-0"]["times"] == {"admitted": 0.1, "end": 0.4}
         assert found["points"][-1]["pd"] == 1
         told = dict(zip(found["columns"], found["points"][-1]["decode"], strict=True))

@@ -97,9 +97,7 @@ def gone(pid: int) -> bool:
 def family(endpoint: str) -> dict[str, Any]:
     """What the proxy and every server say about themselves, by URL."""
     proxy = get(endpoint)
-    urls = [
-        word.split("=", 1)[1] for word in proxy["argv"] if re.match("--(prefill|decode)=", word)
-    ]
+    urls = [arg.split("=", 1)[1] for arg in proxy["argv"] if re.match("--(prefill|decode)=", arg)]
     return {endpoint: proxy, **{url: get(url) for url in urls}}
 
 

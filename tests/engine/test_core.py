@@ -224,9 +224,7 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
         assert out.tokens("a", choice) == expected_output(prompt, 5, choice=choice)
     assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
     assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
-    assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), (
-        "of the last block each its own"
-    )
+    assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), "of the last block its own"
     assert_all_blocks_home(core)
 
 

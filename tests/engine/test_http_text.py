@@ -80,9 +80,7 @@ async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messag
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
-    async with serving(
-        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=1_000_000
-    ) as server:
+    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
         assert [thread != threading.get_ident() for thread in threads] == [aside]
 

@@ -60,11 +60,7 @@ def test_answers_that_go_on_here_wait_in_their_order_and_before_all_others():
     for name in "abc":
         core.round([add(name, [3] * 9, 4, known=[Known([1, 2])])])
     run_until_idle(core)
-    assert list(dict.fromkeys(each.request_id for each in out.deltas)) == [
-        "first",
-        *"abc",
-        "urgent",
-    ]
+    assert list(dict.fromkeys(d.request_id for d in out.deltas)) == ["first", *"abc", "urgent"]
     assert_all_blocks_home(core)
 
 

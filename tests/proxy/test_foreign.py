@@ -100,12 +100,7 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
 @pytest.mark.parametrize(
     ("prefill", "decode", "status", "reason"),
     [
-        (
-            answers(200, {"id": "1", "kv_transfer_params": None}),
-            decodes_as_vllm,
-            200,
-            "no_kv_params",
-        ),
+        (answers(200, {"kv_transfer_params": None}), decodes_as_vllm, 200, "no_kv_params"),
         (answers(500, {"error": {"message": "boom", "code": 500}}), decodes_as_vllm, 200, "error"),
         (answers(400, {"error": {"message": "no", "code": 400}}), decodes_as_vllm, 400, None),
         (prefills_as_vllm, fails(500, "boom"), 500, None),

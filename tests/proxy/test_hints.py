@@ -196,13 +196,11 @@ async def test_the_leg_that_computes_carries_a_hint_which_servers_believe():
 
 @pytest.mark.parametrize(("prefix_blocks", "refused"), [(0, 0), (1000, 1)])
 async def test_a_hint_that_is_not_believed_costs_one_more_request(prefix_blocks, refused):
-    refuses = {
-        "error": {"code": "kv_params_rejected", "param": "kv_transfer_params.hint.signature"}
-    }
+    wrong = {"error": {"code": "kv_params_rejected", "param": "kv_transfer_params.hint.signature"}}
 
     async def behave(call: Any) -> None:
         is_hinted = "hint" in (call.body.get("kv_transfer_params") or {})
-        await (answers(400, refuses) if is_hinted else decodes)(call)
+        await (answers(400, wrong) if is_hinted else decodes)(call)
 
     options = {"routing": "round_robin", "disaggregate": "never", "cluster_secret": SECRET}
     options["prefix_blocks"] = prefix_blocks

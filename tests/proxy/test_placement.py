@@ -94,9 +94,7 @@ def test_a_short_prompt_waits_for_no_long_one_that_is_not_under_way():
     assert prefill.passed_s == Load(1).passed_s
 
 
-@pytest.mark.parametrize(
-    ("running", "waits", "buys"), [(16, 0, True), (0, 0, False), (16, 2, False)]
-)
+@pytest.mark.parametrize(("running", "waits", "buys"), [(16, 0, 1), (0, 0, 0), (16, 2, 0)])
 def test_an_idle_prefill_server_computes_in_time_what_only_busy_decodes_have(running, waits, buys):
     """Each prompt alone would go to the decode server, and so would all that follow."""
     prefill = Load(0, prompts=waits, free_at=0.05 * waits)

@@ -11,9 +11,7 @@ from protocol.errors import EngineDied
 from protocol.http import sse
 from proxy.relay import EventBuffer, end_to_end
 
-STREAM = (
-    b'data: {"n": 1}\n\n: ping\r\n\r\ndata: a\ndata: b\n\nevent: x\ndata: c\n\ndata: [DONE]\n\n'
-)
+STREAM = b'data: {"n": 1}\n\n: hi\r\n\r\ndata: a\ndata: b\n\nevent: x\ndata: c\n\ndata: [DONE]\n\n'
 
 ENDS = [found.end() for found in re.finditer(rb"\n\n|\r\n\r\n", STREAM)]
 

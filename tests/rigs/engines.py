@@ -203,12 +203,7 @@ class Engine:
             return self.movers.placers[-1]
 
         way: dict[str, Any] = {"make_placer": make_placer} if launch_bytes else {}
-        how: dict[str, Any] = {
-            "dcp": dcp,
-            "told_dcp": told_dcp,
-            "convert": convert,
-            "verify": verify,
-        }
+        how = {"dcp": dcp, "told_dcp": told_dcp, "convert": convert, "verify": verify}
         how |= {"staging_bytes": 2**20, "clock": self.clock}
         self._work = Workers(self.pools, agents, compat, secret, settings, **how, **way)
         self.coordinator, self.workers = self._work.coordinator, self._work.workers

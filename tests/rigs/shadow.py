@@ -164,9 +164,7 @@ class ShadowExecutor:
         self.max_tokens_in_step = max(self.max_tokens_in_step, len(step.token_ids))
         batch = step.attention_batch(self.block_size)
         assert not (batch.slot_mapping < self.block_size).any(), "wrote to the null block"
-        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), (
-            "slot written twice"
-        )
+        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "a slot twice"
         self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
         for setup in step.shapes.setups if step.shapes else []:
             self._setups[setup.row] = setup

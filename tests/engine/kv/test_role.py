@@ -23,9 +23,7 @@ HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says wh
 
 def test_every_series_is_there_before_its_first_event(pair):
     stats = pair.d.core.stats()
-    paths = [
-        f"outcome=done,path={path}" for path in ("direct", "staged", "mapped", "mixed", "none")
-    ]
+    paths = [f"outcome=done,path={way}" for way in ("direct", "staged", "mapped", "mixed", "none")]
     peer = ["peer_unreachable", "peer_incompatible", "lease_gone"]
     codes = "transfer_failed kv_corrupt pull_withheld pull_timeout internal_error"
     labels = {

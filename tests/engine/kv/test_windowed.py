@@ -112,9 +112,7 @@ def test_what_is_lent_is_what_its_borrower_needs(seed: int) -> None:
                     if kind != "lend":
                         asked["remote"].first_tokens.clear()
                     if kind == "resume":  # clients have some tokens, not of all choices
-                        outputs = (
-                            windowed_output(prompt, noise(3), groups, at) for at in range(num)
-                        )
-                        asked["known"] = [Known(tokens) for tokens in outputs]
+                        said = (windowed_output(prompt, noise(3), groups, at) for at in range(num))
+                        asked["known"] = [*map(Known, said)]
             name = went_on(group, b, prompt, asked)
             assert kind == "hint" or b.kv(name)[1] <= 1

@@ -43,9 +43,7 @@ class Driven(PullCoordinator):
         """Orders pulls, of which no report comes."""
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
-        while not all(
-            pull_id in self._pulls and self._pulls[pull_id].reads for pull_id in pull_ids
-        ):
+        while not all(each in self._pulls and self._pulls[each].reads for each in pull_ids):
             self.go_on()
         self.commands.clear()
 

@@ -82,9 +82,7 @@ def test_ranks_in_processes_of_their_own(prefill, dcp):
     (done,) = coordinator.drain()
     assert isinstance(done, PullDone), done
     tokens = expected(remote, 0, 24)
-    kept = [
-        tokens[:, heads.start : heads.stop] for heads in (heads_of(r, 2, HEADS) for r in (0, 1))
-    ]
+    kept = [tokens[:, own.start : own.stop] for own in (heads_of(r, 2, HEADS) for r in (0, 1))]
     if dcp == 2:
         nothing = np.zeros_like(tokens[:8])
         kept = [np.concatenate([tokens[:8], tokens[16:]]), np.concatenate([tokens[8:16], nothing])]

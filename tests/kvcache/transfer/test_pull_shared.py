@@ -19,11 +19,8 @@ STAGE = CostModel(1e-3, 1e12, 1e15)  # every descriptor hurts
 
 def table(tokens: int, size: int, of: int = 31) -> list[int]:
     """Scattered, of blocks 1 to `of`."""
-    return (
-        np.random.default_rng(tokens)
-        .permutation(np.arange(1, of + 1))[: -(-tokens // size)]
-        .tolist()
-    )
+    ids = np.random.default_rng(tokens).permutation(np.arange(1, of + 1))
+    return ids[: -(-tokens // size)].tolist()
 
 
 class SmallLaunches(Placer):

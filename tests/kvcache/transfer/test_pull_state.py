@@ -33,9 +33,7 @@ from protocol.messages import ErrorInfo, RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
-SETTINGS = PullSettings(
-    pull_timeout_s=30.0, fence_timeout_s=5.0, fence_retry_s=1.0, drain_grace_s=0.25
-)
+SETTINGS = PullSettings(pull_timeout_s=30, fence_timeout_s=5, fence_retry_s=1, drain_grace_s=0.25)
 RIGHT = bytes(range(8))  # a digest
 ERROR = ErrorInfo("transfer_failed", "broken")
 ORDER = pull_command("a", REMOTE, 0, 16, [1])

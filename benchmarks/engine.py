@@ -257,7 +257,7 @@ def _tables(
     if needed >= layout.num_blocks:
         raise SystemExit(f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch")
     order = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)[:needed]
-    width = layout.num_blocks_for(num_tokens) * groups.count
+    width = -(-num_tokens // layout.block_size) * groups.count
     tables = np.full((num_seqs, width), NULL_BLOCK, np.int32)
     tables[:, places] = order.reshape(num_seqs, -1)
     return tables

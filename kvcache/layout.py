@@ -100,9 +100,5 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
         """Bytes that one block takes, wherever they lie."""
         return self.block_size * self.token_bytes
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens take, the last one perhaps partly filled."""
-        return -(-num_tokens // self.block_size)
-
 
 _SIZE_FIELDS = LayoutRecord.__struct_fields__[1:-1]  # in the order of AXES

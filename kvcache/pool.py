@@ -1,7 +1,6 @@
 """The memory of a rank's KV cache: one allocation, and strided views of it for every order."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
@@ -9,13 +8,6 @@ from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
 from protocol.handshake import AXES
-
-TORCH_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 
 
 class KVPool:
@@ -54,7 +46,7 @@ class KVPool:
         else:
             self.flat_bytes = torch.frombuffer(self.shared.mapping, dtype=torch.uint8, count=nbytes)
         self.device = self.flat_bytes.device  # with its index
-        dtype = TORCH_DTYPES[layout.dtype]
+        dtype = getattr(torch, layout.dtype)
         # dtype[...six axes in layout.order]
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
         # dtype[B, H, L, C, N, D] whatever the order

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-_ROPE_HEAD_DIMS: Final = (64, 128, 256)
 
 
 @functools.cache
@@ -43,10 +42,6 @@ def rotation() -> Any:
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels can be called for tensors there."""
     return device.type == "cuda" and dtype in _DTYPES
-
-
-def rope_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    return head_dim in _ROPE_HEAD_DIMS and works(device, dtype)
 
 
 def flaw(deviations: Callable[[], Tensor], most: float) -> str:

@@ -1,6 +1,7 @@
 """Rotary position embedding: angles once a step, rotation once a layer."""
 
 import math
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from model import fused_ops
 from model.architectures.rotation import RopeConfig
+
+_FUSED_DIMS: Final = (64, 128, 256)  # of heads that are rotated by a kernel of ours
 
 # cos and sin, or what the fused rotation takes: see Rope.angles
 Angles = tuple[Tensor, Tensor]
@@ -122,9 +125,7 @@ class Rope:
         self._scaling = None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved and head_dim is None
-        self._is_fused = head_dim is not None and fused_ops.rope_works(
-            torch.device(device), dtype, head_dim
-        )
+        self._is_fused = head_dim in _FUSED_DIMS and fused_ops.works(torch.device(device), dtype)
 
     def angles(self, positions: Tensor) -> Angles:
         """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`.

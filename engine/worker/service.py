@@ -73,7 +73,21 @@ class KVService:
         if rank:
             self._worker = TransferWorker(local, *links)
         else:
-            self._coordinator = _coordinator(config, compat, links)
+            settings = PullSettings(
+                handshake_timeout_s=config.handshake_timeout_s,
+                pull_timeout_s=config.pull_timeout_s,
+                fence_timeout_s=config.fence_timeout_s,
+            )
+            self._coordinator = PullCoordinator(
+                links,
+                compat,
+                config.cluster_secret,
+                settings,
+                convert=config.kv_convert,
+                dcp=config.dcp,
+                block_size=config.block_size,
+                verify=config.kv_verify,
+            )
             self._worker = TransferWorker(local, self._coordinator)
         self.start, self.close = self._worker.start, self._worker.close
 
@@ -104,22 +118,3 @@ class KVService:
             config.engine_id,
         )
         return Connector(Lender(config, leases), borrower)
-
-
-def _coordinator(
-    config: EngineConfig, compat: CompatRecord, links: Sequence[socket]
-) -> PullCoordinator:
-    return PullCoordinator(
-        links,
-        compat,
-        config.cluster_secret,
-        PullSettings(
-            handshake_timeout_s=config.handshake_timeout_s,
-            pull_timeout_s=config.pull_timeout_s,
-            fence_timeout_s=config.fence_timeout_s,
-        ),
-        convert=config.kv_convert,
-        dcp=config.dcp,
-        block_size=config.block_size,
-        verify=config.kv_verify,
-    )

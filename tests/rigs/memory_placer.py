@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache import fp8
-from kvcache.pool import TORCH_DTYPES, KVPool
+from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import NUM_PARAMETERS, kind_of, piece_units, units_of
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
 from kvcache.transfer.move.place import ALL_BYTES, Placer
@@ -55,7 +55,7 @@ def place_units(
     if not len(reads):
         return
     assert len(writes.unique()) == len(writes)
-    dtype, elements = TORCH_DTYPES[copy.source.dtype], kind.unit_elements
+    dtype, elements = getattr(torch, copy.source.dtype), kind.unit_elements
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]
     if kind.scaled or kind.source_dtype != kind.target_dtype:

@@ -142,10 +142,6 @@ class LayerAttention(NamedTuple):
     kind: Kind = Kind()
     sinks: Tensor | None = None
 
-    @property
-    def is_special(self) -> bool:
-        return self.kind != Kind() or self.sinks is not None
-
 
 def leave_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Takes from out [T, H, D], in place, what sinks [H] have of a softmax whose other scores have

@@ -32,7 +32,7 @@ class AttentionSpec(NamedTuple):
     num_q_heads: int  # of this rank
     num_kv_heads: int  # of this rank
     scale: float  # of the scores, before the softmax
-    layers: tuple[LayerAttention, ...]  # of a model whose layers do not all see all; else ()
+    layers: tuple[LayerAttention, ...]  # how each attends
 
 
 class Step(NamedTuple):

@@ -52,14 +52,14 @@ class CausalLM:
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        config, layers = self.config, tuple(layer.attention.attends for layer in self._layers)
+        config = self.config
         query_dim = config.head_dim + (config.mla.qk_nope_head_dim if config.mla else 0)
         correction = mscale_of_scores(config.rope) if config.mla else 1.0
         return AttentionSpec(
             num_q_heads=config.num_heads // self.parallel.size,
             num_kv_heads=len(self.parallel.kv_heads(config.kv_heads_total)),
             scale=(config.score_scale or query_dim**-0.5) * correction,
-            layers=layers if any(each.is_special for each in layers) else (),
+            layers=tuple(layer.attention.attends for layer in self._layers),
         )
 
     def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:

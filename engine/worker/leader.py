@@ -10,6 +10,7 @@ from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import reason_of, starting
+from engine.worker.memory import longest_sequence
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
 from model.config import load_config
@@ -57,7 +58,9 @@ def _build(
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=rank.longest_sequence(),
+        max_model_len=longest_sequence(
+            config, rank.size, rank.num_blocks, model_config.max_position, rank.runner.groups
+        ),
         block_size=config.tokens_per_block,
         itl_target_s=config.itl_target_s if config.role != "prefill" else None,
         groups=rank.runner.groups,

@@ -87,7 +87,7 @@ def make_memory(
         Stripe(context.rank, context.size, config.block_size),
         context,
         pool,
-        make,
+        partial(make, layers=()),  # see check_parallelism
         **own,
         scratch_tokens=max(longest(config, model_config), config.max_num_batched_tokens),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.worker.kernel_watch import KERNELS
-from engine.worker.memory import PoolSize, longest_sequence, size_pool
+from engine.worker.memory import PoolSize, size_pool
 from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
@@ -28,6 +28,7 @@ class Rank:
         tell: told what takes long, in words.
 
     Attributes:
+        size: what this rank alone would hold.
         num_blocks: of the pool.
         metadata: of all ranks, in order.
     """
@@ -42,11 +43,10 @@ class Rank:
     ) -> None:
         parallel = _parallel(config, rank, links)
         self.runner = runner = ModelRunner(config, model_config, parallel, tell)
-        self._config, self._number = config, rank
-        self._max_position = model_config.max_position
+        self._number = rank
         tell("sizing the KV pool")
-        self._size = pool_size(config, model_config, runner)
-        self.num_blocks = links.agree(self._size.num_blocks, int, min)
+        self.size = pool_size(config, model_config, runner)
+        self.num_blocks = links.agree(self.size.num_blocks, int, min)
         pool = runner.allocate(self.num_blocks).pool
         runner.capture_graphs()
         cuda = pool.device.type == "cuda"
@@ -66,11 +66,6 @@ class Rank:
         told = links.agree(own, list[RankMetadata], lambda each: [one for (one,) in each])
         self.metadata = sorted(told, key=lambda metadata: metadata.rank)
         self.service.start()
-
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that the pool holds; logs them."""
-        held = self._size, self.num_blocks, self._max_position
-        return longest_sequence(self._config, *held, self.runner.groups)
 
     def blame(self, error: Exception) -> None:
         """Raises RankLost, from what has failed here, where that came of another rank's end."""

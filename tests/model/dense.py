@@ -4,7 +4,7 @@ backend for one sequence."""
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, LayerAttention
+from attention.base import AttentionBackend, AttentionBatch
 from attention.registry import create_backend
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -45,7 +45,7 @@ class DenseAttention:
     def _attend(
         self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        (window, soft_cap), sinks = (self._spec.layers or [LayerAttention()] * (layer + 1))[layer]
+        (window, soft_cap), sinks = self._spec.layers[layer]
         group = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
         total, new = keys.shape[1], q.shape[0]

@@ -368,13 +368,13 @@ class PullCoordinator:
     def _supersede(self, current: PeerKey, address: Address) -> None:
         """What other engines at this address leased is not there any more. A restarted server
         has a new engine id as well as a new incarnation."""
-        pulls = [s for s in self._pulls_from(address) if s.is_undecided and s.key != current]
-        others = [peer for peer in self._peers.at(address) if peer.key != current]
-        for peer in others:
-            self._forget(peer)
-        for state in pulls:
-            error = LeaseGone(f"prefill server {state.key[0]} was restarted")
-            self._perform(state, state.fail(error, self._clock()))
+        for peer in self._peers.at(address):
+            if peer.key != current:
+                self._forget(peer)
+        for state in self._pulls_from(address):
+            if state.key != current:
+                error = LeaseGone(f"prefill server {state.key[0]} was restarted")
+                self._perform(state, state.fail(error, self._clock()))
 
     def _peer_decided(self, peer: Peer) -> None:
         """Tells whoever waits for this peer, if there is something to tell."""

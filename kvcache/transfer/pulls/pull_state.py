@@ -125,11 +125,6 @@ class PullState:
         self._silent_until = now + settings.fence_timeout_s if self._grows else _NEVER
 
     @property
-    def is_undecided(self) -> bool:
-        """Neither done nor failed: `fail` would matter."""
-        return self._renews or self.phase is Phase.FENCING
-
-    @property
     def reads(self) -> bool:
         """A rank has not ended what it was ordered to read."""
         return bool(self._reading)
@@ -259,8 +254,8 @@ class PullState:
         return self._read_on(now)
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Something outside found that this pull cannot succeed."""
-        if not self.is_undecided:
+        """Something outside found that this pull cannot succeed, if that is not decided yet."""
+        if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
         return self._stop(now)

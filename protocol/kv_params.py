@@ -340,16 +340,16 @@ def parse(obj: object) -> KVTransferParams:
 
 def convert(value: object, kind: type[_T]) -> _T:
     """`value` as `kind`. Raises KVParamsRejected, which names the member and its value."""
-    with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(value, kind)
-    value = _with_integers(value)  # some JSON writers know floats only
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
+        wrong = _at(value, path)
+        if isinstance(wrong, float) and isinstance(_with_integers(wrong), int):
+            return convert(_with_integers(value), kind)  # some JSON writers know floats only
         wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
-        reject(path, f"{wanted}, got {short_repr(_at(value, path))}")
+        reject(path, f"{wanted}, got {short_repr(wrong)}")
 
 
 def _with_integers(value: Any, depth: int = _DEPTH) -> Any:

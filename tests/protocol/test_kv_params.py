@@ -146,6 +146,12 @@ def test_a_wrong_type_or_range_names_the_field(field, value):
     assert len(caught.value.message) < 400
 
 
+def test_a_large_object_is_not_copied_for_what_is_no_integer_either_way(monkeypatch):
+    monkeypatch.setattr("protocol.kv_params._with_integers", lambda value: value * 1)
+    with pytest.raises(KVParamsRejected, match="remote_port"):
+        parse({**offer(), "remote_port": 1.5})
+
+
 @pytest.mark.parametrize("obj", [None, 3, "x", [], {}])
 def test_what_is_no_reference_is_rejected(obj):
     with pytest.raises(KVParamsRejected):

@@ -23,7 +23,7 @@ from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, Known, TokenDelta
 from protocol.resume import Origin, Resume
 
-_MARGIN_BYTES = 1 << 12  # of texts, that a stream may send until it has moved
+_MARGIN_BYTES = 1 << 15  # of texts, that a stream may send until it has moved
 _COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks may be others
 
 
@@ -165,7 +165,7 @@ class Framing:
 
     def hold(self) -> None:
         """Keeps what was taken, of an answer that is told whole, for the case that it moves."""
-        if self.is_movable and self.may_move:
+        if self.is_movable and self._num_bytes < resume.MAX_KEPT_BYTES:
             self._held.append(self.wrap(b""))
         self._entries.clear()  # of one that cannot move nothing is wanted
 

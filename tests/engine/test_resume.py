@@ -247,14 +247,18 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
         assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
 
 
-@pytest.mark.parametrize(("is_movable", "num_kept"), [(False, 0), (True, 2)])
-def test_an_answer_keeps_its_tokens_only_while_it_could_move(is_movable, num_kept):
+@pytest.mark.parametrize(("is_movable", "size", "num_kept"), [
+    (False, 1, 0), (True, resume.MAX_KEPT_BYTES, 2), (True, resume.MAX_KEPT_BYTES * 99 // 200, 3)
+])  # fmt: skip
+def test_an_answer_keeps_its_tokens_only_while_it_could_move(is_movable, size, num_kept):
+    """It may have been told to just before there are too many."""
     origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
     framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
-    for size in (1, resume.MAX_KEPT_BYTES, 1):
-        framing.take(0, TokenDelta(request_id="a", token_ids=[5] * size))
+    for num in (1, size, 1):
+        framing.take(0, TokenDelta(request_id="a", token_ids=[5] * num))
         framing.hold()
         assert b" []\n" in framing.wrap(b""), "nothing else is kept of them"
+    assert framing.may_move == (size == 1)
     kept = resume.Frames().feed(framing.moved({}))
     assert [text.startswith(b"[[0,") for text, _ in kept].count(True) == num_kept
 

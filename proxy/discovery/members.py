@@ -13,7 +13,7 @@ from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
 from proxy.discovery import admin
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
-from proxy.discovery.sources import Discovery, Resolve, resolve
+from proxy.discovery.sources import Discovery
 from proxy.health import CIRCUITS, Health
 from proxy.knowledge import Knowledge
 from proxy.membership import Fleet, Kind, Server, Watch
@@ -47,7 +47,6 @@ class Members:
         metrics: Metrics,
         knowledge: Knowledge,
         on_silence: Callable[[Server, bool], None],
-        resolve: Resolve = resolve,
     ) -> None:
         self._metrics, self._knowledge = metrics, knowledge
         self.is_ending = False
@@ -55,7 +54,7 @@ class Members:
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
         self._poller = Poller(self.fleet, upstream, knowledge, settings)
-        self._discovery = Discovery(self.fleet, settings, resolve)
+        self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
         key = None if secret is None else secret.get_secret_value().encode()
         self._registry = Registry(self.fleet, key)

@@ -46,15 +46,12 @@ class Registry:
 
     Args:
         secret: of the cluster; None: nobody may register.
-        now_s: since 1970.
     """
 
     path = REGISTER_PATH
 
-    def __init__(
-        self, fleet: Fleet, secret: bytes | None, now_s: Callable[[], float] = time.time
-    ) -> None:
-        self._fleet, self._secret, self._now_s = fleet, secret, now_s
+    def __init__(self, fleet: Fleet, secret: bytes | None) -> None:
+        self._fleet, self._secret = fleet, secret
         self._heard: dict[_Key, _Heard] = {}
         self._warnings, self._warned_at = 0, -_WARNINGS_S
 
@@ -68,7 +65,7 @@ class Registry:
             if self._secret is None:
                 fix = "start it with BATON_CLUSTER_SECRET, that of the servers"
                 raise BadRecord(f"this proxy takes no registrations: {fix}")
-            record = open_record(body, self._secret, int(self._now_s() * 1000))
+            record = open_record(body, self._secret, int(time.time() * 1000))
             return self._taken(record)
         except BadRecord as error:
             self._warn(error)
@@ -135,7 +132,7 @@ class Registry:
         heard.timer = asyncio.get_running_loop().call_later(after_s, then, key, context=own)
 
     def _warn(self, error: BadRecord) -> None:
-        now_s = self._now_s()
+        now_s = time.monotonic()
         if now_s - self._warned_at >= _WARNINGS_S:
             self._warnings, self._warned_at = 0, now_s
         self._warnings += 1

@@ -15,7 +15,7 @@ from protocol.http.connections import ClientDisconnected, refusal
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
-from proxy.discovery.members import Members
+from proxy.discovery.members import MODELS_PATH, Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
 from proxy.knowledge import Knowledge
@@ -32,7 +32,6 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
-MODELS_PATH = "/v1/models"
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 OWN_PATHS = ("/health", "/ready", "/metrics")
@@ -181,8 +180,8 @@ class ProxyApp:
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case "/v1/models" if self.fleet.models:
-                await reply.answer_json(200, members.models())
+            case _ if is_read and (told := members.models(path)):
+                await reply.answer_json(200, told)
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)
             case _ if path in members.paths:

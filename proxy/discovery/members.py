@@ -23,6 +23,7 @@ from proxy.upstream import HttpUpstream
 
 logger = get_logger(__name__)
 
+MODELS_PATH = "/v1/models"
 SERIES = ("ready", "circuit", "in_flight")  # of each member
 
 
@@ -79,11 +80,14 @@ class Members:
             told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
         await reply.answer_json(200, told)
 
-    def models(self) -> dict[str, Any]:
-        """The body of /v1/models, of all servers together."""
+    def models(self, path: str) -> dict[str, Any] | None:
+        """The body of /v1/models, of all servers together, or of /v1/models/NAME; None of other
+        paths, and of names that no server has told."""
         lengths = {name: self.fleet.pool(name).context(Kind.DECODE) for name in self.fleet.models}
-        cards = [model_card(name, self._created, length) for name, length in lengths.items()]
-        return {"object": "list", "data": cards}
+        cards = {name: model_card(name, self._created, n) for name, n in lengths.items()}
+        if path == MODELS_PATH and cards:
+            return {"object": "list", "data": [*cards.values()]}
+        return cards.get(path.removeprefix(MODELS_PATH + "/"))
 
     # what the fleet tells
 

@@ -6,7 +6,7 @@ Plain ASGI: a framework would take longer per request than everything else here 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
@@ -193,9 +193,10 @@ class ProxyApp:
         """Has servers answer."""
         path = scope["path"]
         passed_on = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
-        headers = _forwarded(scope, reply.request_id, passed_on)
-        if not is_read:
-            headers = [(b"content-type", b"application/json"), *headers]
+        # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
+        kept = [(n, value.strip()) for n, value in scope["headers"] if n in passed_on]
+        headers = [(b"x-request-id", reply.request_id), *kept]
+        headers += [] if is_read else [(b"content-type", b"application/json")]
         method = "GET" if is_read else "POST"
         asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
         request = PDRequest(self._upstreams, method, asked, headers, reply)
@@ -286,14 +287,6 @@ def _request_id(scope: Scope) -> bytes:
 
 def _new_id() -> bytes:
     return uuid.uuid4().hex.encode()
-
-
-def _forwarded(
-    scope: Scope, request_id: bytes, names: Sequence[bytes]
-) -> list[tuple[bytes, bytes]]:
-    # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
-    kept = [(n, value.strip()) for n, value in scope["headers"] if n in names]
-    return [(b"x-request-id", request_id), *kept]
 
 
 def _ms(seconds: float | None) -> str:

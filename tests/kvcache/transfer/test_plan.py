@@ -230,6 +230,8 @@ def test_the_cheaper_path_wins_and_why_names_the_other():
     assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
     assert "direct would read 256 runs" in descriptors_cost.why
     assert "staged would read" in bytes_cost.why
+    neighbours = simple(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
+    assert neighbours.descriptors == round(neighbours.estimated_s) == 1
 
 
 def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path():

@@ -6,6 +6,7 @@ body -> a place in the queue -> parse -> tokenize -> AddRequests (with the serve
 
 import asyncio
 import secrets
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -144,7 +145,8 @@ async def _engine_requests(
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
     check_logprobs(parsed, sum(map(len, prompts)), sum(limits) * parsed.num_candidates)
-    return _adds(api, parsed, prompts, limits)
+    size = sum(map(len, parsed.bad_words))  # to be tokenized
+    return await api.texts.run(size, partial(_adds, api, parsed, prompts, limits))
 
 
 def _adds(

@@ -58,6 +58,8 @@ _CALLING = {
         ({"messages": [_HI], "tools": [_TOOL]}, [True, True]),
         ({"messages": [{**_HI, "name": _LONG}]}, [True, False]),
         ({"messages": [_CALLING]}, [True, True]),
+        ({"messages": [_HI], "bad_words": ["x" * 250] * 9}, [True, False, *[True] * 18]),
+        ({"messages": [_HI], "bad_words": ["x"]}, [False] * 4),
     ],
 )
 async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, aside):

@@ -42,6 +42,7 @@ from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
+from protocol.openai.structured import GuidedDecoding
 from protocol.process.logging import current_request_id
 
 # Larger bodies are checked off the event loop: one of many small messages takes half a second for
@@ -97,12 +98,13 @@ async def _start(
     stats.on_end(place.leave)
     fill_in_model(members, api.model_name)
 
-    def parse() -> GenerationRequest:
-        return endpoint.parse(members).with_defaults(api.generation_config)
+    def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
+        parsed = endpoint.parse(members).with_defaults(api.generation_config)
+        return parsed, guided_decodings(parsed)
 
     is_long = num_bytes > INLINE_BODY_BYTES
-    parsed = await asyncio.to_thread(parse) if is_long else parse()
-    adds = await _engine_requests(api, parsed, num_bytes, request.receive)
+    parsed, all_guided = await asyncio.to_thread(parse) if is_long else parse()
+    adds = await _engine_requests(api, parsed, all_guided, num_bytes, request.receive)
     if resumed is not None:
         adds = going_on(resumed, api, endpoint, adds)
     adds = api.hooks.prepare(parsed, adds, api.client.require_ready())
@@ -123,7 +125,11 @@ async def _start(
 
 
 async def _engine_requests(
-    api: Api, parsed: GenerationRequest, num_bytes: int, receive: Receive
+    api: Api,
+    parsed: GenerationRequest,
+    all_guided: list[GuidedDecoding],
+    num_bytes: int,
+    receive: Receive,
 ) -> list[AddRequest]:
     """One for each prompt.
 
@@ -134,7 +140,7 @@ async def _engine_requests(
     check_model(parsed.model, api.model_name)
     ready = api.client.require_ready()
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
-    if all_guided := guided_decodings(parsed):
+    if all_guided:
         async with cancelled_on_disconnect(receive):
             await api.grammars.check(all_guided)
     prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)

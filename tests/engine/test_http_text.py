@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from engine.http.api import ENDPOINTS
+from engine.http.limits import guided_decodings
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
+from protocol.openai.structured import GuidedDecoding
 from tests.rigs.http_server import CONTEXT, READY, saying, serving
 
 _ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
@@ -79,12 +81,17 @@ async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messag
         threads.append(threading.get_ident())
         return validate(ChatRequest, members)
 
+    def guided(parsed: GenerationRequest) -> list[GuidedDecoding]:
+        threads.append(threading.get_ident())  # of many tools that takes as long
+        return guided_decodings(parsed)
+
+    monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
-        assert [thread != threading.get_ident() for thread in threads] == [aside]
+        assert [thread != threading.get_ident() for thread in threads] == [aside] * 2
 
 
 # -- what no context holds ----------------------------------------------------------------------

@@ -107,7 +107,8 @@ async def _start(
     adds = await _engine_requests(api, parsed, all_guided, num_bytes, request.receive)
     if resumed is not None:
         adds = going_on(resumed, api, endpoint, adds)
-    adds = api.hooks.prepare(parsed, adds, api.client.require_ready())
+    prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
+    adds = await asyncio.to_thread(prepare) if is_long else prepare()
     place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.http.api import ENDPOINTS
+from engine.http.api import ENDPOINTS, ServerHooks
 from engine.http.limits import guided_decodings
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from protocol.messages import AddRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from protocol.openai.sampling import GenerationRequest
@@ -85,13 +86,18 @@ async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messag
         threads.append(threading.get_ident())  # of many tools that takes as long
         return guided_decodings(parsed)
 
+    def prepare(hooks: ServerHooks, asked: object, adds: list[AddRequest], ready: object) -> Any:
+        threads.append(threading.get_ident())  # references to KV have logprobs of long prompts
+        return adds
+
     monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
+    monkeypatch.setattr(ServerHooks, "prepare", prepare)
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
-        assert [thread != threading.get_ident() for thread in threads] == [aside] * 2
+        assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
 
 
 # -- what no context holds ----------------------------------------------------------------------

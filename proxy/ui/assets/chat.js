@@ -60,10 +60,11 @@ export class Chat {
   }
 
   follow(store) {
+    const now = store.points.at(-1)?.at ?? 0; // the proxy's clock, which the rows are by
     for (const row of store.requests.values()) {
       const answer = this.open.get(row.id);
       if (!answer) continue;
-      this.atEnd(() => drawTimeline(answer.timeline, row, Math.max(row.first_s ?? 0, Date.now() / 1000 - row.at)));
+      this.atEnd(() => drawTimeline(answer.timeline, row, Math.max(row.first_s ?? 0, now - row.at)));
       if (row.end_s !== null && Object.keys(row.served).length === new Set(row.legs.map(([name]) => name)).size) this.open.delete(row.id);
     }
   }

@@ -10,6 +10,12 @@ from model.architectures.windows import FULL, SLIDING, layer_kinds
 from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Of these types: fields of rope_parameters, which yarn may leave out.
+_FIELDS: Final = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+}
 NOT_ROTATED: Final = -1  # instead of the index of a layer's rope
 
 
@@ -101,43 +107,33 @@ def _rope(
 def _scaling(
     raw: dict[str, Any], found: dict[str, Any], rope_type: str, dim: int
 ) -> dict[str, Any]:
-    max_position = size(raw, "max_position_embeddings")
-    original = found.get("original_max_position_embeddings")
-    original = original or raw.get("original_max_position_embeddings") or max_position
+    max_position, field = size(raw, "max_position_embeddings"), "original_max_position_embeddings"
+    original = int(number({field: found.get(field) or raw.get(field)}, field, max_position))
     if rope_type == "longrope":
-        return _longrope(found, max_position, int(original), dim)
-    factor = found.get("factor") or (max_position / original if rope_type == "yarn" else None)
-    if factor is None:
-        raise wrong(f"rope type {short_repr(rope_type)} lacks its factor")
-    required = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
-    if missing := [name for name in required if found.get(name) is None]:
+        return _longrope(found, max_position, original, dim)
+    names = _FIELDS[rope_type]
+    missing = [name for name in names if found.get(name) is None]
+    if missing and rope_type != "yarn":
         raise wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
-    used: dict[str, Any] = {name: float(found[name]) for name in required}
+    used: dict[str, Any] = {name: number(found, name, 1.0) for name in names if found.get(name)}
+    used["factor"] = number(found, "factor", max_position / original)
     if rope_type == "yarn":
-        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        used = {name: float(found[name]) for name in names if found.get(name)}
-        if found.get("attention_factor") is not None:
-            used["attention_factor"] = float(found["attention_factor"])
         used["truncate"] = bool(found.get("truncate", True))
-    if rope_type != "linear":
-        used["original_max_position"] = int(original)
-    return {"factor": float(factor), **used}
+    return used if rope_type == "linear" else {**used, "original_max_position": original}
 
 
 def _longrope(found: dict[str, Any], max_position: int, original: int, dim: int) -> dict[str, Any]:
     """The long divisors where the context is longer than the original one, for sequences of any
     length: keys in the cache cannot be rotated anew when a sequence grows."""
     name = "long_factor" if max_position > original else "short_factor"
-    divisors = tuple(float(each) for each in found.get(name) or ())
+    divisors = tuple(number({name: each}, name, 0.0) for each in found.get(name) or ())
     if len(divisors) != dim // 2:
         raise wrong(f"{name} of rope type longrope has {len(divisors)} numbers, not {dim // 2}")
-    factor = float(found.get("factor") or max_position / original)
-    scaling = found.get("attention_factor")
-    if scaling is None:
-        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factor = number(found, "factor", max_position / original)
+    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "factor": factor,
         "original_max_position": original,
-        "attention_factor": float(scaling),
+        "attention_factor": number(found, "attention_factor", scaling),
         "divisors": divisors,
     }

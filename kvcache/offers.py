@@ -68,13 +68,11 @@ class Offers(Generic[R]):
     ) -> None:
         """The prompt has come. Another one that had this name before is nobody's any more."""
         self.withdraw(transfer_id, now)
-        awaited = self._offers.get(transfer_id)
-        is_awaited = self._known_until.pop(transfer_id, None) and awaited and not awaited.has_ended
-        readers, is_given_up = {}, False
-        if awaited and is_awaited:
-            readers, is_given_up = awaited.readers, awaited.is_given_up
-        own = request_id, prompt_digest, lease_s, block_size
-        self._offers[transfer_id] = _Offer(*own, readers=readers, is_given_up=is_given_up)
+        offer = self._offers.get(transfer_id)
+        if not self._known_until.pop(transfer_id, None) or offer is None or offer.has_ended:
+            offer = self._offers[transfer_id] = _Offer()  # it is not waited for
+        offer.request_id, offer.prompt_digest = request_id, prompt_digest
+        offer.lease_s, offer.block_size = lease_s, block_size
         self._news.add(transfer_id)
 
     def wanted(self, transfer_id: str) -> int | None:

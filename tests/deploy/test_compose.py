@@ -35,6 +35,12 @@ GPU_COMPOSE = COMPOSE.with_suffix(".gpu.yml")
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
 DEADLINE_S = 120.0
+_SECRET = "a secret of this test alone"
+KINDS: dict[str, type[BatonSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "proxy": ProxySettings,
+}
 
 
 def interpolated(text: str, variables: Mapping[str, str]) -> str:
@@ -98,7 +104,7 @@ def services() -> Iterator[dict[str, Service]]:
     content = compose(
         COMPOSE,
         MODEL=str(ensure_model("gqa")),
-        BATON_CLUSTER_SECRET="a secret of this test alone",
+        BATON_CLUSTER_SECRET=_SECRET,
         KV_CACHE_BYTES=str(2**25),
     )
     with kept_ports(len(PORTS) * len(content["services"])) as ports:
@@ -144,9 +150,14 @@ def test_the_images_health_check_is_content_with_every_service(services):
         assert status(**{**env, "BATON_PORT": str(nobodys)}) == 1
 
 
-def test_the_secret_has_no_default():
+@pytest.mark.parametrize("file", [COMPOSE, GPU_COMPOSE], ids=lambda file: file.stem)
+def test_servers_and_proxy_have_one_secret_which_has_no_default(file):
+    services = compose(file, MODEL="m", BATON_CLUSTER_SECRET=_SECRET)["services"]
+    assert {services[name]["environment"].get("BATON_CLUSTER_SECRET") for name in KINDS} == {
+        _SECRET
+    }
     with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
-        compose(COMPOSE)
+        compose(file, MODEL="m")
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
@@ -160,13 +171,6 @@ def test_the_image_runs_as_nobody_special_and_has_every_package(name):
 
 
 # -- GPU hosts
-
-_SECRET = "a secret of this test alone"
-KINDS: dict[str, type[BatonSettings]] = {
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "proxy": ProxySettings,
-}
 
 
 def gpu_services(**variables: str) -> dict[str, Any]:
@@ -202,7 +206,6 @@ def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own
     assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
     assert (prefill.devices, decode.devices) == ((0,), (1,))
     assert decode.transfer == "auto"
-    assert prefill.cluster_secret == decode.cluster_secret
 
 
 def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch):

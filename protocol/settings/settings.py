@@ -79,8 +79,7 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
     port: Port = 8100
     side_channel_host: str | None = None
     """address at which other servers reach this one, to read its KV (None: --host)"""
-    side_channel_port: Port = 0
-    """port of the KV side channel (0: a free one)"""
+    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
 
     @field_validator("side_channel_host")
     @classmethod
@@ -126,8 +125,8 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     discovery_interval_s: Seconds = 5.0
     """time between two looks at --servers-file and at names (s)"""
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
-    """secret of servers that may register here, better given as BATON_CLUSTER_SECRET (None: none
-    may)"""
+    """that of the servers, for streams that go on elsewhere, KV of other servers and registrations,
+    better given as BATON_CLUSTER_SECRET (None: as a server's, and none may register)"""
     health_interval_s: Seconds = 1.0
     """time between two health checks (s)"""
     health_timeout_s: Seconds = 2.0

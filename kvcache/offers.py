@@ -80,10 +80,10 @@ class Offers(Generic[R]):
         offer = self._offers.get(transfer_id)
         return len(offer.block_ids) if offer and offer.readers and not offer.has_ended else None
 
-    def leased(self, transfer_id: str) -> tuple[str, list[int]] | None:
-        """The lease of a half computed prompt, perhaps an ended one, and its blocks."""
+    def leased(self, transfer_id: str) -> list[int]:
+        """The blocks that were leased of a half computed prompt; the lease may have ended."""
         offer = self._offers.get(transfer_id)
-        return (offer.lease_id, list(offer.block_ids)) if offer and offer.lease_id else None
+        return list(offer.block_ids) if offer else []
 
     def grow(
         self,

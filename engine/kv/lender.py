@@ -68,13 +68,14 @@ class Lender(KVConnector):
 
     def _grow(
         self, sequence: Sequence, name: str, blocks: list[int], *, seals: bool = False
-    ) -> None:
-        """Unless its lease has ended."""
+    ) -> str:
+        """The lease's id; empty: it has ended."""
         with self._leases.offers() as (offers, now):
             lease_id = offers.grow(name, new_id(), blocks, now, seals=seals)
         if lease_id:
             self.core.scheduler.allocator.lease(held(blocks))
             self._by_request[sequence.request_id] = lease_id
+        return lease_id
 
     def on_end(self, sequence: Sequence) -> None:
         if name := self._name_of(sequence):
@@ -92,13 +93,12 @@ class Lender(KVConnector):
         table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
         with self._leases.offers() as (offers, _):
-            lease_id, leased = offers.leased(name) or ("", [])
-        block_ids = [*leased, *table[len(leased) :]]
-        if lease_id:  # who gave it up wants no more
-            self._grow(sequence, name, block_ids[len(leased) :], seals=True)
-        else:
-            self.core.scheduler.allocator.lease(held(block_ids))
-            lease_id = self._leases.grant(sequence.request_id, block_ids, self._config.lease_s)
+            leased = offers.leased(name)
+        lease_id = self._grow(sequence, name, table[len(leased) :], seals=True) if leased else ""
+        block_ids = [*leased, *table[len(leased) :]] if lease_id else table
+        if not lease_id:  # or it has ended, and another reader may come
+            self.core.scheduler.allocator.lease(held(table))
+            lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
             self._by_request[sequence.request_id] = lease_id
         try:
             params = self._params(sequence, block_ids, lease_id, num_tokens)

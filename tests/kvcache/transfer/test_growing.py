@@ -69,11 +69,10 @@ class Prompt:
         if not (self.is_wanted or ends):
             return False
         with self.prefill.server.offers() as (offers, now):
-            first = len((offers.leased(self.name) or ("", []))[1])
+            first = len(offers.leased(self.name))
             lease_id = offers.grow(self.name, new_id(), self.blocks[first:stop], now, seals=ends)
             if ends:
-                lease_id, blocks = offers.leased(self.name) or ("", [])
-                offers.tell_end(self.name, lease_id, blocks, b"reference", now)
+                offers.tell_end(self.name, lease_id, self.blocks, b"reference", now)
         return bool(lease_id)
 
     @property

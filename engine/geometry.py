@@ -71,8 +71,14 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
     Raises:
         InvalidParallelism: `tp` ranks cannot share the model, or not in groups of `dcp`.
+        InvalidGeometry: the model has fewer positions than are wanted.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
+    if config.max_model_len and config.max_model_len > model.max_position:
+        raise InvalidGeometry(
+            f"--max-model-len is {config.max_model_len} tokens, but the model's positions end at "
+            f"{model.max_position}; use --max-model-len {model.max_position} or less"
+        )
     return layout_of(config, model, num_blocks=2)
 
 

@@ -138,11 +138,6 @@ def size_pool(
         MemoryTooSmall: not even one sequence of the wanted length fits.
     """
     wanted_len = config.max_model_len or model_max_len
-    if wanted_len > model_max_len:
-        raise MemoryTooSmall(
-            f"--max-model-len is {wanted_len} tokens, but the model's positions end at "
-            f"{model_max_len}; use --max-model-len {model_max_len} or less"
-        )
     blocks, source = _capacity(config, block_bytes, wanted_len, free_bytes, groups)
     num_tokens = longest_in(config, groups, blocks, wanted_len)
     if config.max_model_len and num_tokens < wanted_len:

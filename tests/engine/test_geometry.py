@@ -53,9 +53,16 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
     assert config.tokens_per_block == 16 * dcp
 
 
-def test_a_size_that_does_not_divide_is_refused_with_those_that_do():
-    with pytest.raises(InvalidParallelism, match=r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"):
-        check_geometry(_changed(tp=3), _MODEL)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tp": 3}, r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"),
+        ({"max_model_len": 513}, "--max-model-len is 513 .* use --max-model-len 512 or less"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_with_what_does(options, told):
+    with pytest.raises((InvalidParallelism, InvalidGeometry), match=told):
+        check_geometry(_changed(**options), _MODEL)
 
 
 def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():

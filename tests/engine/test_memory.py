@@ -53,7 +53,6 @@ _FULL = {"device": "cuda", "free_bytes": 10_000}
     ("options", "told"),
     [
         ({"kv_cache_tokens": 64, "max_model_len": 200}, "holds 64 tokens .* 136 .* are missing"),
-        ({"max_model_len": 300}, r"--max-model-len is 300 .* --max-model-len 256"),
         ({"kv_cache_bytes": 999}, "one block takes 1000 bytes"),
         ({"free_bytes": 10 << 20, "kv_cache_bytes": 10**8},
          r"--kv-cache-bytes takes 95 MiB, but .* has 10 MiB free .* lower --kv-cache-bytes"),

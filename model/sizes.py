@@ -227,8 +227,8 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
         raise InvalidParallelism(f"--ep {ep} {problem}")
     problem = _problem(config, size, ep)
     if problem:
-        sizes = [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
-        fix = f"use {' or '.join(map(str, sizes))}" if sizes else "use another --ep"
+        sizes = " or ".join(map(str, tp_sizes(config, ep)))
+        fix = f"use {sizes}" if sizes else "use another --ep"
         raise InvalidParallelism(f"--tp {size} {problem}; {fix}")
     if dcp > 1 and (special := config.special_attention):
         raise InvalidParallelism(
@@ -240,6 +240,11 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
             f"--dcp {dcp} with --tp {size} makes {groups} groups of ranks, which neither "
             f"divides nor is a multiple of the model's {kv_heads} KV heads; use another --dcp"
         )
+
+
+def tp_sizes(config: ModelConfig, ep: int) -> list[int]:
+    """All numbers of ranks that can share the model."""
+    return [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
 
 
 def _experts_problem(config: ModelConfig, size: int, ep: int) -> str | None:

@@ -19,7 +19,7 @@ from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
 from model.decoder import CausalLM, load_model
 from model.parallel import Parallel
-from model.sizes import StoredTensor, read_headers, weight_bytes
+from model.sizes import StoredTensor, read_headers, tp_sizes, weight_bytes
 from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes
 
@@ -68,13 +68,7 @@ def load(
     )
     pool.shutdown(wait=False)
     if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
-        free_and_total = torch.cuda.mem_get_info(device)
-        itemsize, quantized = getattr(torch, config.dtype).itemsize, None
-        needed = weight_bytes(model_config, itemsize, keeps=True)
-        if model_config.quantization is None:
-            smaller = replace(model_config, quantization=Quantization(AT_LOAD))
-            quantized = weight_bytes(smaller, itemsize, keeps=True)
-        check_weights_fit(needed, *free_and_total, config, str(device), quantized)
+        check_weights_fit(model_config, *torch.cuda.mem_get_info(device), config, str(device))
     is_dummy = config.load_format == "dummy"
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
@@ -143,26 +137,26 @@ def _module(name: str) -> str:
 
 
 def check_weights_fit(
-    weights: int,
-    free_bytes: int,
-    total_bytes: int,
-    config: EngineConfig,
-    device: str,
-    quantized: int | None = None,
+    model: ModelConfig, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
 ) -> None:
-    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit; `weights` are
-    bytes of all ranks, `quantized` what is left of them with --quantization fp8."""
-    needed_bytes = weights // config.tp  # at least: some are whole on each
-    if needed_bytes <= free_bytes:
+    """Raises MemoryTooSmall before minutes are spent on loading what cannot fit."""
+
+    def of_rank(model: ModelConfig) -> int:  # at least: some are whole on each
+        itemsize = getattr(torch, config.dtype).itemsize
+        return weight_bytes(model, itemsize, keeps=True) // config.tp
+
+    if (needed_bytes := of_rank(model)) <= free_bytes:
         return
     needed, free, total = (n / 2**30 for n in (needed_bytes, free_bytes, total_bytes))
-    ranks = -(-needed_bytes * config.tp // max(free_bytes, 1))
-    fits = quantized is not None and quantized // config.tp <= free_bytes
-    smaller = ", or --quantization fp8" if fits else ""
+    least = needed_bytes * config.tp / max(free_bytes, 1)
+    fixes = [f"--tp {n} or more" for n in tp_sizes(model, config.ep) if n >= least][:1]
+    smaller = replace(model, quantization=Quantization(AT_LOAD))
+    if model.quantization is None and of_rank(smaller) <= free_bytes:
+        fixes.append("--quantization fp8")
     raise MemoryTooSmall(
         f"the model's weights in {config.dtype} take {needed:.2f} GiB on each of {config.tp} "
         f"rank(s), but {device} has {free:.2f} of its {total:.2f} GiB free: {needed - free:.2f} "
-        f"GiB are missing; use --tp {ranks} or more{smaller}, or free the GPU"
+        f"GiB are missing; use {', or '.join(fixes or ['larger GPUs'])}, or free the GPU"
     )
 
 

@@ -13,11 +13,12 @@ from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
 from engine.worker.rank import pool_size
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
-from model.config import load_config
+from model.config import load_config, parse_config
 from model.parallel import Parallel
 from model.sizes import StoredTensor
 from protocol.settings.machine import free_host_bytes
 from tests.make_models import ensure_model
+from tests.model.test_real_configs import MODELS
 from tests.rigs.engines import make_config
 
 _BASE = make_config(role="decode", block_size=16, max_num_seqs=4)
@@ -109,12 +110,15 @@ def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> 
 
 def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
-    told = r"take 20\.00 GiB.*cuda:1 has 15\.00 of its 16\.00 GiB free: 5\.00 GiB.*use --tp 2 or"
-    with pytest.raises(MemoryTooSmall, match=told):
-        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config, "cuda:1", 16 << 30)
-    with pytest.raises(MemoryTooSmall, match="use --tp 2 or more, or --quantization fp8, or free"):
-        check_weights_fit(20 << 30, 15 << 30, 16 << 30, config, "cuda:1", 11 << 30)
-    check_weights_fit(15 << 30, 15 << 30, 16 << 30, config, "cuda:1")
+    model, more = parse_config(MODELS["phi-4"][1]), "or more"  # shared by 1, 2, 5, 10 ranks
+    for free, told in [
+        (7, rf"take 27\.30 GiB.*cuda:1 has 7\.00 of its 16\.00 GiB free: 20\.30.*--tp 5 {more},"),
+        (15, f"use --tp 2 {more}, or --quantization fp8, or free the GPU"),
+        (0, "use larger GPUs, or free the GPU"),
+    ]:
+        with pytest.raises(MemoryTooSmall, match=told):
+            check_weights_fit(model, free << 30, 16 << 30, config, "cuda:1")
+    check_weights_fit(model, 28 << 30, 80 << 30, config, "cuda:1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -225,11 +225,13 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         told = "config.json has rope_scaling beside rope_parameters that say otherwise"
         raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
     raw = {**declared.defaults, **raw}
+    if not scaling:  # null means what a missing one does
+        raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")
     _refuse_unsupported(raw, declared)
     num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None
     head_dim = _head_dim(raw, mla)
-    bias = bool(raw.get(declared.bias))
+    bias = bool(raw.get(declared.bias) if isinstance(declared.bias, str) else declared.bias)
     raw["num_key_value_heads"] = raw.get("num_key_value_heads") or num_heads
     has_qk_norm = declared.qk_norm_field is None or raw[declared.qk_norm_field]
     interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))

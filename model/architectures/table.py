@@ -71,7 +71,7 @@ class Architecture:
     Attributes:
         proof: the case of `tests/model/test_against_transformers.py` that covers it.
         defaults: what a config.json means that leaves a key out.
-        bias: field of config.json that gives q, k and v a bias.
+        bias: field of config.json that gives q, k and v a bias; or whether they always have one.
         output_bias: whether that field also gives the output projection one.
         qk_norm: "head" for norms of each query and key head, "row" for norms over all of them.
         qk_norm_field: field of config.json that turns these on; None: always on.
@@ -91,7 +91,7 @@ class Architecture:
     proof: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norms: Norms = _PRE
-    bias: str = "attention_bias"
+    bias: str | bool = "attention_bias"
     output_bias: bool = True
     qk_norm: str = ""
     qk_norm_field: str | None = None
@@ -145,7 +145,7 @@ _GEMMA_3: Final = Architecture(
     _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True, windows="typed",
 )
 _MISTRAL: Final = Architecture(
-    "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all",
+    "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, bias=False, windows="all",
 )
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": Architecture("llama"),
@@ -154,14 +154,14 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         _MISTRAL, proof="mistral-images", text_type="mistral",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", {**_QWEN, "attention_bias": True}, output_bias=False, windows="late",
+        "qwen2", _QWEN, bias=True, output_bias=False, windows="late",
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3", {**_QWEN, "head_dim": 128}, qk_norm="head", windows="late",
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3-window", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        fused=("qkv_proj", "gate_up_proj"), windows="all",
+        bias=False, fused=("qkv_proj", "gate_up_proj"), windows="all",
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", {"rms_norm_eps": 1e-5}, _POST, qk_norm="row"),
     "Olmo3ForCausalLM": Architecture(
@@ -212,7 +212,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "norm_topk_prob": True, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        mixture=_MIXTRAL, windows="all",
+        bias=False, mixture=_MIXTRAL, windows="all",
     ),
     "Qwen2MoeForCausalLM": Architecture(
         "qwen2-moe", {**_QWEN, "qkv_bias": True}, bias="qkv_bias", output_bias=False,

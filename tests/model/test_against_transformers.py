@@ -34,8 +34,14 @@ CASES = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}),
+    "mistral": ("Mistral", {"sliding_window": None, "attention_bias": True}),  # it has none
+    "qwen2": (
+        "Qwen2",
+        {
+            "rope_parameters": {**LINEAR, "rope_theta": 1e6},
+            "attention_bias": False,  # it has some
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "deepseek-dense": (DEEPSEEK, DENSE),
@@ -86,7 +92,7 @@ CASES |= {
         **WINDOW, "use_sliding_window": True, "num_hidden_layers": 3, "no_rope_layer_interval": 2,
     }),
     "llama-dynamic": ("Llama", {"rope_parameters": DYNAMIC}),
-    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3": ("Phi3", {"sliding_window": None, "attention_bias": True}),
     "phi3-longrope": ("Phi3", {
         "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5}, "hidden_size": 128,
         "original_max_position_embeddings": 64, "head_dim": 16,
@@ -119,7 +125,7 @@ CASES |= {
     }),
     "gemma3-images": ("Gemma3ForConditionalGeneration", GEMMA),
     "mistral-images": ("Mistral3ForConditionalGeneration", {**WINDOW, "model_type": "mistral"}),
-    "mixtral": ("Mixtral", ONE_BLOCK),
+    "mixtral": ("Mixtral", {**ONE_BLOCK, "attention_bias": True}),
     "gpt-oss": ("GptOss", {
         **ONE_BLOCK, **WINDOW, "head_dim": 16, "num_hidden_layers": 3, "swiglu_limit": 1.5,
         "rope_parameters": {

@@ -6,6 +6,7 @@ import pytest
 
 from model.config import load_config, parse_config
 from model.errors import ModelLoadError, UnsupportedModel
+from tests.model.test_real_configs import MODELS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -34,6 +35,10 @@ def test_reads_sizes_and_fills_in_what_transformers_would():
     assert not config.tie_embeddings
     assert parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).attention_bias
     assert not parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).output_bias
+    oss = MODELS["gpt-oss-20b"][1]
+    assert parse_config({**oss, "rope_scaling": None}) == parse_config(oss)
+    plain = {"rope_theta": 150000.0}
+    assert parse_config({**oss, "rope_parameters": plain}).rope.rope_type == "default"
     qwen3 = parse_config({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
     assert (qwen3.head_dim, qwen3.qk_norm) == (128, "head")
     no_kv_heads = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}

@@ -69,6 +69,9 @@ class StoredWeights:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
         device if that is a GPU, else where the file is mapped."""
         tensor = self._get(name, *shape)[rows.start : rows.stop]
+        if not tensor.is_floating_point():
+            told = "supported for one that is not quantised: F64, F32, BF16, F16"
+            raise ModelLoadError(f"weight {name} has dtype {self.tensors[name].dtype}; {told}")
         return self.take(tensor if cols is None else tensor[:, cols.start : cols.stop])
 
     def quantised(

@@ -331,10 +331,9 @@ class Vocabulary:
         self._start = min(parallel.rank * self._share, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = head = self._load(loader, "model.embed_tokens.weight", shape)
-        if config.tie_embeddings:
-            loader.ignore("lm_head.weight")
-        else:
+        if not config.tie_embeddings or loader.has("lm_head.weight"):  # it may differ, and counts
             head = self._load(loader, "lm_head.weight", shape)
+            head = self._embedding if torch.equal(head, self._embedding) else head
         # The embedding needs its rows as they are, so a head that shares its weight with it takes
         # memory of its own when it is packed.
         self._head = Linear(head, pack=loader.pack)

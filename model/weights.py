@@ -216,6 +216,9 @@ class WeightLoader:
         )
         return found
 
+    def has(self, name: str) -> bool:
+        return name in self._source.names()
+
     def ignore(self, *names: str) -> None:
         """Declares weights that the model knows and does not need; those whose names begin with
         one that ends in a dot, too."""

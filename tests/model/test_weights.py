@@ -132,6 +132,15 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
     assert greedy(load(checkpoint), [3, 4, 5, 6], 8) == expected
 
 
+def test_a_head_in_the_files_counts_though_the_config_ties_it(checkpoint):
+    """As in transformers 5: who trained it alone may have left the config as it was."""
+    wanted = greedy(load(checkpoint), [1, 2, 3], 10)
+    raw = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": True}))
+    assert load_config(checkpoint).tie_embeddings
+    assert greedy(load(checkpoint), [1, 2, 3], 10) == wanted
+
+
 def test_text_is_found_beside_images_under_either_of_its_names(tmp_path):
     make("Gemma3ForConditionalGeneration", tmp_path, sliding_window=8, head_dim=16)
     wanted = greedy(load(tmp_path), [3, 9, 27], 4)

@@ -317,24 +317,18 @@ def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
 
 def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any]:
     """What values are multiplied by, divided by and capped at on their way."""
-    score_scale = None
-    if raw.get("attention_multiplier"):
-        score_scale = number(raw, "attention_multiplier", 1.0)
-    if raw.get("query_pre_attn_scalar"):
-        score_scale = number(raw, "query_pre_attn_scalar", 1.0) ** -0.5
-    caps = {
-        field: number(raw, name, 1.0) if raw.get(name) else 0.0
-        for field, name in (
-            ("score_cap", "attn_logit_softcapping"),
-            ("logit_cap", "final_logit_softcapping"),
-        )
-    }
+
+    def given(name: str) -> float | None:
+        return number(raw, name, 1.0) if raw.get(name) else None
+
+    scalar = given("query_pre_attn_scalar")
     return {
         "embedding_scale": embedding_scale or number(raw, "embedding_multiplier", 1.0),
         "residual_scale": number(raw, "residual_multiplier", 1.0),
-        "score_scale": score_scale,
+        "score_scale": scalar**-0.5 if scalar else given("attention_multiplier"),
+        "score_cap": given("attn_logit_softcapping") or 0.0,
         "logit_divisor": number(raw, "logits_scaling", 1.0),
-        **caps,
+        "logit_cap": given("final_logit_softcapping") or 0.0,
     }
 
 
@@ -346,11 +340,8 @@ def _activation(raw: dict[str, Any], declared: Architecture) -> str:
 
 
 def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:
-    names = ["clip_qkv", "use_bidirectional_attention"]
-    if "attn_logit_softcapping" not in declared.defaults:
-        names.append("attn_logit_softcapping")
-    for name in names:
-        if raw.get(name):
+    for name in ("clip_qkv", "use_bidirectional_attention", "attn_logit_softcapping"):
+        if raw.get(name) and name not in declared.defaults:
             raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
 
 

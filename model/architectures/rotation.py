@@ -89,15 +89,13 @@ def _rope(
     rope_type = "longrope" if told == "su" else told  # as in Phi-3's first checkpoints
     if rope_type not in ROPE_TYPES:
         raise unsupported(f"rope type {short_repr(rope_type)}", ", ".join(ROPE_TYPES))
-    share = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor")
-    partial = number({"partial_rotary_factor": share}, "partial_rotary_factor", 1.0)
+    both = {**raw, **{name: value for name, value in found.items() if value}}
+    partial = number(both, "partial_rotary_factor", 1.0)
     dim = int(head_dim * partial)
     if partial > 1 or dim % 2 or not dim:
         told = f"partial_rotary_factor {partial:g} of head_dim {head_dim} rotates {dim} elements"
         raise wrong(f"{told}, expected an even number of at most {head_dim}")
-    base = found.get("rope_theta") or raw.get("rope_theta")
-    theta = number({"rope_theta": base}, "rope_theta", 10000.0)
-    plain = RopeConfig(dim=dim, theta=theta, interleaved=interleaved)
+    plain = RopeConfig(dim, number(both, "rope_theta", 10000.0), interleaved=interleaved)
     # Within max_position_embeddings, beyond which nothing is served, `dynamic` stretches nothing.
     if rope_type in ("default", "dynamic"):
         return plain

@@ -68,10 +68,7 @@ class StoredWeights:
     def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
         device if that is a GPU, else where the file is mapped."""
-        tensor = self._get(name, *shape)[rows.start : rows.stop]
-        if not tensor.is_floating_point():
-            told = "supported for one that is not quantised: F64, F32, BF16, F16"
-            raise ModelLoadError(f"weight {name} has dtype {self.tensors[name].dtype}; {told}")
+        tensor = self._get(name, *shape, of=_FLOATS)[rows.start : rows.stop]
         return self.take(tensor if cols is None else tensor[:, cols.start : cols.stop])
 
     def quantised(
@@ -97,13 +94,13 @@ class StoredWeights:
         scales = self._get(f"{base}_scales", *blocks)[part]
         return Quantized(codes, scales, None, "fp4", _MX_GROUP, torch.float32)
 
-    def _get(self, name: str, *shape: int) -> Tensor:
+    def _get(self, name: str, *shape: int, of: Mapping[str, torch.dtype] = _DTYPES) -> Tensor:
         if (stored := self.tensors.get(name)) is None:
             raise ModelLoadError(f"weight {name} is missing from the model's files")
         if stored.shape != shape:
             told = f"{stored.shape}, the config implies {shape}"
             raise ModelLoadError(f"weight {name} has shape {told}")
-        return mapped(name, stored)
+        return mapped(name, stored, of)
 
     def _fp8(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized:
         suffixes = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale")]
@@ -163,12 +160,10 @@ class StoredWeights:
         return Quantized(codes, scales, zeros, "int4", group, torch.float32)
 
 
-def mapped(name: str, stored: StoredTensor) -> Tensor:
-    """A tensor where its file is mapped. Raises ModelLoadError for a dtype that none of ours is."""
-    if (dtype := _DTYPES.get(stored.dtype)) is None:
-        raise ModelLoadError(
-            f"weight {name} has dtype {stored.dtype}; supported: {', '.join(_DTYPES)}"
-        )
+def mapped(name: str, stored: StoredTensor, of: Mapping[str, torch.dtype] = _DTYPES) -> Tensor:
+    """A tensor where its file is mapped. Raises ModelLoadError for a dtype not `of` these."""
+    if (dtype := of.get(stored.dtype)) is None:
+        raise ModelLoadError(f"weight {name} has dtype {stored.dtype}; supported: {', '.join(of)}")
     if stored.stop - stored.start != stored.size * dtype.itemsize:
         told = f"weight {name} has {stored.stop - stored.start} bytes"
         raise ModelLoadError(f"{stored.path} is not a safetensors file: {told}")

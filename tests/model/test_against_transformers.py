@@ -17,6 +17,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+UNREAD = {"attention_bias": False}  # of one that always has some
 EAGER = {"experts_implementation": "eager"}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DEEPSEEK, DENSE = "DeepseekV2", {"first_k_dense_replace": 3}
@@ -35,13 +36,7 @@ CASES = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
     "mistral": ("Mistral", {"sliding_window": None, "attention_bias": True}),  # it has none
-    "qwen2": (
-        "Qwen2",
-        {
-            "rope_parameters": {**LINEAR, "rope_theta": 1e6},
-            "attention_bias": False,  # it has some
-        },
-    ),
+    "qwen2": ("Qwen2", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}, **UNREAD}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "deepseek-dense": (DEEPSEEK, DENSE),

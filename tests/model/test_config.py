@@ -27,6 +27,11 @@ V3 = {
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
 SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}
+ORIGINAL = "original_max_position_embeddings"
+
+
+def scaled(**scaling):
+    return {"rope_scaling": scaling}
 
 
 def test_reads_sizes_and_fills_in_what_transformers_would():
@@ -70,15 +75,12 @@ def test_kv_geometry_of_grouped_and_latent_attention():
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*not declared; .*LlamaForCausal"),
         ({"architectures": ["Llama4ForCausalLM"]}, "chunks.*nearest that is served is LlamaFor"),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk.*default, linear, dynamic, llama3"),
+        (scaled(type="ntk", factor=2.0), "ntk.*default, linear, dynamic, llama3"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full_attention"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention in this arch"),
         ({"layer_types": "all"}, "layer_types"),
-        (
-            {**MISTRAL3, "text_config": {"model_type": "ministral3"}},
-            "ministral3.*supported: mistral",
-        ),
+        ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "ministral3.*ported: mistral"),
         ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
         ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
@@ -130,40 +132,25 @@ def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change,
         ({"head_dim": -8}, "head_dim is -8"),
         ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
         ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
-        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        (scaled(type="linear"), "factor"),
         (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-            },
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, **scaled(factor=2.0)},
             "rope_scaling beside rope_parameters .* put {.*2.0} into rope_parameters",
         ),
-        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": float("nan")}},
-            "factor is NaN, expected a num",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": -1}},
-            "original_max_position_embeddings is -1, expected a number above 0",
-        ),
+        (scaled(type="llama3", factor=8.0), "low_freq_factor"),
+        (scaled(type="yarn", factor=float("nan")), "factor is NaN, expected a num"),
+        (scaled(type="yarn", **{ORIGINAL: -1}), f"{ORIGINAL} is -1, expected a number above 0"),
         ({"head_dim": 63}, "head_dim is 63, expected an even number"),
         ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even number"),
         ({"num_attention_heads": 128}, "num_attention_heads is 128, above hidden_size 64"),
         ({**DEEPSEEK, **V3, "n_group": 3}, "n_group 3, topk_group 1 and .* do not fit .* 8"),
-        (
-            {**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2},
-            "n_group is 8, above half of n_routed_experts 8",
-        ),
+        ({**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2}, "n_group is 8, above half of n_rout"),
         ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
         ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
         ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is null, expected an"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
-        (
-            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
-            "short_factor .* has 0 numb",
-        ),
+        (scaled(type="longrope", long_factor=[1.0]), "short_factor .* has 0 numb"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "has 1 entries for 2 "),
         ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
     ],

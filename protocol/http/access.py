@@ -98,7 +98,8 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     is_page = any(name == b"origin" for name, _ in scope["headers"])
     is_here = is_local((scope.get("client") or ("",))[0])
     if not visit_of(scope).has_key and (is_page or not is_here):
-        raise Forbidden(f"{scope['path']} is for clients on this machine, and no browser")
+        told = "is for clients at localhost, and no browser; others need an --admin-key"
+        raise Forbidden(f"{scope['path']} {told}")
 
 
 def digest(key: str | bytes) -> bytes:

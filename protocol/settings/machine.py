@@ -58,9 +58,10 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine reaches a server that listens at `address`."""
+    """Whether only this machine reaches a server that listens at `address`, or calls from it."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        found = ipaddress.ip_address(address)
+        return (getattr(found, "ipv4_mapped", None) or found).is_loopback  # as of --host ::
     except ValueError:
         return address == "localhost"
 

@@ -179,14 +179,15 @@ def gpu_services(**variables: str) -> dict[str, Any]:
     return found["services"]
 
 
-def settings(monkeypatch: pytest.MonkeyPatch, name: str, **variables: str) -> Any:
+def settings(name: str, **variables: str) -> Any:
     """What the service's program would run with."""
     service = gpu_services(**variables)[name]
     program, command, *argv = service["command"]
     assert program == "baton" and command in COMMANDS
-    for key, value in service["environment"].items():
-        monkeypatch.setenv(key, str(value))
-    return load(KINDS[command], argv)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in service["environment"].items():
+            patch.setenv(key, str(value))
+        return load(KINDS[command], argv)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -196,29 +197,24 @@ def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
     assert given - known == set()
 
 
-def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own(monkeypatch):
-    with monkeypatch.context() as patch:
-        prefill = settings(patch, "prefill")
-    with monkeypatch.context() as patch:
-        decode = settings(patch, "decode")
-    proxy = settings(monkeypatch, "proxy")
+def test_on_one_host_the_proxy_finds_both_servers_and_they_use_gpus_of_their_own():
+    prefill, decode, proxy = map(settings, KINDS)
     assert proxy.prefill == (f"http://127.0.0.1:{prefill.port}",)
     assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
     assert (prefill.devices, decode.devices) == ((0,), (1,))
     assert decode.transfer == "auto"
 
 
-def test_several_hosts_and_ranks_are_a_matter_of_variables(monkeypatch):
+def test_several_hosts_and_ranks_are_a_matter_of_variables():
     names = {
         "PREFILL_NAME": "host-p",
         "PREFILL_DEVICES": "0,1",
         "PREFILL_TP": "2",
         "PREFILL_URLS": "http://host-p:8100,http://host-q:8100",
     }
-    with monkeypatch.context() as patch:
-        prefill = settings(patch, "prefill", **names)
+    prefill = settings("prefill", **names)
     assert (prefill.advertised_host, prefill.devices, prefill.tp) == ("host-p", (0, 1), 2)
-    assert len(settings(monkeypatch, "proxy", **names).prefill) == 2
+    assert len(settings("proxy", **names).prefill) == 2
 
 
 def test_servers_of_a_host_see_each_other_and_every_gpu():

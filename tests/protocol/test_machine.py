@@ -7,7 +7,8 @@ import pytest
 from pydantic import SecretStr
 
 from model.hub import build_once
-from protocol.settings.machine import CannotKeep, _make, available_cores, cache_dir, cluster_secret
+from protocol.settings import machine
+from protocol.settings.machine import CannotKeep, available_cores, cache_dir, cluster_secret
 
 
 def test_a_variable_or_the_home_directory_says_where(monkeypatch):
@@ -45,7 +46,7 @@ def test_the_first_use_makes_this_machines_secret(tmp_path):
     assert len(first) == 64 and cluster_secret(None, file) == first
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["cluster-secret"]
-    _make(file)  # one who came second
+    machine._make(file)  # one who came second
     assert cluster_secret(None, file) == first
     assert cluster_secret(SecretStr("mine"), file) == b"mine"
 
@@ -56,6 +57,15 @@ def test_a_file_without_a_secret_is_refused(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
         cluster_secret(None, file)
+
+
+def test_loopback_is_this_machine_as_a_socket_of_both_families_calls_it_too():
+    here = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"]
+    found = [
+        machine.is_local(one)
+        for one in (*here, "::ffff:10.0.0.7", "10.0.0.7", "0.0.0.0", "::", "h")
+    ]
+    assert found == [True] * 4 + [False] * 5
 
 
 @pytest.mark.parametrize("quota", ["150000 100000\n", "50000 100000", "max 100000\n", None])

@@ -241,7 +241,7 @@ class Fleet(Pool):
         # clients name as many as they like.
         known = model if model in models else ""
         pool = self._part((known,), lambda s: known in (s.health.models or (known,)), known)
-        if not any(pool.of.values()):
+        if not (known or pool.of[Kind.DECODE]):
             told = f"{short_repr(model, 200)}; this endpoint has {_named(models)}"
             raise ModelNotFound(f"`model` is {told}", param="model")
         return pool

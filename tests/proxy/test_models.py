@@ -52,7 +52,7 @@ async def test_an_unknown_or_missing_name_is_answered_with_those_known(path, bod
 
 
 async def test_one_model_needs_no_name_and_its_servers_may_be_away():
-    async with Rig([], [Fake(decodes, told=A)]) as rig:
+    async with Rig([], [Fake(decodes, told=A)], fixed_series=False) as rig:
         assert (await rig.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
         rig.decode[0].ready = False
@@ -61,6 +61,8 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
         (card,) = (await rig.client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("a", None)
         assert (await rig.client.get("/v1/models/a")).json() == card
+        silent = {"role": "prefill", "url": "http://127.0.0.1:1"}  # has told no name, and is alone
+        assert (await rig.client.post("/admin/members", json=silent)).status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
 
 

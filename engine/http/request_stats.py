@@ -126,7 +126,9 @@ class RequestStats:
             return
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
-            detail = f"status={error.status} error={error.code}: {error.message}"
+            # What is wrong with a request is said in its own words, which are not for the log.
+            told = (error.param or "body") if type(error) is InvalidRequest else error.message
+            detail = f"status={error.status} error={error.code}: {told}"
             self._report(outcome, detail, error=error.code)
         elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
             self._report("abort", "the client has gone")

@@ -249,15 +249,17 @@ async def test_who_leaves_uses_nothing_more(tmp_path):
         assert found.status_code == 404
 
 
-async def test_the_log_names_the_key_and_never_shows_it(caplog, tokenizer):
+async def test_the_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokenizer):
     with caplog.at_level(logging.DEBUG, logger="baton"):
         for side in ("proxy", "server"):
             async with front(side, tokenizer, **IN_OPTIONS) as client:
                 for key in (ALICE, "unknown-" + ALICE):
                     await ask(client, COMPLETE, x_api_key=key)
+                wrong = {"prompt": {"text": "a private matter"}}
+                await client.post("/v1/completions", json=wrong, headers={"x-api-key": ALICE})
     lines = [line for line in caplog.messages if " key=api-key-1 " in line]
-    assert len(lines) == 2
-    assert not any(key in caplog.text for key in (ALICE, BOB, ROOT))
+    assert len(lines) == 4 and "error=invalid_request: prompt" in lines[-1]
+    assert not any(key in caplog.text for key in (ALICE, BOB, ROOT, "private"))
 
 
 def access(keys: list[dict[str, Any]], path: Path, now: list[float]) -> FileAccess:

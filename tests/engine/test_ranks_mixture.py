@@ -74,6 +74,17 @@ def _spoil(core: EngineCore, executor: Ranks) -> None:
             runner.memory.backend.pool.tensor.fill_(float("nan"))  # the scratch of prompts
 
 
+def _assert_kept(core: EngineCore, executor: Ranks) -> None:
+    """What a step has computed when it ends on rank 0 is on every rank, or NaN: it may be lent."""
+    for sequence in core.scheduler.running:
+        at, table = torch.arange(sequence.num_computed), torch.IntTensor(sequence.block_ids)
+        for rank, runner in enumerate(executor.runners):
+            size, dcp = runner.config.block_size, runner.config.dcp
+            own = at[at // size % dcp == rank % dcp]
+            found = runner.memory.pool.canonical[table[own // (size * dcp)], :, :, :, own % size]
+            assert not found.isnan().any()
+
+
 def _play(rng: random.Random, executor: Ranks, requests: list[AddRequest]) -> MemoryTransport:
     """The answers of a small engine; some requests are aborted."""
     block_size, num_blocks = rng.choice([1, 2, 3, 4]), rng.randint(6, 14)
@@ -98,9 +109,10 @@ def _play(rng: random.Random, executor: Ranks, requests: list[AddRequest]) -> Me
             _spoil(core, executor)
         core.round(messages)
         core.scheduler.check_integrity()
+        _assert_kept(core, executor)
     run_until_idle(core)
     assert_all_blocks_home(core)
-    drawn = [[rank.token_ids for rank in step] for step in executor.outputs]
+    drawn = [[rank.token_ids for rank in step] for step in executor.outputs()]
     assert all(first == second for first, second in drawn), "both draw the same"
     return out
 

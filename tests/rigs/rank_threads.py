@@ -26,21 +26,21 @@ class _Step:
 
     def result(self) -> StepOutput:
         own = self._own.result()
-        self._ranks.outputs.append([own, *(other.result(WAIT_S) for other in self._others)])
+        self._ranks.steps.append((own, self._others))
         return own
 
 
 class Ranks:
-    """An executor.
-
-    Attributes:
-        outputs: of each step, by rank.
-    """
+    """An executor. As between processes, rank 0 does not wait for the others' results."""
 
     def __init__(self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]) -> None:
         self.runners, self._threads = runners, threads
         self.depth = runners[0].depth
-        self.outputs: list[list[StepOutput]] = []
+        self.steps: list[tuple[StepOutput, list[Future[StepOutput]]]] = []
+
+    def outputs(self) -> list[list[StepOutput]]:
+        """Of each step, by rank."""
+        return [[own, *(one.result(WAIT_S) for one in others)] for own, others in self.steps]
 
     def blocks_under_way(self) -> set[int]:
         return set()

@@ -82,17 +82,13 @@ def _obey(links: RankLinks, runner: Any) -> None:
     links.follow(runner)
 
 
-def test_all_ranks_take_the_port_of_rank_0_and_the_smallest_number_of_blocks(follow):
-    def agree(links: RankLinks, port: int, blocks: int) -> tuple[int, int]:
-        return links.agree(port, int, max), links.agree(blocks, int, min)
-
-    links, others = follow(*(partial(agree, port=0, blocks=n) for n in (100, 200)))
-    assert agree(links, 4711, 150) == (4711, 100)
-    assert [other.result(_TIMEOUT_S) for other in others] == [(4711, 100)] * 2
+def test_all_ranks_take_the_smallest_number_of_blocks(follow):
+    agree = partial(RankLinks.agree, kind=int, combine=min)
+    links, others = follow(*(partial(agree, own=n) for n in (100, 200)))
+    assert agree(links, own=150) == 100
+    assert [other.result(_TIMEOUT_S) for other in others] == [100] * 2
     _close(links)
-    alone = RankLinks(0, [])
-    assert alone.agree(7, int, min) == 7
-    alone.close()
+    assert RankLinks(0, []).agree(7, int, min) == 7
 
 
 def test_every_rank_has_a_socket_to_rank_0_for_pulls_of_its_own(follow):

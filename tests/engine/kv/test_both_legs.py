@@ -148,10 +148,11 @@ def test_preemption_of_half_a_prompt_keeps_what_is_leased(make_pair):
 def test_a_lease_that_ends_before_its_prompt_does_leaves_a_reference_that_holds(make_pair):
     """D hung, and P's answer serves another one."""
     pair = make_pair(max_num_batched_tokens=8, policy="fail")
-    ours, theirs = pair.both(PROMPT, order="dp")
-    pair.until(lambda: bool(pair.d.core.scheduler.receiving))
+    ours, theirs = pair.both(PROMPT, order="d")
+    pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
+    for messages in ([add(ours, PROMPT, 1, retain_kv=True, transfer_id=f"{ours}-0")], []):
+        pair.p.core.round(messages)
     pair.now_s += 31
     assert pair.end(theirs).error.code == "lease_gone"
-    pair.until(lambda: bool(pair.p.out.terminals(ours)))
-    asked = pair.ask(PROMPT, pair.p.out.terminals(ours)[0].kv_transfer_params)
+    asked = pair.ask(PROMPT, pair.end_of(pair.p, ours).kv_transfer_params)
     assert (pair.answer(asked), pair.d.kv(asked)) == (expected_output(PROMPT, 6), (45, 0, 0))

@@ -35,18 +35,9 @@ from protocol.handshake import (
 from protocol.ipc.wire import Wire, WireClosed, framed, listen
 from protocol.process.lifecycle import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
-from tests.rigs.memory_pair import REMOTE
+from tests.rigs.memory_pair import DEADLINE_S, REMOTE, Clock
 
 SECRET, MAC = b"cluster secret", 32  # bytes
-DEADLINE_S = 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Client(LeaseClient):
@@ -97,7 +88,8 @@ class Server(LeaseServer):
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    (clock := Clock()).stand(True)
+    return clock
 
 
 @pytest.fixture
@@ -138,7 +130,7 @@ def test_expired_unknown_and_other_incarnations_are_gone(server, clock):
     assert isinstance(server.ask(complete(lease, incarnation="older")), Gone)
     assert isinstance(server.ask(renew(lease, incarnation="older")), Gone)
     assert isinstance(server.ask(complete(new_id())), Gone)
-    clock.now += 30.0
+    clock.skip(30.0)
     assert isinstance(server.ask(complete(lease)), Gone)
     assert server.outcomes() == [LeaseState.EXPIRED]
     assert server.counters()["gone"] == 4 and server.counters()["expired"] == 1
@@ -148,7 +140,7 @@ def test_expired_unknown_and_other_incarnations_are_gone(server, clock):
 def test_leases_end_without_a_fence(server, clock, how):
     lease = server.grant("r", [3], 30.0)
     if how == "expired":
-        clock.now += 31.0
+        clock.skip(31.0)
     elif how == "aborted by the engine":
         assert server.abort(lease) and not server.abort(lease)
     else:
@@ -397,14 +389,17 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
     client.post(server.address, GetMetadata(nonce="n"))
     assert isinstance(client.reply(), Metadata)
     assert client.unconnected() == {}
-    clock.now = 1234.0
+    clock.skip(234.0)
     server.close()
     while not client.unconnected():
         client.go_on()
-    assert client.unconnected() == {server.address: 1234.0}
-    for clock.now in (1240.0, 1250.0):
+    assert client.unconnected() == {server.address: clock()}
+    clock.skip(6.0)
+    since = {server.address: clock()}
+    for _ in range(2):
         client.post(server.address, GetMetadata(nonce="n"))
-        assert client.unconnected() == {server.address: 1240.0}
+        assert client.unconnected() == since
+        clock.skip(10.0)
     client.forget(server.address)
     assert client.unconnected() == {} and client.deadline() == float("inf")
     client.close()

@@ -322,7 +322,7 @@ class RealEngine(Engine):
         config = make_config(model_dir=str(self._folder), block_size=pool.layout.block_size)
         runner = ModelRunner(config, self._model, Parallel())
         runner.memory = make_memory(config, self._model, runner.model, pool)
-        return SimpleNamespace(depth=0, blocks_under_way=set, launch=runner.launch)
+        return SimpleNamespace(depth=0, launch=runner.launch)
 
 
 class Group:

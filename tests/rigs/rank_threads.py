@@ -42,9 +42,6 @@ class Ranks:
         """Of each step, by rank."""
         return [[own, *(one.result(WAIT_S) for one in others)] for own, others in self.steps]
 
-    def blocks_under_way(self) -> set[int]:
-        return set()
-
     def launch(self, step: StepInput) -> PendingStep:
         data, others = step_to_bytes(step), zip(self._threads[1:], self.runners[1:], strict=True)
         begun = [
@@ -63,9 +60,7 @@ class Ranks:
 def _runner(rank: int, *, size: int, dcp: int, meeting: str, **options: Any) -> ModelRunner:
     model = ensure_model("gqa")
     config = make_config(model_dir=str(model), role="decode", tp=size, dcp=dcp, **options)
-    parallel = Parallel()
-    if size > 1:
-        parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)
+    parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)
     return ModelRunner(config, load_config(model), parallel)
 
 

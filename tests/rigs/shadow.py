@@ -332,7 +332,8 @@ def make_core(
     if executor is None and groups.drops:
         executor = WindowedExecutor(num_blocks, block_size, depth, groups)
     executor = executor or ShadowExecutor(num_blocks, block_size, depth)
-    _watch(scheduler.allocator, executor)
+    if isinstance(executor, ShadowExecutor):
+        _watch(scheduler.allocator, executor)
     transport = MemoryTransport()
     grammars = CoreGrammars(None, timeout_s=2.0)  # type: ignore[arg-type]
     core = EngineCore(scheduler, executor, role or KVConnector(), transport, grammars)

@@ -35,6 +35,7 @@ _NOT_RELAYED = frozenset(
 MAX_MOVES = 16  # of a stream, that its servers hand over
 LOSS_REASONS = [each for each in Failure if each not in (Failure.UNREACHABLE, Failure.FULL)]
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_DONE = sse.DONE.rstrip()
 _FAILURES = (b"event: error", b"event: response.failed")
 _LAST_EVENTS = (*_FAILURES, b"event: response.completed", b"event: response.incomplete")
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -72,13 +73,13 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._held = bytearray()
-        self._last = b""
+        self._last = b""  # of the events that were passed, but for a [DONE]
+        self._is_done = False
 
     def feed(self, data: bytes) -> bytes:
         """`data` up to the end of its last event, after what was held back before."""
         if not self._held and data.endswith(_EVENT_ENDS):  # as nearly always
-            self._last = data
-            return data
+            return self._note(data)
         searched = max(0, len(self._held) - 3)  # an event may be long, and come in many pieces
         self._held += data
         found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)
@@ -94,18 +95,22 @@ class EventBuffer:
     def _pass(self, length: int) -> bytes:
         passed = bytes(self._held[:length])
         del self._held[:length]
-        self._last = passed or self._last
+        return self._note(passed)
+
+    def _note(self, passed: bytes) -> bytes:
+        if text := passed.rstrip():
+            self._is_done = text.endswith(_DONE)
+            self._last = text.removesuffix(_DONE) or self._last
         return passed
 
     @property
     def has_ended(self) -> bool:
         """Whether the last event was one that ends a stream: [DONE], an error, a whole response."""
-        last = self._last_event()
-        return last == b"data: [DONE]" or last.startswith(_LAST_EVENTS) or self.has_failed
+        return self._is_done or self._last_event().startswith(_LAST_EVENTS) or self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last event was an error."""
+        """Whether the last event was an error, be it before a [DONE] as vLLM's are."""
         last = self._last_event()
         return last.startswith(_FAILURES) or _is_error(last)
 
@@ -153,8 +158,7 @@ class FramedEvents(EventBuffer):
                 break
             self._texts += text + b","
             passed = passed + events if passed else events
-        self._last = passed or self._last
-        return passed
+        return self._note(passed)
 
     def were_sent(self) -> None:
         if self._texts:
@@ -214,8 +218,7 @@ class Reply:
             headers += [(name.encode(), text.encode()) for name, text in error.headers.items()]
             await self.answer_json(error.status, error.to_openai(), headers)
         else:
-            self.is_broken = True
-            await self._body(sse.error_event(error), more=False)
+            await self.break_off(sse.error_event(error))
 
     async def relay(self, response: Response) -> bool:
         """Sends what a server answers: an event stream as it comes, perhaps as the rest of one that

@@ -46,7 +46,8 @@ _COMPLETED = b"event: response.completed\n"
         (b'data: {"text": "[DONE]"}\n\n', False, False),
         (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True, True),
         (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True, True),
-        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', True, False),
+        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', True, True),  # vLLM's
+        (b'data: {"error": {"message": "x"}}\n\ndata: 1\n\ndata: [DONE]\n\n', True, False),
         (b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n', True, True),
         (b'data: {"error": 1}\n\ndata: 2\n\n', False, False),
         (b'data: {"object":"chunk","schema":{"error":{}}}\n\n', False, False),
@@ -58,10 +59,12 @@ _COMPLETED = b"event: response.completed\n"
     ],
 )
 def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(stream, ended, failed):
-    events = EventBuffer()
-    events.feed(stream)
-    events.rest()
-    assert (events.has_ended, events.has_failed) == (ended, failed)
+    for pieces in ([stream], stream.splitlines(keepends=True)):
+        events = EventBuffer()
+        for piece in pieces:
+            events.feed(piece)
+        events.rest()
+        assert (events.has_ended, events.has_failed) == (ended, failed)
 
 
 def test_headers_of_the_connection_are_not_relayed():

@@ -5,6 +5,7 @@ whoever answers asks `visit_of` what it may show. proxy/keys.py adds a file of k
 """
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
+_ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)  # no site's name
 
 
 def check(options: ListenOptions) -> None:
@@ -94,8 +96,10 @@ def visit_of(scope: Mapping[str, Any]) -> Visit:
 
 def check_operator(scope: Mapping[str, Any]) -> None:
     """Whoever has no key, where none is needed, must be on this machine, and no other site's page
-    in a browser. Raises Forbidden. A key that may not was refused before."""
-    is_page = any(name == b"origin" for name, _ in scope["headers"])
+    in a browser, even one whose name leads here. Raises Forbidden. A key that may not was refused
+    before."""
+    headers = dict(scope["headers"])
+    is_page = b"origin" in headers or not _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     is_here = is_local((scope.get("client") or ("",))[0])
     if not visit_of(scope).has_key and (is_page or not is_here):
         told = "is for clients at localhost, and no browser; others need an --admin-key"

@@ -14,5 +14,6 @@ def event(data: bytes) -> bytes:
 
 
 def error_event(error: BatonError) -> bytes:
-    """The event that ends a stream which failed after its first byte; no [DONE] follows it."""
-    return b"event: error\n" + event(msgspec.json.encode(error.to_openai()))
+    """The event that ends a stream which failed after its first byte; no [DONE] follows it. Readers
+    of /v1/responses know it by its `type`."""
+    return b"event: error\n" + event(msgspec.json.encode({"type": "error", **error.to_openai()}))

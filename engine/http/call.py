@@ -109,6 +109,7 @@ class HttpRequestState:
             if self.moved is not None:
                 return EventStream(self, [])
             for piece in pieces:
+                self._writer.take(piece)
                 if piece.index in merged:
                     merged[piece.index].extend(piece)
                 else:

@@ -147,15 +147,14 @@ class ResponseWriter:
             [], {"usage": usage.to_openai(), **tail}
         )
 
+    def take(self, piece: ChoicePiece) -> None:
+        """The next piece of an answer that is told whole."""
+
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
-        """The whole response body."""
+        """The whole response body, of the pieces that were taken, joined by choice."""
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
-        return _encode({**body, "usage": usage.to_openai(), **self.top_level(pieces), **extra})
-
-    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
-        """Members of the whole body that one endpoint alone has."""
-        return {}
+        return _encode({**body, "usage": usage.to_openai(), **extra})
 
     def _choices_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
@@ -219,9 +218,10 @@ class ChatWriter(ResponseWriter):
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
         return _entry(piece, chat_logprobs, delta=delta)
 
-    def top_level(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
+    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
-        return {"prompt_logprobs": found[0]} if found else {}
+        own = {"prompt_logprobs": found[0]} if found else {}
+        return super().full(pieces, usage, {**extra, **own})
 
 
 def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:

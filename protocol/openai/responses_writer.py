@@ -93,10 +93,13 @@ class ResponsesWriter(ResponseWriter):
         whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
         return before + self._event(status, response=whole)
 
+    def take(self, piece: ChoicePiece) -> None:
+        _ = [*self._write(piece)]  # whose order joined pieces do not tell
+
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
-        (piece,) = pieces
-        _ = [*self._write(piece), *self._end(_status(piece))]
-        return _encode({**self._response(_status(piece), usage), **extra})
+        status = _status(pieces[0])
+        _ = [*self._end(status)]
+        return _encode({**self._response(status, usage), **extra})
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         if piece.reasoning:
@@ -184,7 +187,7 @@ def _status(piece: ChoicePiece) -> str:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.kv.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.kv.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -9,9 +9,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import ConfigDict, Field
 
 from protocol.errors import InvalidRequest
@@ -174,17 +176,9 @@ class ToolCallPiece(msgspec.Struct):
 
 
 def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
-    """One piece for each call."""
-    calls: list[ToolCallPiece] = []
-    texts: list[list[str]] = []
-    for piece in pieces:
-        if piece.index == len(calls):
-            calls.append(msgspec.structs.replace(piece))
-            texts.append([])
-        texts[piece.index].append(piece.arguments)
-    for call, parts in zip(calls, texts, strict=True):
-        call.arguments = "".join(parts)
-    return calls
+    """One piece for each call; those of a call follow one another."""
+    calls = ([*of] for _, of in groupby(pieces, lambda piece: piece.index))
+    return [replace(of[0], arguments="".join(piece.arguments for piece in of)) for of in calls]
 
 
 def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ PIECES = [
     ("", ("message",)),
     ("<think>hm</think>" + CALL + CALL, ("reasoning", "function_call", "function_call")),
     (CALL, ("function_call",)),
+    (f"So:{CALL}Hm.", ("message", "function_call", "message")),
     ("<think>for ever", ("reasoning",)),
 ]
 
@@ -59,6 +60,7 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, tex
     assert told[0].type == "response.created" and told[-1].type == "response.completed"
     details = whole.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
+    assert whole.usage.input_tokens_details.cache_write_tokens == 0  # which the client must have
 
 
 async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer):

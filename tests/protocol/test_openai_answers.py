@@ -42,13 +42,15 @@ def test_events_of_a_response_in_several_pieces_and_in_one():
 def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
     asked = {"instructions": "i", "max_output_tokens": 2, "metadata": {"k": "v"}}
     out = responses_writer(**asked)
-    body = json.loads(out.full([ChoicePiece(0, "ab", finish_reason="length")], USAGE, {"x": 1}))
+    piece = ChoicePiece(0, "ab", finish_reason="length")
+    out.take(piece)
+    body = json.loads(out.full([piece], USAGE, {"x": 1}))
     assert (body["status"], body["x"]) == ("incomplete", 1)
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert {name: body[name] for name in asked} == asked
     assert body["usage"] == {
         "input_tokens": 7,
-        "input_tokens_details": {"cached_tokens": 5},
+        "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 10,

@@ -221,7 +221,6 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     bare = tokenizer.encode("Hi", add_special_tokens=False)
     assert tokenizer.encode("Hi") != bare
-
     async with serving(tokenizer, ready=_ROOMY) as server:
         for adds in (False, True):
             await server.post(prompt="Hi", add_special_tokens=adds)
@@ -234,7 +233,6 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
 
 async def test_the_last_message_can_be_continued(tokenizer):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}]
-
     async with serving(tokenizer) as server:
         response = await server.chat(messages=messages, continue_final_message=True)
         assert response.status_code == 200
@@ -258,9 +256,8 @@ async def test_a_text_is_tokenized_and_back(tokenizer):
 
 
 async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer):
-    messages = [{"role": "user", "content": "Hi"}]
-
     async with serving(tokenizer) as server:
+        messages = [{"role": "user", "content": "Hi"}]
         response = await server.http.post("/tokenize", json={"messages": messages})
         await server.chat(messages=messages)
         assert response.json()["tokens"] == server.engine.added[0].token_ids

@@ -137,7 +137,6 @@ def test_schemas_of_tools_have_a_limit_together():
 
 async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer):
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
-
     async with serving(tokenizer) as server:
         assert (await server.post(kv_transfer_params=added)).status_code == 200
         handed_back = {"kv_transfer_params": added}
@@ -160,7 +159,6 @@ async def test_a_body_of_whatever_depth_is_the_client_s_mistake(tokenizer, path,
     """Some depths can be read but not shown in a message."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
-
     async with serving(tokenizer) as server:
         posts = [server.http.post(path, content=body) for body in bodies]
         for response in await asyncio.gather(*posts):

@@ -5,7 +5,6 @@ from typing import Any
 
 import openai
 import pytest
-from msgspec.structs import replace
 
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.rigs.http_server import Server, saying, serving_4k, with_template
@@ -60,7 +59,6 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, tex
     assert told[0].type == "response.created" and told[-1].type == "response.completed"
     details = whole.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
-    assert whole.usage.input_tokens_details.cache_write_tokens == 0  # which the client must have
 
 
 async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer):
@@ -97,4 +95,3 @@ async def test_a_call_can_be_demanded(tokenizer, asked, grammar):
         (add,) = server.engine.added
         found = add.sampling.grammar
         assert (found and found.kind) == grammar
-        assert replace(add, request_id="") != add

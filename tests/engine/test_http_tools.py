@@ -66,7 +66,6 @@ async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
     """Under "auto" nothing keeps the model from writing two."""
     script = saying(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     asked = {"tools": [TOOL], "parallel_tool_calls": False}
-
     async with serving_4k(tokenizer, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert len(choice["message"]["tool_calls"]) == 2

@@ -17,8 +17,7 @@ from tests.rigs.client import sse_events
 def test_an_error_event_has_its_name_and_openai_s_shape():
     ((name, data),) = sse_events(sse.error_event(TransferFailed("cut off")).decode())
     told = json.loads(data)
-    assert name == told["type"] == "error"
-    assert told["error"]["code"] == "transfer_failed"
+    assert (name, told["type"], told["error"]["code"]) == ("error", "error", "transfer_failed")
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -91,7 +91,7 @@ def engine_config(
     if dtype == "auto":
         # On a GPU the attention kernels and all products want 16 bits; files of full precision
         # or quantised (GGUF) name none of them.
-        on_gpu = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
+        on_gpu = "float16" if model_config.dtype == "float16" else "bfloat16"
         dtype = "float32" if device == "cpu" else on_gpu
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}

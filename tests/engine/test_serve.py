@@ -313,6 +313,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path):
         ("float32", "cuda", "bfloat16"),  # as every GGUF file is taken to be
         ("float16", "cuda", "float16"),
         ("bfloat16", "cuda", "bfloat16"),
+        ("auto", "cuda", "bfloat16"),  # as some are saved
         ("bfloat16", "cpu", "float32"),
     ],
 )

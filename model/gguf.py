@@ -201,10 +201,8 @@ def _write_weights(
         if name in _TOP_TENSORS:
             file, new_name = name.partition(".")[0], _TOP_TENSORS[name]
         elif match is not None and match[2] in _LAYER_TENSORS:
-            file, new_name = (
-                match[1],
-                f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}",
-            )
+            file, module = match[1], _LAYER_TENSORS[match[2]]
+            new_name = f"model.layers.{file}.{module}.{match[3]}"
             permuted = heads.get(match[2], 0) if architecture == "llama" else 0
         else:
             raise ModelLoadError(f"the GGUF file's tensor {name} does not belong to {architecture}")

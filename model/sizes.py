@@ -22,6 +22,7 @@ from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
 
 _OF_TEXT: Final = r"^(model\.)?language_model\."
+_LFS: Final = b"version "  # what its pointers begin with
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
 # Weights of what is never quantised: tables, routers, and MLA's absorbed projection.
@@ -225,8 +226,7 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
     divide `size`."""
     if (problem := _experts_problem(config, size, ep)) is not None:
         raise InvalidParallelism(f"--ep {ep} {problem}")
-    problem = _problem(config, size, ep)
-    if problem:
+    if problem := _problem(config, size, ep):
         sizes = " or ".join(map(str, tp_sizes(config, ep)))
         fix = f"use {sizes}" if sizes else "use another --ep"
         raise InvalidParallelism(f"--tp {size} {problem}; {fix}")
@@ -352,12 +352,13 @@ class _Entry(msgspec.Struct):
 def _header_of(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
-            data = 8 + (size := int.from_bytes(file.read(8), "little"))
+            data = 8 + (size := int.from_bytes(first := file.read(8), "little"))
             header = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()}
     except (msgspec.MsgspecError, MemoryError, OverflowError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not a safetensors file: {error}") from error
+        why = f"{error}" if first != _LFS else "Git LFS left a pointer to it: run `git lfs pull`"
+        raise ModelLoadError(f"{path} is not a safetensors file: {why}") from error
     found = {
         name: StoredTensor(path, entry.dtype, entry.shape, *(data + o for o in entry.data_offsets))
         for name, entry in entries.items()

@@ -165,14 +165,12 @@ class WeightLoader:
             ModelLoadError: missing, or of another shape or an unsupported dtype.
         """
         self._note(name)
-        rows = range(shape[0]) if rows is None else rows
+        rows, dtype = range(shape[0]) if rows is None else rows, dtype or self.dtype
         if (found := self._source.quantised(name, shape, rows, cols)) is not None:
             found = found.to(self.device, self.dtype)
-            return self._dequantised(found, "a kind of product without a kernel").to(
-                dtype or self.dtype
-            )
+            return self._dequantised(found, "a kind of product without a kernel").to(dtype)
         part = self._source.part(name, shape, rows, cols)
-        return part.to(self.device, dtype or self.dtype).contiguous()
+        return part.to(self.device, dtype).contiguous()
 
     def matrix(
         self,

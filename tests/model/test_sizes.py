@@ -94,21 +94,17 @@ def test_what_most_of_a_model_is_made_of_is_told_with_its_fields():
     assert weight_bytes(config, 1, keeps=False) > 96 * 64 * 3 * 10**12
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"",
-        b"[]",
-        b'{"a": 1}',
-        b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',
-        b"{",
-        b'{"a": {"data_offsets": [0, 0], "shape": ["x"], "dtype": ""}}',
-        b'{"a": {"data_offsets": [0, 0], "shape": [], "dtype": []}}',
-        b"[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("header", [
+    b"", b"[]", b"{", b"[" * 100_000, b'{"a": 1}',
+    b'{"a": {"data_offsets": [0], "shape": [], "dtype": ""}}',
+    b'{"a": {"data_offsets": [0, 0], "shape": ["x"], "dtype": ""}}',
+    b'{"a": {"data_offsets": [0, 0], "shape": [], "dtype": []}}',
+])  # fmt: skip
 def test_a_header_that_is_none_is_told(tmp_path, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelLoadError, match="is not a safetensors file"):
+        check_files(parse_config(LLAMA), tmp_path)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ModelLoadError, match=r"is not a safetensors file: Git LFS .*git lfs pull"):
         check_files(parse_config(LLAMA), tmp_path)

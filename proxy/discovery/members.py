@@ -1,6 +1,7 @@
 """The members of one proxy: who they are, how each is, and what is shown of that."""
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ logger = get_logger(__name__)
 
 MODELS_PATH = "/v1/models"
 SERIES = ("ready", "circuit", "in_flight")  # of each member
+_DIGITS = re.compile(r"\d+")
 
 
 class Members:
@@ -120,7 +122,9 @@ class Members:
         self._knowledge.forget(server)
         if old.ready:
             self._poller.hurry(server)
-        # When all end together, each sees the others go; one that leaves was expected to.
-        is_expected = self.is_ending or not server.sources
+        # When all end together, each sees the others go; one that leaves was expected to. One that
+        # starts tells how far it has come.
+        is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub("", new.reason)
+        is_expected = self.is_ending or not server.sources or is_as_before
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

@@ -120,6 +120,18 @@ async def test_a_server_given_as_the_other_kind_gets_no_request(caplog):
     assert caplog.text.count(told) == 1
 
 
+async def test_how_far_a_server_has_come_that_starts_is_told_once(caplog):
+    asked: list[Call] = []
+
+    async def starts(call: Call) -> None:
+        asked.append(call)
+        await call.answer(503, {"reason": f"downloading: {len(asked)} of 9.5 GiB"})
+
+    async with Rig([], [Fake(decodes, pages={"/ready": starts})], ready=False):
+        await until(lambda: len(asked) > 3)
+    assert caplog.text.count(" downloading: ") == 1
+
+
 async def test_servers_that_end_with_the_proxy_are_no_warning(caplog):
     async with Rig() as rig:
         rig.app.shut_down(60.0)

@@ -1,6 +1,5 @@
 """The command `baton`."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +41,7 @@ def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered():
 @pytest.mark.parametrize("command", ["up", "proxy"])
 def test_a_wrong_option_ends_with_2_and_says_which(command):
     argv = [sys.executable, "-m", "deploy.cli", command, "--prot", "1"]
-    ended = subprocess.run(
-        argv, capture_output=True, text=True, cwd=os.getcwd(), timeout=60, check=False
-    )
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert f"baton {command}: error: unrecognized arguments: --prot 1" in ended.stderr
     assert "did you mean --port" in ended.stderr

@@ -2,13 +2,8 @@
 
 import pytest
 
-from deploy.commands import (
-    default_threads,
-    proxy_command,
-    server_argv,
-    server_commands,
-    user_option,
-)
+from deploy import commands
+from deploy.commands import default_threads, proxy_command, server_argv, server_commands
 from protocol.settings.settings import (
     DecodeSettings,
     PrefillSettings,
@@ -24,9 +19,9 @@ def up(*argv: str) -> UpSettings:
 
 def test_each_server_gets_a_name_and_the_secret_by_environment():
     settings = up("--prefill.count=2", "--decode.count", "1")
-    commands = server_commands(settings, secret="s" * 16, cores=8)
-    assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0"]
-    for command in commands:
+    found = server_commands(settings, secret="s" * 16, cores=8)
+    assert [command.name for command in found] == ["prefill-0", "prefill-1", "decode-0"]
+    for command in found:
         assert command.env == {"BATON_CLUSTER_SECRET": "s" * 16}
         assert "s" * 16 not in " ".join(command.argv)
 
@@ -63,8 +58,7 @@ def test_options_reach_their_servers_and_no_others():
     assert (prefill.block_size, prefill.kv_layout, prefill.lease_s) == (16, "LBCNHD", 3.0)
     assert (decode.model, decode.dtype, decode.block_size, decode.tp) == ("m", "float32", 64, 2)
     assert prefill.enable_prefix_caching and not decode.enable_prefix_caching
-    assert prefill.port == decode.port == 0
-    assert prefill.max_body_bytes == 1000
+    assert (prefill.port, decode.port, prefill.max_body_bytes) == (0, 0, 1000)
     assert prefill.client_timeout_s == decode.client_timeout_s == 600
 
 
@@ -89,7 +83,7 @@ def test_every_group_option_is_one_of_its_server():
     ],
 )
 def test_an_option_of_a_server_has_a_name_for_users_of_up(kind, option, written):
-    assert user_option(up("--prefill.dtype=bfloat16"), kind, option) == written
+    assert commands.user_option(up("--prefill.dtype=bfloat16"), kind, option) == written
 
 
 def test_the_proxy_gets_the_endpoint_and_all_urls():

@@ -34,7 +34,6 @@ COMPOSE = ROOT / "deploy" / "docker-compose.yml"
 GPU_COMPOSE = COMPOSE.with_suffix(".gpu.yml")
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
-DEADLINE_S = 120.0
 _SECRET = "a secret of this test alone"
 KINDS: dict[str, type[BatonSettings]] = {
     "prefill": PrefillSettings,
@@ -116,7 +115,7 @@ def proxy(services: dict[str, Service]) -> Iterator[Server]:
     with started(*(service.start for service in servers)) as children:
         proxy = last.start()
         with running(proxy):
-            wait_until(lambda: all_ready(proxy), DEADLINE_S)
+            wait_until(lambda: all_ready(proxy), 120.0)
             yield proxy
             assert [child.stop() for child in (proxy, *children)] == [0] * len(services)
 

@@ -17,9 +17,8 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
         assert CASES[declared.proof][0] == name
         (line,) = [line for line in lines if line.startswith(f"{name} ")]
         assert line.endswith(f"-k '[{declared.proof}]'")
-    assert {near for near, _ in REFUSED.values()} <= set(ARCHITECTURES) and not (
-        set(REFUSED) & set(ARCHITECTURES)
-    )
+    assert {near for near, _ in REFUSED.values()} <= set(ARCHITECTURES)
+    assert not set(REFUSED) & set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

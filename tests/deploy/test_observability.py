@@ -85,7 +85,6 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 
 def test_the_counts_of_the_closing_line_add_up():
     line = closing_line(REPORT, "abc")
-    counts = [line[key] for key in ("passed", "failed", "errors", "skipped")]
-    assert counts == [4, 2, 1, 3]
+    assert [line[key] for key in ("passed", "failed", "errors", "skipped")] == [4, 2, 1, 3]
     assert (line["seconds"], line["started"]) == (1.3, "2026-01-31T12:00:00")
     assert line["commit"] == "abc"

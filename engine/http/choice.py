@@ -120,9 +120,9 @@ class PromptGeneration:
     def _echo(self) -> tuple[str, list[TokenReport] | None]:
         """The prompt's text, and its tokens where log-probabilities are wanted."""
         text, offsets = self._text_and_offsets()
-        num_top = self.request.num_logprobs
-        if num_top is None:
+        if not self.request.wants_logprobs:
             return text, None
+        num_top = self.request.num_logprobs or 0
         entries = zip(self.ids, self._complete(), offsets, strict=True)
         return text, [self.report(i, found, num_top, at) for i, found, at in entries]
 

@@ -212,6 +212,9 @@ async def test_an_echo_without_logprobs_is_only_text(tokenizer):
             (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))["choices"]
             assert choice["text"].startswith(text) and choice["logprobs"] is None
         assert {a.num_prompt_logprobs for a in server.engine.added} == {None}
+    async with serving(tokenizer, scripted(end(), end(1))) as server:  # of ranked choices, too
+        (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()["choices"]
+        assert (choice["text"], choice["logprobs"]) == ("ab", None)
 
 
 @pytest.mark.parametrize(

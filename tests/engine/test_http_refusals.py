@@ -76,7 +76,6 @@ async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, par
     own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
     is_grammar = path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
-
     async with serving(tokenizer, ready=ready) as server:
         response = await server.http.post(path, json={"model": "m", **own, **fields})
         error = response.json()["error"]

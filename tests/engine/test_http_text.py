@@ -68,7 +68,6 @@ _CALLING = {
 async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, aside):
     """Whatever makes them long."""
     watched = _Watched(tokenizer)
-
     async with serving(watched, saying(tokenizer, "x"), ready=_ROOMY) as server:
         assert (await server.chat(**asked)).status_code == 200
         assert [thread != threading.get_ident() for thread in watched.threads] == aside
@@ -125,7 +124,6 @@ def _told(size: int) -> dict[str, Any]:
 )
 async def test_a_text_that_no_context_holds_is_refused_untokenized(tokenizer, path, body, param):
     watched = _Watched(tokenizer)
-
     async with serving(watched, max_body=2 * LONG_CHARS) as server:
         response = await server.http.post(path, json={"model": "m", **body})
         error = response.json()["error"]
@@ -141,7 +139,6 @@ async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
     """Also where they turn out to be longer, and to count them whatever they turn out to be: a
     client may want to know by how much."""
     texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
-
     async with serving(tokenizer) as server:
         refused = (await server.post(prompt="x" * _MOST_CHARS)).json()["error"]["message"]
         assert f"too long: it has {_MOST_CHARS}. " in refused

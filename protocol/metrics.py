@@ -105,8 +105,7 @@ TABLE = (
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
          "Pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: several of "
-         "these; none: failed, or nothing to read).",
-         ("outcome", "path")),
+         "these; none: failed, or nothing to read).", ("outcome", "path")),
     Spec("baton_kv_transfer_bytes", "counter", "engine", "Useful KV bytes pulled."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine", "READ descriptors posted."),
     Spec("baton_kv_transfer_seconds", "histogram", "engine",
@@ -151,10 +150,9 @@ TABLE = (
     Spec("baton_proxy_retries", "counter", "proxy", "Attempts after the first, by leg.", ("leg",)),
     Spec("baton_proxy_resumes", "counter", "proxy",
          "Decode servers lost in mid-answer, by reason (lost, timeout, died, busy, error; moved: "
-         "it handed the stream over) and "
-         "outcome: resumed (another one went on), lost_again (it was lost, too), failed (none "
-         "could), spent (--max-resumes), unkept (the stream cannot go on elsewhere).",
-         ("reason", "outcome")),
+         "it handed the stream over) and outcome: resumed (another one went on), lost_again (it "
+         "was lost, too), failed (none could), spent (--max-resumes), unkept (the stream cannot go "
+         "on elsewhere).", ("reason", "outcome")),
     Spec("baton_proxy_upstream_failures", "counter", "proxy",
          "Failed calls to a server by leg and reason: unreachable, lost, timeout, full (429), busy "
          "(503), died (503 as its engine died), error (other 5xx).", ("leg", "reason")),

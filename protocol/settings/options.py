@@ -396,8 +396,7 @@ class RegisterOptions(ServerOptions):
                 f"{urls[0]} takes signed registrations only: give this server and the "
                 "proxy one BATON_CLUSTER_SECRET (openssl rand -hex 32)"
             )
-        host = info.data["host"]
-        check_advertised(info.data["advertise_url"] or http_url(host, 1))
+        check_advertised(info.data["advertise_url"] or http_url(info.data["host"], 1))
         return urls
 
 

@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -76,8 +77,7 @@ def _urls(key: str, value: object) -> list[str]:
 
 async def resolve(name: str, port: int) -> list[str]:
     """All addresses of a name, looked up in a thread. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
@@ -110,7 +110,7 @@ class Discovery:
         for kind, url in self._names:
             looks[f"{kind.value} {url}"] = _NameLook(kind, url, self._resolve, self._clock).look
         if self._file is not None:
-            looks[self._file] = _FileLook(self._file).look
+            looks[self._file] = partial(asyncio.to_thread, _FileLook(self._file).look)
         self._tasks = [asyncio.create_task(self._follow(*each)) for each in looks.items()]
 
     async def close(self) -> None:
@@ -141,10 +141,7 @@ class _FileLook:
         self._name = name
         self._seen: object = None
 
-    async def look(self) -> Found:
-        return await asyncio.to_thread(self._look)
-
-    def _look(self) -> Found:
+    def look(self) -> Found:
         try:
             found = Path(self._name).stat()
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)

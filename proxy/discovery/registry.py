@@ -79,7 +79,7 @@ class Registry:
         key = Kind("decode" if record.role == "both" else record.role), url  # its twin follows
         heard = self._heard.get(key)
         if heard is not None and record.issued_ms <= heard.issued_ms:
-            raise BadRecord(f"a newer record of {url} is known: this one is a copy")
+            raise BadRecord(f"a newer record of {url} is known: it is a copy, or a clock is wrong")
         if record.leaving:
             self._end(key, record.issued_ms)
             return {"status": "leaving"}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import fused_ops
-from model.architectures.rotation import RopeConfig
+from model.architectures.rotation import RopeConfig, yarn_mscale
 
 _FUSED_DIMS: Final = (64, 128, 256)  # of heads that are rotated by a kernel of ours
 
@@ -58,11 +58,6 @@ def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
     ramp = (torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)
     keep = 1 - ramp.clamp(0, 1)
     return 1.0 / (config.factor * frequencies) * (1 - keep) + 1.0 / frequencies * keep
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Yarn's correction of attention magnitude for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def attention_scaling(config: RopeConfig) -> float:

@@ -117,7 +117,15 @@ def _scaling(
     used["factor"] = number(found, "factor", max_position / original)
     if rope_type == "yarn":
         used["truncate"] = bool(found.get("truncate", True))
+        if found.get("attn_factor"):  # as yarn's authors and servers read it, transformers does not
+            factor = number(found, "attn_factor", 1.0) * yarn_mscale(used["factor"], 1.0)
+            used["attention_factor"] = factor
     return used if rope_type == "linear" else {**used, "original_max_position": original}
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's correction of attention magnitude for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(found: dict[str, Any], max_position: int, original: int, dim: int) -> dict[str, Any]:

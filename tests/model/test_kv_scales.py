@@ -139,7 +139,6 @@ def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, me
 )
 def test_plain_weights_calibrated_for_fp8_kv_are_served(quantization):
     assert parse_config(LLAMA | {"quantization_config": quantization}).num_layers
+    of_weights = {**quantization, "config_groups": {"group_0": {}}}
     with pytest.raises(UnsupportedModel):
-        parse_config(
-            LLAMA | {"quantization_config": {**quantization, "config_groups": {"group_0": {}}}}
-        )
+        parse_config(LLAMA | {"quantization_config": of_weights})

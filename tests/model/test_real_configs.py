@@ -52,6 +52,10 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
     "Qwen3-30B-A3B": (30.5, published(
         "Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936, 40960, moe_intermediate_size=768,
         **QWEN)),
+    "DeepSeek-R1-0528-Qwen3-8B": (8.19, published(
+        "Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936, 131072, head_dim=128, rope_scaling={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+            "attn_factor": 0.8782488562869419})),
     "Qwen3-235B-A22B": (235.1, published(
         "Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936, 40960, moe_intermediate_size=1536,
         **QWEN)),
@@ -139,6 +143,7 @@ def test_what_publishers_write_is_understood() -> None:
     assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
     mini = of("Phi-4-mini").rope
     assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
+    assert of("DeepSeek-R1-0528-Qwen3-8B").rope.attention_factor == pytest.approx(1)
     assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
     assert of("granite-3.3-8b").score_scale == 0.0078125
     assert of("gemma-7b").activation == "gelu_tanh"

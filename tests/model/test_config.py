@@ -69,27 +69,24 @@ def test_kv_geometry_of_grouped_and_latent_attention():
     assert parse_config({**DEEPSEEK, "first_k_dense_replace": 2}).moe is None
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*not declared; .*LlamaForCausal"),
-        ({"architectures": ["Llama4ForCausalLM"]}, "chunks.*nearest that is served is LlamaFor"),
-        ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
-        (scaled(type="ntk", factor=2.0), "ntk.*default, linear, dynamic, llama3"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full_attention"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention in this arch"),
-        ({"layer_types": "all"}, "layer_types"),
-        ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "ministral3.*ported: mistral"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
-        ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
-        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
-        ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
-        ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
-        ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
-        ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "partial_rotary_factor of latents"),
-    ],
-)
+@pytest.mark.parametrize("change, named", [
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*not declared; .*LlamaForCausal"),
+    ({"architectures": ["Llama4ForCausalLM"]}, "chunks.*nearest that is served is LlamaFor"),
+    ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
+    (scaled(type="ntk", factor=2.0), "ntk.*default, linear, dynamic, llama3"),
+    ({"layer_types": ["chunked_attention"] * 2}, "layer_types.*chunked.*full_attention"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention in this arch"),
+    ({"layer_types": "all"}, "layer_types"),
+    ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "ministral3.*ported: mistral"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
+    ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
+    ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
+    ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
+    ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
+    ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "partial_rotary_factor of latents"),
+])  # fmt: skip
 def test_refuses_what_is_not_implemented_and_names_what_is(change, named):
     with pytest.raises(UnsupportedModel, match=named):
         parse_config({**LLAMA, **change})
@@ -121,40 +118,35 @@ def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change,
     assert ("windows" in config.special_attention) == bool(windows)
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"vocab_size": None}, "vocab_size"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
-        ({"num_key_value_heads": "4"}, 'num_key_value_heads is "4"'),
-        ({"head_dim": -8}, "head_dim is -8"),
-        ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
-        ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
-        (scaled(type="linear"), "factor"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, **scaled(factor=2.0)},
-            "rope_scaling beside rope_parameters .* put {.*2.0} into rope_parameters",
-        ),
-        (scaled(type="llama3", factor=8.0), "low_freq_factor"),
-        (scaled(type="yarn", factor=float("nan")), "factor is NaN, expected a num"),
-        (scaled(type="yarn", **{ORIGINAL: -1}), f"{ORIGINAL} is -1, expected a number above 0"),
-        ({"head_dim": 63}, "head_dim is 63, expected an even number"),
-        ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even number"),
-        ({"num_attention_heads": 128}, "num_attention_heads is 128, above hidden_size 64"),
-        ({**DEEPSEEK, **V3, "n_group": 3}, "n_group 3, topk_group 1 and .* do not fit .* 8"),
-        ({**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2}, "n_group is 8, above half of n_rout"),
-        ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
-        ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
-        ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is null, expected an"),
-        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
-        (scaled(type="longrope", long_factor=[1.0]), "short_factor .* has 0 numb"),
-        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "has 1 entries for 2 "),
-        ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
-    ],
-)
+@pytest.mark.parametrize("change, named", [
+    ({"vocab_size": None}, "vocab_size"),
+    ({"hidden_size": "64"}, "hidden_size"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ({"num_key_value_heads": "4"}, 'num_key_value_heads is "4"'),
+    ({"head_dim": -8}, "head_dim is -8"),
+    ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
+    ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
+    (scaled(type="linear"), "factor"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, **scaled(factor=2.0)},
+     "rope_scaling beside rope_parameters .* put {.*2.0} into rope_parameters"),
+    (scaled(type="llama3", factor=8.0), "low_freq_factor"),
+    (scaled(type="yarn", factor=float("nan")), "factor is NaN, expected a num"),
+    (scaled(type="yarn", **{ORIGINAL: -1}), f"{ORIGINAL} is -1, expected a number above 0"),
+    ({"head_dim": 63}, "head_dim is 63, expected an even number"),
+    ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even number"),
+    ({"num_attention_heads": 128}, "num_attention_heads is 128, above hidden_size 64"),
+    ({**DEEPSEEK, **V3, "n_group": 3}, "n_group 3, topk_group 1 and .* do not fit .* 8"),
+    ({**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2}, "n_group is 8, above half of n_rout"),
+    ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
+    ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
+    ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is null, expected an"),
+    ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
+    (scaled(type="longrope", long_factor=[1.0]), "short_factor .* has 0 numb"),
+    ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "has 1 entries for 2 "),
+    ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
+])  # fmt: skip
 def test_a_broken_config_is_refused_naming_the_field(change, named):
     with pytest.raises(ModelLoadError, match=named):
         parse_config({**LLAMA, **change})
@@ -171,17 +163,14 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "outcome"),
-    [
-        ({"max_position_embeddings": 96}, 96),
-        ({"max_position_embeddings": 96, "rope_theta": 5.0}, 96),
-        ({"vocab_size": LLAMA["vocab_size"]}, LLAMA["max_position_embeddings"]),
-        ({"max_position_embedings": 96}, r"did you mean max_position_embeddings\?"),
-        ({"use_cache": True}, '"use_cache" changes nothing of this model; leave it out'),
-        ({"max_position_embeddings": "much"}, 'max_position_embeddings is "much"'),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "outcome"), [
+    ({"max_position_embeddings": 96}, 96),
+    ({"max_position_embeddings": 96, "rope_theta": 5.0}, 96),
+    ({"vocab_size": LLAMA["vocab_size"]}, LLAMA["max_position_embeddings"]),
+    ({"max_position_embedings": 96}, r"did you mean max_position_embeddings\?"),
+    ({"use_cache": True}, '"use_cache" changes nothing of this model; leave it out'),
+    ({"max_position_embeddings": "much"}, 'max_position_embeddings is "much"'),
+])  # fmt: skip
 def test_overrides_take_effect_or_are_refused(tmp_path, overrides, outcome):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     if isinstance(outcome, int):

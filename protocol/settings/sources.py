@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -200,7 +199,8 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if not name:
         raise ConfigError("--config: names no file")
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), UniqueKeys)
+        with open(name, encoding="utf-8") as file:  # of a text it would quote what may be secret
+            content = yaml.load(file, UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -282,7 +282,8 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         names = (name.replace("_", "-") for name in nested.model_fields)
         reason = renamed(reason, {name: f"{path[0]}.{name}" for name in names}.get)
     if path and path[-1].endswith(("secret", "api_key", "admin_key")):  # pydantic counts its items
-        return reason.replace("items after validation, not", "characters, not")
+        reason = reason.replace("items after validation, not", "characters, not")
+        return reason.replace(short_repr(item["input"]), "it")
     if item["type"] in ("value_error", "extra_forbidden"):
         return reason
     # A value of the command line as it stands there; of a file, as JSON.

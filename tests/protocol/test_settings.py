@@ -261,14 +261,17 @@ def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugg
     assert json.loads(describe(debugged)) == debugged.model_dump(mode="json")
 
 
-def test_secrets_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "correct horse battery")
     settings = load(P, [])
     assert "horse" not in describe(settings) + repr(settings) + " ".join(to_argv(settings))
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "too short")
-    with pytest.raises(ConfigError, match=r"BATON_CLUSTER_SECRET: .* 16 characters") as caught:
-        load(P, [])
-    assert "too short" not in str(caught.value)
+    monkeypatch.setenv("BATON_API_KEY", "[too short")
+    (file := tmp_path / "a.yml").write_text('api-key: "too short')
+    for argv, told in (([], r"T: .* 16 characters"), ([], "Y: it is not a list"), ([file], "YAML")):
+        with pytest.raises(ConfigError, match=told) as caught:
+            load(P, [f"--config={one}" for one in argv])
+        assert "too short" not in str(caught.value)
 
 
 def test_settings_survive_the_way_through_argv() -> None:

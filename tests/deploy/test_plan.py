@@ -162,7 +162,7 @@ def test_a_config_tells_the_windows(model, capsys):
         (["--decode.dtype=bfloat16"], 1, "bfloat16 here and float32 on the peer"),
         (["--prefill.block-size=128", *SHARED], 1, "block_size is 64 here and 128 on the"),
         (["--decode.tp=4", "--decode.dcp=3"], 2, "3 does not divide --decode.tp 4: use a divisor"),
-        (["--prefill.tp=0"], 2, "--prefill.tp: must be greater than or equal to 1, not 0"),
+        (["--prefill.tp=0"], 2, "baton plan: error: --prefill.tp: must be greater than"),
         (["--decode.dcp=0"], 2, "--decode.dcp: must be greater than or equal to 1, not 0"),
         (["--prefill.dtype=float8_e4m3fn"], 1, "float8_e4m3fn on the peer"),
         (["--hit-tokens=2000"], 1, "hit_tokens is 2000"),

@@ -247,13 +247,6 @@ def test_help_explains_every_option(cls, capsys):
     assert all(told) and len(set(told)) == len(told)
 
 
-def test_parse_prints_the_error_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        parse(P, ["--tp", "0"], prog="baton prefill")
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.startswith("baton prefill: error: --tp: ")
-
-
 def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> None:
     told = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
     assert told == {"port": 1, "prefill": {"tp": 2}}

@@ -238,9 +238,7 @@ class Metrics:
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
-        self._own = {
-            spec.name: self._make(spec) for spec in TABLE if spec.origin in (origin, "any")
-        }
+        self._own = {one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")}
         self.set("baton_build_info", 1, version=VERSION)
 
     def _make(self, spec: Spec) -> Any:

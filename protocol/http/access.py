@@ -102,8 +102,7 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     is_page = b"origin" in headers or not _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     is_here = is_local((scope.get("client") or ("",))[0])
     if not visit_of(scope).has_key and (is_page or not is_here):
-        told = "is for clients at localhost, and no browser; others need an --admin-key"
-        raise Forbidden(f"{scope['path']} {told}")
+        raise Forbidden(f"{scope['path']} is for clients at localhost, no browser, or --admin-key")
 
 
 def digest(key: str | bytes) -> bytes:

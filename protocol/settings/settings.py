@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -164,9 +164,13 @@ class _Group(Options):
 class PrefillGroup(PrefillOptions, _Group):
     """The prefill servers of a local cluster."""
 
+    role: Literal["prefill", "both"] = Field("prefill", description="both: answers go there, too")
+
 
 class DecodeGroup(DecodeOptions, _Group):
     """The decode servers of a local cluster."""
+
+    role: Literal["decode", "both"] = Field("decode", description="both: prompts go there, too")
 
 
 class UpSettings(ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings):

@@ -71,6 +71,8 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
         (P, "--tp 4 --ep 3", "--ep: 3 does not divide --tp 4"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
+        (UP, "--decode.role prefill", "--decode.role: must be decode or both, not prefill"),
+        (UP, "--prefill.role=decode", "--prefill.role: must be prefill or both, not decode"),
         (UP, SHARED, r"multiple of --prefill\.block-size, which is 64"),
         *(
             (D, f"--transfer-costs={costs}", "--transfer-costs: .*(is not a list|are not|number)")

@@ -166,10 +166,7 @@ def _print_lines(child: Child) -> None:
 
 
 def _watch_child(
-    child: Child,
-    ours: socket.socket,
-    printer: threading.Thread,
-    on_event: Callable[[Event], None],
+    child: Child, ours: socket.socket, printer: threading.Thread, on_event: Callable[[Event], None]
 ) -> None:
     with ours, ours.makefile("rb") as reports:  # closed when the child is reaped
         for line in reports:

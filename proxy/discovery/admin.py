@@ -62,12 +62,11 @@ def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
     action = _ACTIONS.get(path, "add")
     logger.info("operator: %s %s", action, ", ".join(map(str, found)))
     for server in found:
-        match action:
-            case "drain" | "undrain":
-                fleet.drain(server, action == "drain")
-            case "remove":
-                for source in list(server.sources):
-                    fleet.leave(server, source)
+        if action == "remove":
+            for source in list(server.sources):
+                fleet.leave(server, source)
+        elif action != "add":
+            fleet.drain(server, action == "drain")
     return {"members": [_told(server) for server in found]}
 
 

@@ -122,8 +122,7 @@ class Members:
         self._knowledge.forget(server)
         if old.ready:
             self._poller.hurry(server)
-        # When all end together, each sees the others go; one that leaves was expected to. One that
-        # starts tells how far it has come.
+        # All may end together, one that leaves was to, and one that starts tells how far it is.
         is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub("", new.reason)
         is_expected = self.is_ending or not server.sources or is_as_before
         level = logging.DEBUG if is_expected else logging.WARNING

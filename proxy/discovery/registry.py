@@ -65,8 +65,7 @@ class Registry:
             if self._secret is None:
                 fix = "start it with BATON_CLUSTER_SECRET, that of the servers"
                 raise BadRecord(f"this proxy takes no registrations: {fix}")
-            record = open_record(body, self._secret, int(time.time() * 1000))
-            return self._taken(record)
+            return self._taken(open_record(body, self._secret, int(time.time() * 1000)))
         except BadRecord as error:
             self._warn(error)
             raise RegistrationRefused(f"this registration is refused: {error}") from None

@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(ModelsSettings, argv, prog="baton models")
     asked, options = settings.model, (settings.revision, settings.hf_overrides)
     try:
+        if any(options) and not asked:
+            raise ValueError("--revision and --hf-overrides are of a model: name it by --model")
         print(load_config(asked, *options).summary if asked else served())
     except ValueError as error:
         print(f"baton models: error: {error}", file=sys.stderr)

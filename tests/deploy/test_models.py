@@ -11,6 +11,7 @@ from tests.model.test_config import LLAMA
 
 
 def test_each_architecture_names_the_test_that_proves_it(capsys):
+    assert models.main(["--revision", "main"]) == 1 and "--model" in capsys.readouterr().err
     assert models.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, declared in ARCHITECTURES.items():

@@ -19,7 +19,6 @@ playwright = pytest.importorskip("playwright.async_api", reason="needs the extra
 SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
 WARM = 0.25  # of that, after which histories are full
 CLIENTS, ASKS, IDLE_S = 4, 200, 20.0
-CHANGES = 50  # in an interval: more than so many clients make
 
 
 def _cpu_s(server: Server) -> float:
@@ -63,7 +62,8 @@ async def _told_share(proxy: Server, session: aiohttp.ClientSession) -> float:
     """The share of its time in which the proxy would tell a page what changes in each interval."""
     async with session.get(f"{proxy.url}/ui/state?since=0&epoch=") as answer:
         state = await answer.json()
-    rest, before = f"since={state['number'] - CHANGES}&epoch={state['epoch']}", _cpu_s(proxy)
+    changes = int(2 * state["number"] / SECONDS * state["interval_s"])  # twice an interval's
+    rest, before = f"since={state['number'] - changes}&epoch={state['epoch']}", _cpu_s(proxy)
     for _ in range(ASKS):
         async with session.get(f"{proxy.url}/ui/state?{rest}") as answer:
             assert (await answer.json())["points"]

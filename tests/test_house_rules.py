@@ -21,17 +21,17 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2954,
+    "attention": 2930,
     "benchmarks": 2608,
     "decode_server": 200,
     "deploy": 900,
     "engine": 11152,
-    "kvcache": 7707,
-    "kvcache/transfer": 5129,
-    "model": 5322,
+    "kvcache": 7656,
+    "kvcache/transfer": 5118,
+    "model": 5303,
     "prefill_server": 156,
-    "protocol": 6848,
-    "proxy": 5176,
+    "protocol": 6840,
+    "proxy": 5124,
     "tests": 40598,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows

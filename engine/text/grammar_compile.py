@@ -241,7 +241,7 @@ def judge(tokenizer: LLTokenizer, grammar: Grammar) -> Verdict:
         _check(make_matcher(tokenizer, grammar), tokenizer)
     except GrammarError as error:
         return Verdict(str(error))
-    return Verdict(None, max(0, _memory_bytes(1) - before))
+    return Verdict(None, max(_PAGE_BYTES, _memory_bytes(1) - before))
 
 
 def _memory_bytes(column: int) -> int:

@@ -341,10 +341,11 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
                 fleet.pool.submit(fleet.ask, case.path, case.body, hold)
                 for case, hold in zip(cases, holds, strict=True)
             ]
-            assert all(hold.asked.wait(TIMEOUT_S) for hold in holds)
-        ends = list(zip(holds, asked, strict=True))
+            ends = list(zip(holds, asked, strict=True))
+            wait_until(lambda: all(hold.asked.is_set() or one.done() for hold, one in ends), 60)
         wait_until(lambda: all(hold.reached.is_set() or one.done() for hold, one in ends), 60)
-        assert all(hold.reached.is_set() for hold in holds)
+        for hold, one in ends:
+            assert hold.reached.is_set(), one.result()
         if cases[0].is_running:
             fleet.let_go()
             server = fleet.server_of(cutter)

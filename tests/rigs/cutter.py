@@ -140,21 +140,33 @@ class Cutter:
 
     def _pass_answers(self, far: socket.socket, near: socket.socket, asked: _Asked) -> None:
         num_tokens, held, is_lost = 0, b"", False
+
+        def hold_up() -> None:
+            nonlocal is_lost
+            for hold in asked:
+                if hold.holds(num_tokens):
+                    is_lost = hold.loses
+
+        def send(data: bytes) -> None:
+            self._passes.wait()
+            if not is_lost:
+                near.sendall(data)
+
         with _ending(far, near):
             while data := far.recv(1 << 16):
                 if data.startswith(b"HTTP/"):  # the next one over this connection
                     num_tokens, held = 0, b""
-                held, end = held + data, 0
+                hold_up()
+                begin, end, sent = len(held), 0, 0
+                held += data
                 for frame in _FRAME.finditer(held):
+                    start, end = max(frame.start() - begin, 0), frame.end()
+                    send(data[sent:start])
+                    sent = start
                     num_tokens += sum(len(entry[1]) for entry in json.loads(frame[1]))
-                    end = frame.end()
+                    hold_up()
+                send(data[sent:])
                 held = held[end:][-_MAX_HELD_BYTES:]
-                for hold in asked:
-                    if hold.holds(num_tokens):
-                        is_lost = hold.loses
-                self._passes.wait()
-                if not is_lost:
-                    near.sendall(data)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ memory stays readable until it is closed here.
 
 import ctypes
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
+_PROCESS = secrets.token_bytes(16)  # processes of two containers may have one id
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
@@ -38,7 +40,7 @@ class MappableRecord(msgspec.Struct, kw_only=True):
     handle: bytes = b""  # of CUDA IPC; empty for host memory
     offset: int = 0  # bytes from the allocation's base to the pool
     fd: int = -1  # of the owner, where the pool is host memory that others may map
-    token: bytes = b""  # that proves it is this memory
+    token: bytes = b""  # that proves it is this memory; of a GPU's, that it is this process's
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,7 @@ def host_id() -> str:
 
 def offer(pool: KVPool) -> dict[str, Any]:
     """What to put into RankMetadata.extra so that processes of this host may map the pool."""
-    record = MappableRecord(host=host_id(), pid=os.getpid())
+    record = MappableRecord(host=host_id(), pid=os.getpid(), token=_PROCESS)
     if pool.shared is not None:
         record.fd, record.token = pool.shared.fd, pool.shared.token
     if pool.device.type == "cuda":
@@ -132,7 +134,7 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"its KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)  # the one that shall read
-    if record.pid == os.getpid():  # perhaps on another device
+    if record.token == _PROCESS:  # perhaps on another device
         try:
             if rank.device_id != (device.index or 0):
                 cuda.enable_peer_access(rank.device_id)

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable
+from kvcache.transfer.move.peer_memory import EXTRA_KEY, NotMappable, open_on_gpu
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from protocol.errors import (
@@ -127,6 +128,16 @@ def test_why_a_peer_cannot_be_mapped(rig, changes, reason):
     rank = msgspec.structs.replace(rank, extra={EXTRA_KEY: told} if told else {})
     with pytest.raises(NotMappable, match=reason):
         Placer(prefill.pools[0]).open(rank)
+
+
+def test_a_process_with_our_id_in_another_container_is_not_taken_for_us(rig, monkeypatch):
+    """Where its KV is, our own may be."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    rank = rig(Prefill).metadata.ranks[0]
+    extra = {EXTRA_KEY: {**rank.extra[EXTRA_KEY], "handle": bytes(64)}}
+    rank = msgspec.structs.replace(rank, device_kind="cuda", extra=extra)
+    with pytest.raises(NotMappable, match="cannot be opened"):
+        open_on_gpu(rank, torch.device("cuda:0"))
 
 
 def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):

@@ -106,11 +106,6 @@ def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
     assert decode.is_only_written_at(blocks, 16, 53)
 
 
-def test_unequal_block_sizes_are_bridged_where_ranks_share_no_tokens(rig):
-    prefill, decode = rig(Prefill, block_size=24), rig(Decode, tp=2, block_size=32)
-    check_pulls(prefill, decode, [(0, 61)], "direct")
-
-
 def test_a_rank_without_a_token_ends_at_once(rig):
     """All three tokens are on the first rank of each group; the others do not wait for them."""
     prefill, decode = rig(Prefill), rig(Decode, MemoryAgent, tp=4, dcp=2)

@@ -221,15 +221,6 @@ def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
     assert state(remote=lent).cancel(2.0) == [DRAINED, ABORT]
 
 
-@pytest.mark.parametrize("phase", [Phase.HELD, Phase.WAITING])
-def test_a_failure_before_reading_is_told_at_once_and_drained(phase):
-    pull = state()
-    if phase is Phase.WAITING:
-        pull.pull(ORDER, now=0.5)
-    assert failure(pull.fail(PeerUnreachable("x"), now=1.0)).drained
-    assert pull.phase is Phase.ENDED
-
-
 class PullMachine(RuleBasedStateMachine):
     """Property: whatever happens in whatever order, the promises of messages.py hold."""
 

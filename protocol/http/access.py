@@ -32,6 +32,7 @@ RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
+_OF_OTHERS = {b"origin", b"forwarded", b"x-forwarded-for"}  # headers that a page or a proxy adds
 _ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)  # no site's name
 
 
@@ -95,13 +96,13 @@ def visit_of(scope: Mapping[str, Any]) -> Visit:
 
 
 def check_operator(scope: Mapping[str, Any]) -> None:
-    """Whoever has no key, where none is needed, must be on this machine, and no other site's page
-    in a browser, even one whose name leads here. Raises Forbidden. A key that may not was refused
-    before."""
+    """Whoever has no key, where none is needed, must be on this machine, and neither another site's
+    page in a browser, even one whose name leads here, nor behind a proxy that tells so. Raises
+    Forbidden. A key that may not was refused before."""
     headers = dict(scope["headers"])
-    is_page = b"origin" in headers or not _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
-    is_here = is_local((scope.get("client") or ("",))[0])
-    if not visit_of(scope).has_key and (is_page or not is_here):
+    is_ours = _OF_OTHERS.isdisjoint(headers) and is_local((scope.get("client") or ("",))[0])
+    is_named = _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
+    if not (visit_of(scope).has_key or (is_ours and is_named)):
         raise Forbidden(f"{scope['path']} is for clients at localhost, no browser, or --admin-key")
 
 

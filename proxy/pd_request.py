@@ -26,6 +26,7 @@ from protocol.errors import (
     Forbidden,
     NoServerAvailable,
     PayloadTooLarge,
+    RequestError,
 )
 from protocol.http.access import visit_of
 from protocol.http.connections import read_body
@@ -184,7 +185,12 @@ class PDRequest:
                     await asyncio.sleep(_READY_LOOK_S)
 
     def _own_pool(self) -> Pool:
-        return self._fleet.pool(bodies.model_of(self._plain))
+        try:
+            return self._fleet.pool(bodies.model_of(self._plain))
+        except RequestError:
+            if not self._losses.num:
+                raise
+            return self._pool  # the last of its model has left; it may take back what it had
 
     async def _generate_once(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):

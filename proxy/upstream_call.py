@@ -315,7 +315,7 @@ class Upstreams:
         self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
         self.fleet.begun(server)
         work = told = None
-        if call.ask is not None:
+        if call.ask is not None and not server.has_left:  # nobody would forget what it has
             if call.computes and not server.is_doubted:
                 told = hint(server, self.knowledge.lenders(server, call.ask))
             work = self.knowledge.begin(

@@ -71,21 +71,6 @@ def test_who_comes_takes_the_place_that_another_left():
     assert [each and each.url for each in turns] == ["a", "d", "c", "a"]
 
 
-@pytest.mark.parametrize(("sources", "drained", "accepts"), [("ab", 0, 1), ("", 0, 0), ("a", 1, 0)])
-def test_who_leaves_or_is_drained_gets_nothing_new(sources, drained, accepts):
-    fleet = Fleet({Kind.DECODE: "u"})
-    (server,) = fleet.servers
-    fleet.polled(server, YES, 0.0)
-    fleet.begun(server)
-    fleet.drain(server, bool(drained))
-    for source in sources:
-        fleet.join(Kind.DECODE, "u", source)
-    fleet.leave(server, "listed")
-    assert (fleet.choose(Kind.DECODE) is server) is bool(accepts)
-    fleet.ended(server)
-    assert (server in fleet.servers) is bool(sources)
-
-
 @pytest.mark.parametrize("kind", Kind)
 def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(kind):
     fleet, both = Fleet({kind: "a"}), Said(True, is_both=True)

@@ -9,6 +9,7 @@ import pytest
 
 from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
+from proxy.membership import LISTED
 from proxy.relay import MAX_MOVES
 from tests.proxy.fakes import LENT, Behave, Call, Drop, Fake, Rig, decodes, fails, until
 
@@ -218,6 +219,19 @@ async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others
         assert all(len(fake.calls) == 1 for fake in rig.decode) or not others
         assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
         assert rig.in_flight() == 0
+
+
+async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_has_left():
+    async def leaves(call: Call) -> None:
+        rig.app.fleet.leave(own, LISTED)
+        await _moves(0, 2)(call)
+
+    told = [{"kv_digest": "a.b.c", "model": name} for name in ("m", "other")]
+    fakes = [Fake(_in_turn(leaves, _GOES_ON), told=told[0]), Fake(decodes, told=told[1])]
+    async with Rig([], fakes, cluster_secret=_SECRET, fixed_series=False) as rig:
+        own, other = rig.app.fleet.servers
+        assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
+        assert rig.app.fleet.servers == list(rig.app.knowledge.loads) == [other]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

@@ -9,10 +9,11 @@ from kvcache.groups import KVGroups, deal
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
-from model.config import ModelConfig
+from model.config import ModelConfig, load_config
 from model.sizes import check_files, check_parallelism, largest, stored_elements, weight_bytes
 from protocol.handshake import ITEMSIZE
 from protocol.settings.machine import free_host_bytes
+from protocol.settings.settings import EngineSettings
 
 _STORED: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank finds out
@@ -20,6 +21,16 @@ _MOST_BYTES_OF_A_GPU: Final = 2**41  # ample; how many it really has, its rank f
 
 class InvalidGeometry(ValueError):
     """Options that contradict each other; the message names them, their values and the fix."""
+
+
+def read_config(model_dir: str | Path, options: EngineSettings | EngineConfig) -> ModelConfig:
+    """What the options make of a model's config.json."""
+    return load_config(
+        model_dir,
+        overrides=options.hf_overrides,
+        quantization=options.quantization,
+        max_model_len=options.max_model_len,
+    )
 
 
 def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | None = None) -> None:

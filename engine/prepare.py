@@ -18,9 +18,10 @@ from engine.geometry import (
     check_scales,
     check_staging,
     check_weights,
+    read_config,
 )
 from engine.text.tokenizer import Tokenizer
-from model.config import ModelConfig, load_config
+from model.config import ModelConfig
 from model.errors import ModelLoadError
 from model.kv_scales import resolve_scales
 from model.sizes import fingerprint
@@ -51,9 +52,7 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
     Raises:
         StartFailure, ValueError, OSError: options, model and machine do not go together.
     """
-    model_config = load_config(
-        model_dir, overrides=settings.hf_overrides, quantization=settings.quantization
-    )
+    model_config = read_config(model_dir, settings)
     defaults = _request_defaults(settings, model_dir)
     config = engine_config(settings, secret, model_dir, model_config)
     check_weights(config, model_config)

@@ -160,6 +160,7 @@ def load_config(
     revision: str | None = None,
     overrides: str | None = None,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> ModelConfig:
     """Reads a model's config.json.
 
@@ -168,6 +169,7 @@ def load_config(
         revision: branch, tag or commit on the hub; None is its default branch.
         overrides: a JSON object of values instead of the file's.
         quantization: "fp8": to be quantised at load.
+        max_model_len: tokens of the longest sequence; None: max_position_embeddings.
 
     Raises:
         UnsupportedModel: architecture, rope type or attention variant not implemented.
@@ -186,7 +188,7 @@ def load_config(
     if not isinstance(raw, dict):
         raise ModelLoadError(f"{path} holds a {type(raw).__name__}, expected an object")
     try:
-        config = _overridden(raw, json.loads(overrides)) if overrides else parse_config(raw)
+        config = _overridden(raw, json.loads(overrides or "{}"), max_model_len)
     except ModelError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -199,13 +201,13 @@ def load_config(
     return dataclasses.replace(config, quantization=Quantization(AT_LOAD))
 
 
-def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
+def _overridden(raw: dict[str, Any], overrides: dict[str, Any], longest: int | None) -> ModelConfig:
     """Raises ModelLoadError for a key that changes nothing, as a misspelt one does."""
-    config = parse_config({**raw, **overrides})
+    config = parse_config({**raw, **overrides}, longest)
     for key in overrides:
         others = {**raw, **{k: v for k, v in overrides.items() if k != key}}
         try:
-            has_effect = raw.get(key) == overrides[key] or parse_config(others) != config
+            has_effect = raw.get(key) == overrides[key] or parse_config(others, longest) != config
         except ModelError:  # the model is refused without it
             has_effect = True
         if not has_effect:
@@ -215,7 +217,7 @@ def _overridden(raw: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def parse_config(raw: dict[str, Any]) -> ModelConfig:
+def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
@@ -224,7 +226,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     if len(stored) > 1 and not scaling.items() <= stored.items():
         told = "config.json has rope_scaling beside rope_parameters that say otherwise"
         raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
-    raw = {**declared.defaults, **raw}
+    raw = {**declared.defaults, **raw, "max_model_len": max_model_len}
     if not scaling:  # null means what a missing one does
         raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")
     _refuse_unsupported(raw, declared)

@@ -120,6 +120,8 @@ def check_compatible(
         if field == "kv_scales" and len(ours) == len(theirs):
             at = next(i for i in range(len(ours)) if ours[i] != theirs[i])
             where, ours, theirs = f" at index {at}", ours[at], theirs[at]
+        if field == "model_fingerprint" and "longrope" in local.rope != remote.rope:
+            fix = ", and both with the same --max-model-len, by which longrope takes its factors"
         if field in _CONVERTIBLE:
             fix = ", or let the decode server convert with --kv-convert"
         raise PeerIncompatible(

@@ -7,13 +7,13 @@ from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.core_grammar import CoreGrammars
 from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.geometry import read_config
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import reason_of, starting
 from engine.worker.memory import longest_sequence
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks
-from model.config import load_config
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineProgress, EngineReady
@@ -50,9 +50,7 @@ def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
 def _build(
     config: EngineConfig, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
-    model_config = load_config(
-        config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
-    )
+    model_config = read_config(config.model_dir, config)
     compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
     rank = Rank(config, model_config, 0, links, lambda text: transport.tell(EngineProgress(text)))
     limits = SchedulerLimits(

@@ -15,12 +15,12 @@ import sys
 import torch
 
 from engine.config import EngineConfig
+from engine.geometry import read_config
 from engine.worker.kernel_watch import keep_kernels, watch_kernels
 from engine.worker.leader import lead
 from engine.worker.load import CannotStart, check_devices, reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
-from model.config import load_config
 from protocol.process import lifecycle
 from protocol.process.lifecycle import end_on_sigterm, end_with_vital_threads, ignore_sigterm
 from protocol.process.logging import setup_logging
@@ -72,9 +72,7 @@ def main() -> None:
 def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:
     links = RankLinks(number, sockets)
     with starting():
-        model_config = load_config(
-            config.model_dir, overrides=config.hf_overrides, quantization=config.quantization
-        )
+        model_config = read_config(config.model_dir, config)
         rank = Rank(config, model_config, number, links)
     rank.ready()
     try:

@@ -108,7 +108,8 @@ def _scaling(
     max_position, field = size(raw, "max_position_embeddings"), "original_max_position_embeddings"
     original = int(number({field: found.get(field) or raw.get(field)}, field, max_position))
     if rope_type == "longrope":
-        return _longrope(found, max_position, original, dim)
+        longest = min(raw["max_model_len"] or max_position, max_position)
+        return _longrope(found, longest, max_position / original, original, dim)
     names = _FIELDS[rope_type]
     missing = [name for name in names if found.get(name) is None]
     if missing and rope_type != "yarn":
@@ -128,14 +129,16 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(found: dict[str, Any], max_position: int, original: int, dim: int) -> dict[str, Any]:
-    """The long divisors where the context is longer than the original one, for sequences of any
-    length: keys in the cache cannot be rotated anew when a sequence grows."""
-    name = "long_factor" if max_position > original else "short_factor"
+def _longrope(
+    found: dict[str, Any], longest: int, stretch: float, original: int, dim: int
+) -> dict[str, Any]:
+    """The long divisors where the `longest` sequence is longer than the original context, for
+    sequences of any length: keys in the cache cannot be rotated anew when a sequence grows."""
+    name = "long_factor" if longest > original else "short_factor"
     divisors = tuple(number({name: each}, name, 0.0) for each in found.get(name) or ())
     if len(divisors) != dim // 2:
         raise wrong(f"{name} of rope type longrope has {len(divisors)} numbers, not {dim // 2}")
-    factor = number(found, "factor", max_position / original)
+    factor = number(found, "factor", stretch)
     scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "factor": factor,

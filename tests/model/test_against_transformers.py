@@ -170,6 +170,15 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch
     assert weight_bytes(model.config, 1, keeps=False) == matrices
 
 
+def test_longrope_takes_its_short_factors_where_no_sequence_outgrows_them(tmp_path):
+    sizes = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}
+    reference = make("Phi3ForCausalLM", tmp_path, **sizes)
+    short = load_config(tmp_path, max_model_len=256)
+    check_equal(load_model(short, tmp_path, dtype=torch.float32), reference)
+    long = load_config(tmp_path, max_model_len=257)
+    assert long == load_config(tmp_path) and long.semantic_json != short.semantic_json
+
+
 def check_equal(model, reference, num_tokens: int = 20) -> None:
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, model.config.vocab_size, (1, 150), generator=generator)

@@ -97,6 +97,15 @@ def test_unequal_scales_name_both_values_and_the_fix():
         assert word in caught.value.message
 
 
+def test_unequal_factors_of_longrope_name_the_option_that_chooses_them():
+    short, long = (
+        compat(model_fingerprint=name, rope=f'{{"rope_type": "longrope", "divisors": "{name}"}}')
+        for name in ("short", "long")
+    )
+    with pytest.raises(PeerIncompatible, match="the same --max-model-len, by which longrope"):
+        check_compatible(short, long)
+
+
 def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():
     check_compatible(COMPAT, COMPAT)
     check_compatible(COMPAT, compat(kv_dtype="float32"), allow_convert=True)

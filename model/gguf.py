@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from model.errors import ModelLoadError, UnsupportedModel
+from model.errors import ModelError, ModelLoadError, UnsupportedModel
 
 # What a conversion depends on besides its input; a new number makes directories anew.
 CONVERTER_VERSION: Final = 2
@@ -77,14 +77,26 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
     Raises:
         UnsupportedModel: an architecture, rope or tokenizer that is not implemented.
         ModelLoadError: not a GGUF file, or one with tensors that its architecture does not have.
+        OSError: a file cannot be read or written.
     """
+    try:
+        _convert(source, target, progress)
+    except (ModelError, OSError):
+        raise
+    except Exception as error:  # of any kind: what a file says is taken at its word
+        raise ModelLoadError(f"{source} is not a GGUF file that can be read: {error!r}") from error
+
+
+def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> None:
     import gguf
 
-    try:
-        reader = gguf.GGUFReader(source)
-    except (ValueError, OSError) as error:
-        raise ModelLoadError(f"{source} is not a GGUF file: {error}") from error
+    reader = gguf.GGUFReader(source)
     fields = _Fields(reader)
+    if (count := int(fields.get("split.count", 1))) > 1:
+        raise UnsupportedModel(
+            f"{source} is one of {count} files of a model, which are not supported; supported: "
+            "one file, as llama-gguf-split --merge makes it of them"
+        )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(_ROPE_FACTORS, None)
     config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))

@@ -42,7 +42,9 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def write_gguf(path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None):
+def write_gguf(
+    path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None, files=1
+):
     """Writes a transformers model as llama.cpp's converter would."""
     config = reference.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -55,6 +57,7 @@ def write_gguf(path, reference, architecture="llama", *, extra=(), pre="smollm",
     writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_uint16("split.count", files)
     write_vocabulary(writer, pre)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in reference.named_parameters():
@@ -162,6 +165,13 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     (tmp_path / "text.gguf").write_text("not a model")
     with pytest.raises(ModelLoadError, match="not a GGUF file"):
         convert(tmp_path / "text.gguf", tmp_path / "d")
+    wide = [("blk.0.attn_q.bias", np.zeros(64))]
+    write_gguf(tmp_path / "wide.gguf", reference, extra=wide)
+    with pytest.raises(ModelLoadError, match=r"wide\.gguf is .*Dequantization for F64"):
+        convert(tmp_path / "wide.gguf", tmp_path / "e")
+    write_gguf(tmp_path / "first.gguf", reference, files=3)
+    with pytest.raises(UnsupportedModel, match=r"one of 3 files .*llama-gguf-split --merge"):
+        convert(tmp_path / "first.gguf", tmp_path / "f")
 
 
 def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
 
+_SINGLE: Final = "model.safetensors"
 _OF_TEXT: Final = r"^(model\.)?language_model\."
 _LFS: Final = b"version "  # what its pointers begin with
 _SAMPLE_BYTES: Final = 256
@@ -314,30 +315,34 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         ModelLoadError: there are none, the index names one that is missing, a file is no such
             file, or the end of it is missing.
     """
-    found: dict[str, StoredTensor] = {}
-    for path in _weight_files(folder):
-        # Weights of the text of a model that takes images, too, by their names in one of text.
-        found |= {re.sub(_OF_TEXT, r"\1", name): each for name, each in _header_of(path).items()}
+    found, where = dict[str, StoredTensor](), _weight_map(folder)
+    for file in sorted(set(where.values())) or [_SINGLE]:
+        for name, tensor in _header_of(folder / file).items():
+            if where.get(name, file) == file:  # of two by this name, it is the index's
+                # Of the text of a model that takes images, too, by its name in one of text.
+                found[re.sub(_OF_TEXT, r"\1", name)] = tensor
     return found
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The single one of a directory, or those that its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
+class _Index(msgspec.Struct):
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each weight, as an index says; empty where a directory has a single file."""
+    if (folder / _SINGLE).is_file():
+        return {}
+    index = folder / f"{_SINGLE}.index.json"
     if not index.is_file():
-        raise ModelLoadError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json"
-        )
+        raise ModelLoadError(f"{folder} has neither {_SINGLE} nor {index.name}")
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        names = sorted(set(map(str, found)))
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        where = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{index} is no index of weights: {error}") from error
+    names = sorted(set(where.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
-    return [folder / name for name in names]
+    return where
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]

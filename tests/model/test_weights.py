@@ -39,6 +39,10 @@ def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     assert greedy(load(sharded), [1, 2, 3], 10) == greedy(load(checkpoint), [1, 2, 3], 10)
     config = load_config(checkpoint)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
+    first, *_, last = sorted(sharded.glob("*.safetensors"))
+    again = {name: tensor + 1 for name, tensor in load_file(first).items()}
+    save_file({**load_file(last), **again}, last)  # the index counts
+    assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
 
 
 def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
@@ -159,11 +163,11 @@ def test_a_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
         load(checkpoint)
-    for wrong in ("{", "[]", '{"weight_map": 1}'):
+    for wrong in ("{", "[]", '{"weight_map": 1}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
         (checkpoint / "model.safetensors.index.json").write_text(wrong)
         with pytest.raises(ModelLoadError, match="is no index of weights"):
             load(checkpoint)
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors", "a": 1}}
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelLoadError, match=r"model-00001-of-00002\.safetensors"):
         load(checkpoint)

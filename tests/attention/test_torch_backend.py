@@ -166,18 +166,3 @@ def test_rounding_to_eight_bits_moves_the_output_a_little():
     out = run_step(make(rounded), rounded, seqs, [(0, 0, 60)])[0]
     error = (out - reference(exact, seqs, 0, 0, 60)[0]).norm() / out.norm()
     assert 1e-3 < error < 5e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
-def test_on_a_gpu(order, dtype, tolerance):
-    shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
-    lens = [70, 300, 17, 1, 40]
-    seqs = make_sequences(shape, lens)
-    firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
-    seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
-    lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
-    steps = (firsts, seconds, lasts)
-    check_steps(make(shape), shape, seqs, *steps, num_padding=3, tolerance=tolerance)

@@ -29,6 +29,7 @@ def test_the_kernel_computes_what_torch_computes(scoped, widen, piece_bytes):
     case = replace(case, head_dim=case.head_dim * widen)
     for end in case.endpoints(case.d):
         ours, on_gpu = KVPool(end.layout), KVPool(end.layout, "cuda")
+        assert on_gpu.device.index is not None and on_gpu.base_address % 256 == 0
         ours.flat_bytes.random_(0, 256)
         on_gpu.flat_bytes.copy_(ours.flat_bytes)
         torch.cuda.synchronize()  # digests are computed on a stream of their own

@@ -69,6 +69,11 @@ SHAPES = {
        for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
 }  # fmt: skip
 
+LENS = [70, 300, 17, 1, 40]
+FIRSTS = [(i, 0, n // 2) for i, n in enumerate(LENS) if n > 1]
+SECONDS = [(i, n // 2, n - 1) for i, n in enumerate(LENS) if n > 1]
+LASTS = [(i, n - 1, n) for i, n in enumerate(LENS)]
+
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
 @pytest.mark.parametrize("name", SHAPES)
@@ -80,17 +85,20 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
         if shape.rope_dim or shape.kv_dtype:
             pytest.skip("these have no choice")
         request.getfixturevalue("hopper")
-    lens = [70, 300, 17, 1, 40]
-    seqs = make_sequences(shape, lens)
-    backend = make(shape, **options)
-    firsts = [(i, 0, n // 2) for i, n in enumerate(lens) if n > 1]
-    seconds = [(i, n // 2, n - 1) for i, n in enumerate(lens) if n > 1]
-    lasts = [(i, n - 1, n) for i, n in enumerate(lens)]
+    seqs, backend = make_sequences(shape, LENS), make(shape, **options)
     # Decodes before, between and after chunks of prompts.
-    mixed = [lasts[0], lasts[1], (2, 8, 17), lasts[4], lasts[3]]
-    steps = (firsts, [lasts[3], *seconds], lasts, mixed)
+    mixed = [LASTS[0], LASTS[1], (2, 8, 17), LASTS[4], LASTS[3]]
+    steps = (FIRSTS, [LASTS[3], *SECONDS], LASTS, mixed)
     how = {"tolerance": TOLERANCE, "with_lse": not shape.rope_dim}
     check_steps(backend, shape, seqs, *steps, num_padding=3, **how)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", TOLERANCE)])
+@pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
+def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
+    shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
+    steps, how = (FIRSTS, SECONDS, LASTS), {"num_padding": 3, "tolerance": tolerance}
+    check_steps(plain.make(shape), shape, make_sequences(shape, LENS), *steps, **how)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.move.place import Placer, launches
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed
+from tests.rigs.cluster import wait_until
 from tests.rigs.geometry import Case, Side, cases
 from tests.rigs.memory_pair import Decode, Prefill, expected
 from tests.rigs.memory_placer import place_units
@@ -239,15 +239,6 @@ def test_a_pull_over_nixl(made, source, target, p, path):
         assert np.array_equal(decode.tokens([3, 1, 7], 0, 23), expected(remote, 0, 23))
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread block takes a while
 
 
@@ -281,7 +272,7 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     assert all(ending.drained for ending in failed)
     assert {"pull-18", "pull-19"} <= {ending.pull_id for ending in failed}
     slack = 16 << 20
-    assert until(lambda: torch.cuda.mem_get_info(source)[0] >= free_before - slack)
+    wait_until(lambda: torch.cuda.mem_get_info(source)[0] >= free_before - slack)
     assert_pulls(decode, prefill_on(source, made))
 
 

@@ -94,14 +94,3 @@ def test_a_pool_that_cannot_fit_says_how_many_bytes():
     impossible = replace(BASE, num_blocks=2**48 // BASE.block_bytes)
     with pytest.raises(MemoryError, match=f"{impossible.nbytes} bytes does not fit"):
         KVPool(impossible)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpu_pool_has_the_same_views():
-    pool = KVPool(BASE, device="cuda")
-    fill(pool)
-    reference = KVPool(BASE)
-    fill(reference)
-    assert torch.equal(pool.flat_bytes.cpu(), reference.flat_bytes)
-    assert pool.device.index is not None and pool.base_address % 256 == 0

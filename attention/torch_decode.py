@@ -107,7 +107,7 @@ class GatherDecode:
         self._head_dim, self._soft_cap = head_dim, soft_cap
         self._dtype = dtype  # of the queries
         self._device = device
-        self._buffers = (torch.empty(0), torch.empty(0))
+        self._buffers = [torch.empty(0), torch.empty(0)]  # of keys, and of values
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]
@@ -142,7 +142,7 @@ class GatherDecode:
         num_elements = len(indices) * self._head_dim
         if buffer.numel() < num_elements or buffer.dtype != rows.dtype:
             buffer = torch.empty(num_elements, dtype=rows.dtype, device=self._device)
-            self._buffers = (buffer, self._buffers[1]) if which == 0 else (self._buffers[0], buffer)
+            self._buffers[which] = buffer
         out = buffer[:num_elements].view(len(indices), self._head_dim)
         return fp8.numbers(torch.index_select(rows, 0, indices, out=out), self._dtype)
 

@@ -141,10 +141,8 @@ class ModelConfig:
     @property
     def rope_canonical(self) -> str:
         """The rope parameters as JSON that is equal for equal rotations."""
-        found: Any = dataclasses.asdict(self.rope)
-        if self.layer_ropes:
-            found = [[dataclasses.asdict(rope) for rope in self.ropes], self.layer_ropes]
-        return json.dumps(found, sort_keys=True)
+        ropes = [dataclasses.asdict(rope) for rope in self.ropes]
+        return json.dumps([ropes, self.layer_ropes], sort_keys=True)
 
     @property
     def semantic_json(self) -> str:

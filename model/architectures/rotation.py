@@ -10,11 +10,12 @@ from model.architectures.windows import FULL, SLIDING, layer_kinds
 from protocol.short_repr import short_repr
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# Of these types: fields of rope_parameters, which yarn may leave out.
+# Of these types: fields of rope_parameters, which yarn and longrope may leave out.
 _FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "longrope": ("attention_factor",),
 }
 NOT_ROTATED: Final = -1  # instead of the index of a layer's rope
 
@@ -107,20 +108,21 @@ def _scaling(
 ) -> dict[str, Any]:
     max_position, field = size(raw, "max_position_embeddings"), "original_max_position_embeddings"
     original = int(number({field: found.get(field) or raw.get(field)}, field, max_position))
-    if rope_type == "longrope":
-        longest = min(raw["max_model_len"] or max_position, max_position)
-        return _longrope(found, longest, max_position / original, original, dim)
     names = _FIELDS[rope_type]
     missing = [name for name in names if found.get(name) is None]
-    if missing and rope_type != "yarn":
+    if missing and rope_type in ("linear", "llama3"):
         raise wrong(f"rope type {short_repr(rope_type)} lacks {', '.join(missing)}")
     used: dict[str, Any] = {name: number(found, name, 1.0) for name in names if found.get(name)}
-    used["factor"] = number(found, "factor", max_position / original)
+    used["factor"] = factor = number(found, "factor", max_position / original)
+    if rope_type == "longrope":
+        longest = min(raw["max_model_len"] or max_position, max_position)
+        used["divisors"] = _divisors(found, dim, is_long=longest > original)
+        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        used.setdefault("attention_factor", scaling)
     if rope_type == "yarn":
         used["truncate"] = bool(found.get("truncate", True))
         if found.get("attn_factor"):  # as yarn's authors and servers read it, transformers does not
-            factor = number(found, "attn_factor", 1.0) * yarn_mscale(used["factor"], 1.0)
-            used["attention_factor"] = factor
+            used["attention_factor"] = number(found, "attn_factor", 1.0) * yarn_mscale(factor, 1.0)
     return used if rope_type == "linear" else {**used, "original_max_position": original}
 
 
@@ -129,20 +131,11 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(
-    found: dict[str, Any], longest: int, stretch: float, original: int, dim: int
-) -> dict[str, Any]:
-    """The long divisors where the `longest` sequence is longer than the original context, for
-    sequences of any length: keys in the cache cannot be rotated anew when a sequence grows."""
-    name = "long_factor" if longest > original else "short_factor"
+def _divisors(found: dict[str, Any], dim: int, *, is_long: bool) -> tuple[float, ...]:
+    """The long ones where some sequence may outgrow the original context, for sequences of any
+    length: keys in the cache cannot be rotated anew when a sequence grows."""
+    name = "long_factor" if is_long else "short_factor"
     divisors = tuple(number({name: each}, name, 0.0) for each in found.get(name) or ())
     if len(divisors) != dim // 2:
         raise wrong(f"{name} of rope type longrope has {len(divisors)} numbers, not {dim // 2}")
-    factor = number(found, "factor", stretch)
-    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {
-        "factor": factor,
-        "original_max_position": original,
-        "attention_factor": number(found, "attention_factor", scaling),
-        "divisors": divisors,
-    }
+    return divisors

@@ -133,10 +133,8 @@ def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed,
     rows = rows.sign() if normed else rows  # of which the norm is exact
     norms = (torch.rand(dim), torch.rand(dim)) if normed else None
     (q, k, v), now = rows.clone().split(sizes, 1), rows.split(sizes, 1)
-    cos_sin, scales = (
-        torch.cat([angle.cos(), angle.sin()], -1),
-        (pool.scale(1, 0), pool.scale(1, 1)),
-    )
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    scales = (pool.scale(1, 0), pool.scale(1, 1))
     slots, caches = torch.tensor([95, 17, 16, 3]), (pool.component(1, 0), pool.component(1, 1))
     options = {"q": q, "turn": Turn(cos_sin, norms, 1e-20) if rotates else None, "read_back": back}
     storing.store(k, v, slots.int(), caches, scales, **options)

@@ -115,6 +115,7 @@ class PullState:
         self._scope: Scope | None = None  # of what is read and not verified yet
         self._parts: list[DigestPart] = []  # our ranks' of that
         self._sums: bytes | None = None  # P's answer
+        self._doubts = False  # it was another: asked again, it is gone where the lease has ended
         self._error: BatonError | None = None
         self._failure_told = self._cancelled = False
         self._began = now
@@ -215,7 +216,7 @@ class PullState:
 
     def _ordered(self, order: Pull, now: float) -> list[Action]:
         """Reads some tokens, while P computes their digest, if that is to be had."""
-        self._parts, self._sums = [], None
+        self._parts, self._sums, self._doubts = [], None, False
         span = order.token_start, order.token_stop
         if self._verified not in ("sample", "all") or span[0] == span[1]:
             return [order]
@@ -236,7 +237,8 @@ class PullState:
 
     @property
     def _digest_nonce(self) -> str:
-        return f"digest{self._read_to}-{self.attempt_id}"
+        time = "again" if self._doubts else "digest"
+        return f"{time}{self._read_to}-{self.attempt_id}"
 
     def _checked(self, now: float) -> list[Action]:
         """What ranks have read is there only if P holds the same."""
@@ -248,6 +250,9 @@ class PullState:
                 told = f"{self.remote.engine_id} could not compute the digest of its KV"
                 return self._failed(TransferFailed(told), now)
             if where := scope.faults(self._parts, self._sums):
+                if not self._doubts:
+                    self._doubts, self._sums = True, None
+                    return [self._ask(scope, now)]
                 told = f"the KV from {self.remote.engine_id} is not what it holds: {where}"
                 return self._failed(KVCorrupt(told), now)
             self._scope = None

@@ -80,6 +80,18 @@ def test_a_lease_that_ends_while_its_digest_is_computed_is_gone(rig):
     assert isinstance(decode.failed("a"), LeaseGone)
 
 
+def test_a_lease_that_ends_once_its_digest_is_told_is_gone_and_not_corrupt(rig):
+    """Who suspends D, say, for longer than a lease has broken nothing."""
+    prefill, decode = rig(Prefill, digests=True), rig(Decode, verify="all")
+    decode.agents[0].stall()
+    decode.coordinator.pull("a", remote := lease(prefill), 0, 20, [3, 1, 7])
+    decode.until(lambda: any(state._sums for state in decode.pulls()))
+    prefill.server.abort(remote.lease_id)
+    prefill.pools[0].tensor.fill_(-1.0)  # the blocks are others'
+    decode.agents[0].resume()
+    assert isinstance(decode.failed("a"), LeaseGone)
+
+
 def test_a_digest_that_is_lost_is_asked_for_again_and_computed_once_at_a_time(rig):
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all", settings={"fence_retry_s": 0.1})

@@ -78,17 +78,6 @@ def test_elements_are_multiplied_by_layer_factors(case, d_rank, chunk_bytes, by,
     np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
 
 
-def test_a_latent_cache_is_placed_as_one_head_from_every_copy_in_turn():
-    p = Side(4, "BHLCND", 16, tuple(range(5, -1, -1)), 7)
-    d = Side(2, "LBCNHD", 8, tuple(range(12)), 12)
-    case = Case(p, d, heads=1, layers=3, components=1, head_dim=72, start=3, stop=95)
-    read = dict.fromkeys(range(4), 0)
-    for copy in case.transfer(1).copies():
-        read[copy.owner] += copy.tokens * len(copy.sources)
-    assert read == {0: 16, 1: 29, 2: 31, 3: 16}  # two blocks, but for those of the ends
-    np.testing.assert_array_equal(placed(case, 1, 4096, place_units), memory_of(case, d, 1, 3))
-
-
 @given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
 def test_a_division_by_a_constant_is_a_multiplication(size, number):
     by, magic, shift = divisor(size)

@@ -9,11 +9,10 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
-from kvcache.transfer.pulls.messages import PullFailed
 from kvcache.transfer.pulls.pull_state import Phase
 from protocol.errors import LeaseGone, PeerUnreachable
 from protocol.messages import RemotePrefill
-from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, PATIENT, Decode, Prefill, expected
+from tests.rigs.memory_pair import DEADLINE_S, PATIENT, Decode, Prefill, expected
 from tests.rigs.process_pair import Child
 
 
@@ -65,23 +64,6 @@ def test_a_lease_that_ended_before_the_last_byte_fails_the_pull(rig, how):
     assert prefill.outcomes() == [how]
     gate.opened.set()
     assert isinstance(decode.failed(), LeaseGone)
-
-
-def test_of_two_readers_one_may_use_what_both_have_read(rig):
-    prefill = rig(Prefill)
-    gates = [Gate(), Gate()]
-    readers = [rig(Decode, make_placer=gate.placer) for gate in gates]
-    remote = prefill.lease([5], 8)
-    for reader, gate in zip(readers, gates, strict=True):
-        reader.coordinator.pull("a", remote, 0, 8, [3])
-        assert gate.launched.wait(DEADLINE_S)
-    gates[0].opened.set()
-    readers[0].done()
-    assert np.array_equal(readers[0].tokens([3], 0, 8), expected(remote, 0, 8))
-    assert prefill.outcomes() == ["completed"]
-    gates[1].opened.set()
-    failed = readers[1].wait(*ENDINGS)
-    assert isinstance(failed, PullFailed) and isinstance(failed.error, LeaseGone), failed
 
 
 def test_bytes_of_a_killed_peer_are_not_used(rig):

@@ -125,15 +125,13 @@ def test_the_fence_says_ok_once_and_repeats_it_to_the_same_attempt_only(server):
     assert (counters["completed"], counters["gone"], counters["held"]) == (1, 1, 0)
 
 
-def test_expired_unknown_and_other_incarnations_are_gone(server, clock):
+def test_unknown_leases_and_other_incarnations_are_gone(server):
     lease = server.grant("r", [3], 30.0)
-    assert isinstance(server.ask(complete(lease, incarnation="older")), Gone)
+    restarted = server.ask(complete(lease, incarnation="older"))
+    assert isinstance(restarted, Gone) and "restarted" in restarted.reason
     assert isinstance(server.ask(renew(lease, incarnation="older")), Gone)
     assert isinstance(server.ask(complete(new_id())), Gone)
-    clock.skip(30.0)
-    assert isinstance(server.ask(complete(lease)), Gone)
-    assert server.outcomes() == [LeaseState.EXPIRED]
-    assert server.counters()["gone"] == 4 and server.counters()["expired"] == 1
+    assert server.counters()["gone"] == 3
 
 
 @pytest.mark.parametrize("how", ["expired", "aborted by its reader", "aborted by the engine"])
@@ -343,11 +341,6 @@ def test_the_first_bad_message_ends_the_connection(server):
     assert server.counters()["refused"] == 1
 
 
-def test_unknown_fields_are_ignored(server):
-    payload = msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n", "new": [1, 2]})
-    assert raw_exchange(server, signed(payload))["type"] == "metadata"
-
-
 def test_what_was_said_before_the_connection_broke_is_heard(server):
     """A socket closed with an answer unread breaks at once, and with it what P would answer."""
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]
@@ -366,22 +359,6 @@ def test_what_was_said_before_the_connection_broke_is_heard(server):
     while len(ended) < 2:
         ended += server.outcomes()
     assert ended == [LeaseState.ABORTED] * 2
-
-
-def test_a_client_survives_a_restart_at_the_same_address(clock, port):
-    first = Server(clock, port=port)
-    lease = first.grant("r", [3], 30.0)
-    client = Client()
-    client.post(first.address, renew(lease))
-    assert isinstance(client.reply(), Ok)
-    first.close()
-    assert [ended.outcome for ended in first.drain_ended()] == [LeaseState.ABORTED]
-    second = Server(clock, port=port, incarnation="second")
-    client.post(second.address, complete(lease))
-    reply = client.reply()
-    assert isinstance(reply, Gone) and "restarted" in reply.reason
-    client.close()
-    second.close()
 
 
 def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed(clock):

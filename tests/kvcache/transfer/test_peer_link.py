@@ -5,7 +5,7 @@ import threading
 from kvcache.pool import KVPool
 from kvcache.transfer import worker as pull_worker
 from kvcache.transfer.pulls.messages import DropPeer, PullDrained, PullFailed
-from protocol.errors import PeerUnreachable
+from protocol.errors import PeerUnreachable, TransferFailed
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, pulled
 from tests.rigs.memory_placer import MemoryPlacer
@@ -26,7 +26,7 @@ def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_ne
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCKS)
     failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed), failed
+    assert isinstance(failed, PullFailed) and isinstance(failed.error, TransferFailed), failed
     if not failed.drained:
         decode.wait(PullDrained, pull_id="a")
     decode.fill(-1.0)

@@ -168,17 +168,6 @@ def scattered(of: Side) -> Side:
     return dataclasses.replace(of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2)))
 
 
-@pytest.mark.parametrize("p_tp, d_tp", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1)])
-@pytest.mark.parametrize("stop", [128, 121, 3])
-def test_the_default_layout_takes_one_descriptor_per_block_and_pair(p_tp, d_tp, stop):
-    case = simple(side(p_tp, tokens=stop), scattered(side(d_tp, tokens=stop)), stop=stop)
-    for d_rank in range(d_tp):
-        plan = case.plan(d_rank, staging_bytes=1 << 20)
-        pairs = max(p_tp // d_tp, 1)
-        assert plan.descriptors == -(-stop // 16) * pairs  # the last one with what nobody wants
-        assert plan.path == "direct"
-
-
 def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies():
     case = simple(side(4), side(2), heads=1, components=1)
     for d_rank in range(2):
@@ -195,20 +184,6 @@ def test_ranks_that_share_tokens_begin_at_different_copies(dcp, tokens):
     case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
     reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
-
-
-def test_copies_of_heads_on_both_sides_are_read_once():
-    case = simple(side(8), side(4), heads=2)
-    for d_rank in range(4):
-        plan = case.plan(d_rank)
-        assert plan.bytes_read == plan.useful_bytes == 128 * 2 * 2 * 4 * 4
-        own = range(4) if d_rank < 2 else range(4, 8)
-        assert {read.remote_rank for read in plan.reads} == set(own)
-
-
-def test_nothing_to_read_is_an_empty_plan():
-    plan = simple(side(1), side(2), start=128).plan(1, staging_bytes=1 << 20)
-    assert (plan.steps, plan.descriptors, plan.bytes_read) == ((), 0, 0)
 
 
 def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():

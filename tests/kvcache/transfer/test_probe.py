@@ -12,15 +12,7 @@ from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import (
-    DEADLINE_S,
-    ENDINGS,
-    Decode,
-    Prefill,
-    assert_pulled,
-    nixl_agent,
-    pulled,
-)
+from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, nixl_agent, pulled
 
 BLOCKS = [3, 1, 7]
 
@@ -43,15 +35,6 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
 
     monkeypatch.setattr(Planner, "plan", noted)
     return found
-
-
-@pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_the_first_pull_is_planned_with_what_was_measured(rig, make_agent, planned_with):
-    prefill = rig(Prefill, make_agent)
-    decode = rig(Decode, make_agent, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
-    pulled(decode, prefill, "a", BLOCKS)
-    pulled(decode, prefill, "b", BLOCKS)
-    assert planned_with == [measured(decode)] * 2 and planned_with[0] is not None
 
 
 def stalled_probe(rig: Any, pull_ids: list[str], **options: Any) -> tuple[Prefill, Decode]:
@@ -88,21 +71,8 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
     pulled(decode, prefill, "b", BLOCKS)
 
 
-def test_a_probe_that_hangs_holds_up_no_other_peer(rig):
-    hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
-    decode = rig(Decode, staging_bytes=4 << 20, connect_timeout_s=DEADLINE_S)
-    decode.agents[0].stall(hung.agents[0].name)
-    decode.coordinator.pull("hung", remote := hung.lease([5, 2, 9], 20), 0, 20, [4, 2, 8])
-    decode.until(lambda: decode.agents[0].active)  # the probe has begun
-    pulled(decode, other, "a", BLOCKS)
-    pulled(decode, other, "b", BLOCKS)
-    decode.agents[0].resume()
-    decode.done("hung")
-    assert_pulled(decode, remote, [4, 2, 8], 0, 20)
-
-
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_costs_are_measured_and_logged_once(rig, make_agent, caplog):
+def test_costs_are_measured_and_logged_once_and_planned_with(rig, make_agent, planned_with, caplog):
     caplog.set_level(logging.INFO)
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
     decode.fill(-1.0)
@@ -112,7 +82,7 @@ def test_costs_are_measured_and_logged_once(rig, make_agent, caplog):
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
     pulled(decode, prefill, "b", BLOCKS)
-    measured(decode)
+    assert planned_with == [costs] * 2
     lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
     assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
     assert decode.settle() == []
@@ -140,14 +110,10 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
     pulled(decode, prefill, "b", BLOCKS)
 
 
-@pytest.mark.parametrize("staging_bytes", [None, 1 << 16])
-def test_without_room_nothing_is_measured(rig, staging_bytes):
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=staging_bytes)
+@pytest.mark.parametrize(
+    "options", [{}, {"staging_bytes": 1 << 16}, {"staging_bytes": 4 << 20, "make_placer": Placer}]
+)
+def test_without_room_or_where_it_is_mapped_nothing_is_measured(rig, options):
+    prefill, decode = rig(Prefill), rig(Decode, **options)
     pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None
-
-
-def test_a_peer_that_is_mapped_is_not_measured(rig):
-    prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, make_placer=Placer)
-    pulled(decode, prefill, "a", BLOCKS)
-    assert measured(decode) is None and decode.workers[0].counters["posts"] == 0

@@ -47,19 +47,10 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     decode.coordinator.hold("a", remote)
     done = decode.pull("a", remote, 0, 20, [3, 1, 7])
     assert done.path == "direct" and done.nbytes == 20 * layout().token_bytes
+    assert decode.pools[0].highest_block == 7
     assert prefill.outcomes() == ["completed"]
     assert decode.settle() == []
     assert decode.coordinator.counters()["pulls_open"] == 0
-
-
-def test_only_the_wanted_tokens_and_the_rest_of_their_last_block_are_written(rig):
-    prefill, decode = rig(Prefill), rig(Decode)
-    remote = prefill.lease([5, 2, 9], 24)
-    decode.pools[0].tensor.fill_(-1.0)
-    decode.pull("a", remote, 8, 13, [3, 1, 7])
-    assert (decode.tokens([3, 1, 7], 0, 8) == -1).all()
-    assert (decode.tokens([3, 1, 7], 16, 24) == -1).all()
-    assert int((decode.pools[0].tensor != -1).sum()) == 8 * layout().token_bytes // 4  # one block
 
 
 def test_nothing_to_read_is_done_at_once_and_completes_the_lease(rig):
@@ -88,6 +79,21 @@ def test_many_pulls_at_once_from_two_peers(rig):
     for side in sides:
         assert side.server.counters()["metadata_sent"] == 1  # one handshake, shared
         assert sorted(side.outcomes(12)) == ["completed"] * 12
+
+
+def test_a_table_that_does_not_fit_reads_nothing_and_the_next_one_is_read(rig):
+    """Between alike pulls, whose plan is remembered."""
+    prefill, decode = rig(Prefill), rig(Decode)
+    decode.pull("fits", prefill.lease([5, 2], 16), 0, 16, [3, 1])
+    decode.fill(-1.0)
+    for number, (table, told) in enumerate(
+        (([4, 32], "block 32; the pool"), ([4], "has 1 blocks"))
+    ):
+        decode.coordinator.pull(f"{number}", prefill.lease([5, 2], 16), 0, 16, table)
+        error = decode.failed()
+        assert isinstance(error, PeerIncompatible) and told in error.message
+    assert decode.is_only_written_at([], 0, 0)
+    decode.pull("fits too", prefill.lease([5, 2], 16), 0, 16, [6, 4])
 
 
 # -- the lease is gone
@@ -231,15 +237,6 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
 
 
 # -- reads that fail or do not end
-
-
-def test_a_failed_read_fails_the_pull_and_the_next_one_connects_anew(rig):
-    prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=PATIENT)
-    decode.agents[1].fail()
-    decode.coordinator.pull("a", prefill.lease([5], 8), 0, 8, [3])
-    assert isinstance(decode.failed(), TransferFailed)
-    assert prefill.outcomes() == ["aborted"]
-    decode.pull("b", prefill.lease([6], 8), 0, 8, [4])
 
 
 def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(rig):

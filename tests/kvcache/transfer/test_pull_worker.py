@@ -11,7 +11,6 @@ from kvcache.pool import KVPool
 from kvcache.transfer import worker as pull_worker
 from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.peer import LocalRank, Peer
-from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
@@ -23,11 +22,11 @@ from tests.rigs.process_pair import run_program
 class Rank:
     """A worker whose thread finds all that was sent before `start` at once."""
 
-    def __init__(self, agent: TransferAgent | None = None, **options: Any) -> None:
+    def __init__(self, agent: TransferAgent | None = None) -> None:
         self.link = Orders()
         self.report = self.link.report
         self.pool = KVPool(layout())
-        local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool, **options)
+        local = LocalRank(0, 1, HEADS, agent or MemoryAgent(), self.pool)
         self.worker = TransferWorker(local, self.link.theirs)
         self.start = self.worker.start
 
@@ -139,41 +138,6 @@ def test_a_stop_is_answered_whatever_became_of_its_pull(rig, rank):
     rank.link.send(StopPull("lost"))
     rank.start()
     assert rank.report() == RankEnded(pull_id="lost", rank=0, complete=False)
-
-
-def test_a_table_that_is_checked_while_the_first_chunk_is_read_writes_nothing_if_it_is_wrong(rig):
-    """Of pulls that are alike only the first is checked before it begins: the link idles."""
-    prefill = rig(Prefill, order="LBCNHD", block_size=16)
-    rank = Rank(staging_bytes=4 * 16 * layout().token_bytes, costs=DEFAULT_COSTS["cuda"])
-    try:
-        rank.start()
-        rank.link.send(AddPeer(prefill.metadata))
-        lease = prefill.lease([5, 2, 9, 7], 64)
-        tables = {
-            "like it": [8, 6, 4, 2, 1, 3, 5, 7],
-            "outside": [8, 6, 4, 2, 1, 3, 5, 32],
-            "too short": [8, 6, 4, 2, 1, 3, 5],
-            "after these": [18, 16, 14, 12, 11, 13, 15, 17],
-        }
-        found = {}
-        for name, table in tables.items():
-            rank.pool.tensor.fill_(-1)
-            rank.link.send(pull_command(name, lease, 0, 64, table))
-            ended = rank.report()
-            assert isinstance(ended, RankEnded) and ended.pull_id == name
-            assert ended.complete == (ended.error is None)
-            found[name] = ended.error.message if ended.error else ended.path
-            assert ended.complete or (rank.pool.tensor == -1).all()
-        assert found == {
-            "like it": "staged",
-            "outside": "local_block_ids names block 32; the pool has blocks 0 to 31",
-            "too short": "local_block_ids has 7 blocks of 8 tokens; 64 tokens need 8",
-            "after these": "staged",
-        }
-        assert rank.worker.counters["internal_errors"] == 0
-        assert rank.pool.highest_block == 18
-    finally:
-        rank.close()
 
 
 ONE_CORE = """

@@ -110,15 +110,6 @@ def test_a_slot_is_free_when_the_copies_out_of_it_have_ended():
     assert staging.is_free(0)
 
 
-def test_the_slot_of_a_copy_that_fails_is_free():
-    pool = garbage_pool(CASE, 0)
-    staging = StagingBuffer(1 << 20, pool)
-    step, size = filled(staging, 0)
-    with pytest.raises(RuntimeError):
-        staging.place(replace(step, transfer=replace(step.transfer, factors=(1.0,))), 0, size)
-    assert staging.is_free(0)
-
-
 NBYTES = 256 << 20
 POOL = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
 

@@ -32,7 +32,7 @@ MAX_LINES = {
     "prefill_server": 156,
     "protocol": 6840,
     "proxy": 5124,
-    "tests": 40598,
+    "tests": 40470,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -91,7 +91,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     """
     hit, tokens, heads = settings.hit_tokens, settings.tokens, model.total_kv_heads
     if hit > tokens:
-        raise PlanError(f"hit_tokens is {hit} of {tokens} tokens; use 0 to {tokens}")
+        raise PlanError(f"--hit-tokens is {hit} of {tokens} tokens; use 0 to {tokens}")
     p, d = (
         side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
         for side in (settings.prefill, settings.decode)

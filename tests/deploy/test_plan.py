@@ -165,7 +165,7 @@ def test_a_config_tells_the_windows(model, capsys):
         (["--prefill.tp=0"], 2, "baton plan: error: --prefill.tp: must be greater than"),
         (["--decode.dcp=0"], 2, "--decode.dcp: must be greater than or equal to 1, not 0"),
         (["--prefill.dtype=float8_e4m3fn"], 1, "float8_e4m3fn on the peer"),
-        (["--hit-tokens=2000"], 1, "hit_tokens is 2000"),
+        (["--hit-tokens=2000"], 1, "--hit-tokens is 2000 of 1000 tokens"),
         (["--prefill.kv-layout=BHLCD"], 2, '--prefill.kv-layout: "BHLCD" lacks axis N'),
         (["--prefill.dcp=2"], 2, "--prefill.dcp"),
         (["--decode.dtype=int4"], 2, "--decode.dtype: must be auto, float32,"),

@@ -28,13 +28,18 @@ class BrokenTemplate(ValueError):
 
 
 class ChatTemplate:
-    """A compiled template. Templates come from the hub, so they are not trusted."""
+    """A compiled template. Templates come from the hub, so they are not trusted.
 
-    def __init__(self, source: str) -> None:
+    Args:
+        tool_use: takes its place where there are tools.
+    """
+
+    def __init__(self, source: str, tool_use: "ChatTemplate | None" = None) -> None:
         self._template = _environment().from_string(source)
-        self._knows_developer = "developer" in source
-        self.knows_tools = "tools" in source
-        self.source = source
+        self._for_tools = tool_use._template if tool_use else self._template
+        self.source: str = source + (tool_use.source if tool_use else "")
+        self._knows_developer = "developer" in self.source
+        self.knows_tools = "tools" in self.source
 
     def render(
         self,
@@ -77,7 +82,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._template.render(given)
+            text = (self._for_tools if tools else self._template).render(given)
         except Exception as error:  # a template may fail in any way; none is the server's fault
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param=field
@@ -123,21 +128,38 @@ def _cut_at_the_end_of_the_last_message(text: str) -> str:
 def find_chat_template(
     folder: Path, config: dict[str, Any], given: Path | None = None
 ) -> ChatTemplate | None:
-    """The template that is `given`, else the directory's default one: chat_template.jinja before
-    tokenizer_config.json.
+    """The template that is `given`, else the directory's, as transformers finds it: its .jinja
+    files before tokenizer_config.json, and what is only a processor's last.
 
     Raises:
         BrokenTemplate: it cannot be read.
     """
-    path = given or folder / "chat_template.jinja"
+    names = {
+        "tool_use": "additional_chat_templates/tool_use.jinja",
+        "default": "chat_template.jinja",
+    }
+    files = {name: file for name, at in names.items() if (file := folder / at).is_file()}
+    found: Any = {"default": given} if given else files
+    path = folder / "tokenizer_config.json"
     try:
-        if given is not None or path.is_file():
-            return ChatTemplate(path.read_text("utf-8"))
-        path = folder / "tokenizer_config.json"
-        found = config.get("chat_template")
-        if isinstance(found, list):  # several templates by name
-            found = {item["name"]: item["template"] for item in found}.get("default")
-        return ChatTemplate(found) if isinstance(found, str) else None
+        if not found:
+            found = config.get("chat_template")
+        if found is None and (processor := folder / "chat_template.json").is_file():
+            path = processor
+            found = json.loads(path.read_text("utf-8"))["chat_template"]
+        if isinstance(found, list):
+            found = {item["name"]: item["template"] for item in found}
+        if not isinstance(found, dict):
+            found = {"default": found}
+        made: dict[str, ChatTemplate] = {}
+        for name in names:
+            text = found.get(name)
+            if isinstance(text, Path):
+                path = text
+                text = path.read_text("utf-8")
+            if isinstance(text, str):
+                made[name] = ChatTemplate(text, made.get("tool_use"))
+        return made.get("default")
     except jinja2.TemplateSyntaxError as error:
         told = f"{error.message}, line {error.lineno}"
     except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:

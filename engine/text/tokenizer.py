@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.text.chat_template import find_chat_template
+from engine.text.chat_template import ChatTemplate, find_chat_template
 from protocol.errors import InvalidRequest
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
@@ -24,8 +24,7 @@ from protocol.short_repr import short_repr
 _MANY_IDS = 2048  # take a millisecond to decode
 _SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-_TEMPLATE = "chat_template.jinja"
-_FILES = ("tokenizer.json", _CONFIG, _MAP, _TEMPLATE)
+_FILES = ("tokenizer.json", _CONFIG, _MAP)
 _PIECE_CHARS = 1 << 16  # of a long text, tokenized alone
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
@@ -52,7 +51,6 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # the older split of the same facts
             config = {**config, **_read_json(folder / _MAP)}
         self._tokenizer = _load(folder)
-        self.digest = _digest_of(folder, chat_template)  # of all that token ids follow from
         self.special_tokens = _special_tokens(config)
         try:
             _add_missing(self._tokenizer, config, self.special_tokens)
@@ -67,6 +65,7 @@ class Tokenizer:
         self.token_bytes = _byte_level_table(self._tokenizer)
         self.eos_ids = self._find_eos_ids(folder)
         self.chat_template = find_chat_template(folder, config, chat_template)
+        self.digest = _digest_of(folder, self.chat_template)  # of all that token ids follow from
         plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
         # A token that is plain text wherever it stands, or none.
         self._anchor = list(itertools.islice(plain, 1)) if self.token_bytes is None else []
@@ -185,10 +184,10 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _digest_of(folder: Path, chat_template: Path | None) -> str:
-    digest = hashlib.sha256()
+def _digest_of(folder: Path, template: ChatTemplate | None) -> str:
+    digest = hashlib.sha256((template.source if template else "").encode(errors="replace"))
     for name in _FILES:
-        path = chat_template if chat_template and name == _TEMPLATE else folder / name
+        path = folder / name
         content = path.read_bytes() if path.is_file() else b""
         digest.update(b"%s %d\0" % (name.encode(), len(content)) + content)
     return digest.hexdigest()

@@ -244,6 +244,9 @@ _CONFIG = "tokenizer_config.json"
          r"tokenizer_config\.json holds .* unexpected .*, line 2; correct it"),
         (_CONFIG, {"chat_template": "{{ x | nope }}"}, BrokenTemplate, "No filter named 'nope'"),
         (_CONFIG, {"chat_template": [{"name": "default"}]}, BrokenTemplate, "KeyError: 'template'"),
+        ("additional_chat_templates/tool_use.jinja", "{% for", BrokenTemplate,
+         r"tool_use\.jinja holds .* unexpected .*, line 1; correct it"),
+        ("chat_template.json", "{}", BrokenTemplate, r"template\.json holds .*'chat_template'"),
         *[(_CONFIG, {"added_tokens_decoder": tokens}, TokenizerNotFound,
            r"tokenizer_config\.json has a value of a wrong")
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
@@ -256,7 +259,10 @@ def test_what_is_missing_or_broken_is_named(tmp_path, name, content, error, told
         (tmp_path / name).unlink()
     else:
         text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    if name == "chat_template.json":  # read where the tokenizer's own files have none
+        (tmp_path / _CONFIG).unlink()
     with pytest.raises(error, match=told):
         Tokenizer(tmp_path)
 
@@ -281,7 +287,6 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "it"}], None),
         ("{{ messages[0].role }}", "continue_final_message"),  # drops the message's text
         (None, "no chat template"),
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
@@ -291,11 +296,41 @@ def test_a_template_refuses_in_words_for_the_client(tmp_path, template, told):
     write_byte_level(tmp_path)
     (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
     messages, tokenizer = [{"role": "user", "content": "Hi"}], Tokenizer(tmp_path)
-    if told is None:
-        assert tokenizer.render_chat(messages) == "it", "the default of several"
-        return
     with pytest.raises(InvalidRequest, match=told):
         tokenizer.render_chat(messages, continue_final_message=True)
+
+
+_SEVERAL = [{"name": n, "template": f"config's {n}"} for n in ("tool_use", "rag", "default")]
+_TOOL_USE = "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.mark.parametrize(
+    ("listed", "files"),
+    [
+        (_SEVERAL, {}),
+        (_SEVERAL[1:], {}),
+        (_SEVERAL, {"chat_template.jinja": "a file"}),
+        (_SEVERAL, {"chat_template.json": '{"chat_template": "not this"}'}),
+        ("one", {"chat_template.jinja": "a file", _TOOL_USE: "{{ tools | length }} tools"}),
+        (None, {"chat_template.json": '{"chat_template": "a processor\'s"}'}),
+    ],
+)
+def test_of_several_templates_that_is_taken_which_transformers_takes(tmp_path, listed, files):
+    write_byte_level(tmp_path)
+    config = json.loads((tmp_path / _CONFIG).read_text())
+    (tmp_path / _CONFIG).write_text(json.dumps({**config, "chat_template": listed}))
+    (tmp_path / _TOOL_USE).parent.mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        found = ours.render_chat(messages, tools=tools)
+        if listed is None:  # which its tokenizers alone do not read
+            assert found == "a processor's"
+        else:
+            assert found == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])

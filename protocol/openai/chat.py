@@ -125,7 +125,21 @@ Effort = Annotated[
 ]
 
 
-class ChatRequest(GenerationRequest):
+class PromptFields(Strict):
+    """What the text of a conversation depends on beside its messages."""
+
+    add_generation_prompt: bool | None = Field(None, description="true or false")
+    continue_final_message: Switch = False
+    chat_template_kwargs: Variables = Field({})
+    # Variables of the chat template, too; one that reads none of them is as ever.
+    enable_thinking: bool | None = Field(None, description="true or false")
+    reasoning_effort: Effort = None
+    verbosity: Verbosity = None
+    tools: OfferedTools = None
+    tool_choice: ToolChoice = None
+
+
+class ChatRequest(PromptFields, GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
     prompt_field = "messages"
@@ -135,18 +149,8 @@ class ChatRequest(GenerationRequest):
     logprobs: Switch = False
     top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
     add_special_tokens: Switch = False  # beside those that the chat template writes
-    add_generation_prompt: bool | None = Field(None, description="true or false")
-    continue_final_message: Switch = False
-    chat_template_kwargs: Variables = Field({})
-    # Variables of the chat template, too; one that reads none of them is as ever.
-    enable_thinking: bool | None = Field(None, description="true or false")
-    reasoning_effort: Effort = None
-    verbosity: Verbosity = None
     include_reasoning: Switch = True
     prediction: Any = UNREAD
-
-    tools: OfferedTools = None
-    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = Field(None, description="true or false")
 
     best_of: Any = neutral(1)

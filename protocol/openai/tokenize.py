@@ -5,14 +5,14 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.openai.chat import ChatRequest, Messages
+from protocol.openai.chat import ChatRequest, Messages, PromptFields
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import ModelName, Strict, refuse
-from protocol.openai.sampling import GenerationRequest, Switch, Text, Variables
+from protocol.openai.sampling import GenerationRequest, Switch, Text
 from protocol.short_repr import short_repr
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(PromptFields):
     """Either `prompt` or `messages`."""
 
     endpoint = "/tokenize"
@@ -26,9 +26,6 @@ class TokenizeRequest(Strict):
     # For a text true unless said otherwise, for messages false: their template writes them.
     add_special_tokens: bool | None = Field(None, description="true or false")
     return_token_strs: Switch = False
-    add_generation_prompt: bool | None = Field(None, description="true or false")
-    continue_final_message: Switch = False
-    chat_template_kwargs: Variables = Field({})
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -39,19 +36,14 @@ class TokenizeRequest(Strict):
 
     def as_generation(self) -> GenerationRequest:
         """The request whose prompt is to be tokenized, its `model` aside."""
-        adds = self.add_special_tokens
         if self.messages is None:
+            adds = self.add_special_tokens is not False
             # Unchecked, because an empty text is one here.
             return CompletionRequest.model_construct(
-                prompt=self.prompt or "", add_special_tokens=adds is not False
+                prompt=self.prompt or "", add_special_tokens=adds
             )
-        return ChatRequest(
-            messages=self.messages,
-            add_special_tokens=bool(adds),
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        given = self.model_fields_set & ChatRequest.model_fields.keys()
+        return ChatRequest(**{name: getattr(self, name) for name in given})
 
 
 class DetokenizeRequest(Strict):

@@ -17,8 +17,18 @@ from protocol.messages import AddRequest, EngineReady, EngineStats, TokenDelta
 from protocol.metrics import ENGINE_TOTALS, stat_key
 from protocol.numbers import STATS_PATH, Numbers
 from protocol.process.logging import LineFormatter
+from tests.engine.test_http_tools import TOOL
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import CONTEXT, READY, USAGE, chunks, saying, serving
+from tests.rigs.http_server import (
+    CONTEXT,
+    READY,
+    USAGE,
+    chunks,
+    saying,
+    serving,
+    serving_4k,
+    with_template,
+)
 
 
 async def test_what_the_engine_is_asked_for(tokenizer):
@@ -255,12 +265,25 @@ async def test_a_text_is_tokenized_and_back(tokenizer):
         assert back.json() == {"prompt": "Hi<end>"}
 
 
-async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer):
-    async with serving(tokenizer) as server:
-        messages = [{"role": "user", "content": "Hi"}]
-        response = await server.http.post("/tokenize", json={"messages": messages})
-        await server.chat(messages=messages)
-        assert response.json()["tokens"] == server.engine.added[0].token_ids
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "0||Hi>"),
+        ({"tools": [TOOL]}, "1||Hi>"),
+        ({"tools": [TOOL], "tool_choice": "none"}, "0||Hi>"),
+        ({"add_generation_prompt": False, "chat_template_kwargs": {"a": "b"}}, "0|b|Hi"),
+        ({"continue_final_message": True, "reasoning_effort": "low"}, "0|low|Hi"),
+    ],
+)
+async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer, fields, told):
+    shows = "{{ tools | length if tools else 0 }}|{{ a }}{{ reasoning_effort }}|"
+    shows += "{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
+    asked = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    async with serving_4k(with_template(tokenizer, shows)) as server:
+        response = await server.http.post("/tokenize", json=asked)
+        await server.chat(**asked)
+        ids = response.json()["tokens"]
+        assert ids == server.engine.added[0].token_ids and tokenizer.decode_all(ids) == told
 
 
 # -- the document --------------------------------------------------------------------------------

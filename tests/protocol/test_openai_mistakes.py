@@ -331,7 +331,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (completion, {"messages": []}, "is called `prompt` at /v1/completions; send that."),
         (chat, {"prompt": "x"}, "is called `messages` at /v1/chat/completions; send that."),
         (completion, {"tools": []},
-         "/v1/completions but of /v1/chat/completions and /v1/responses; leave it out."),
+         "but of /tokenize and /v1/chat/completions and /v1/responses; leave it out."),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
         (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
         (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),

@@ -66,11 +66,12 @@ _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class LogprobBits(Struct, frozen=True, array_like=True):
-    """TokenLogprobs as a reference has them: `[logprob, [top ids], [top logprobs]]`."""
+    """TokenLogprobs as a reference has them: `[logprob, [top ids], [top logprobs], rank]`."""
 
     logprob: _Bits
     top_ids: Annotated[list[_TokenId], Meta(max_length=_MAX_LOGPROBS)]
     top_logprobs: Annotated[list[_Bits], Meta(max_length=_MAX_LOGPROBS)]
+    rank: _TokenId = 0
 
 
 class FirstTokenBits(Struct, frozen=True):
@@ -443,7 +444,7 @@ def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:
         return None
     values = [max(value, _LOWEST_LOGPROB) for value in (found.logprob, *found.top_logprobs)]
     logprob, *tops = float_bits(values)
-    return LogprobBits(logprob, found.top_ids, tops)
+    return LogprobBits(logprob, found.top_ids, tops, found.rank)
 
 
 def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
@@ -451,7 +452,7 @@ def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
         return None
     bits = (found.logprob, *found.top_logprobs)
     logprob, *tops = struct.unpack(f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits))
-    return TokenLogprobs(logprob, found.top_ids, tops)
+    return TokenLogprobs(logprob, found.top_ids, tops, found.rank)
 
 
 def reject(name: str, problem: str) -> NoReturn:

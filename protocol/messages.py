@@ -55,6 +55,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float  # of the chosen token
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    rank: int = 0  # of the chosen token among all, from 1 on; 0: not known
 
 
 class FirstToken(msgspec.Struct, frozen=True):

@@ -135,16 +135,15 @@ class PromptGeneration:
         return [one and Raw(_encode(self._by_id(i, one, num_top))) for i, one in found]
 
     def _by_id(self, token_id: int, found: TokenLogprobs, num_top: int) -> dict[str, Any]:
-        entries = list(zip(found.top_ids, found.top_logprobs, strict=True))[:num_top]
-        ranks = {top_id: rank for rank, (top_id, _) in enumerate(entries, 1)}
-        everything = {token_id: found.logprob, **dict(entries)}
+        top = zip(found.top_ids[:num_top], enumerate(found.top_logprobs, 1), strict=False)
+        entries = {token_id: (found.rank or None, found.logprob), **dict(top)}
         return {
             str(key): {
                 "logprob": _finite(logprob),
-                "rank": ranks.get(key),
+                "rank": rank,
                 "decoded_token": self._text(key).text,
             }
-            for key, logprob in everything.items()
+            for key, (rank, logprob) in entries.items()
         }
 
     def _complete(self) -> list[TokenLogprobs | None]:

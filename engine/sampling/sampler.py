@@ -45,20 +45,20 @@ class Logprobs:
     """Of one token in each of S rows, and of the k most likely ones beside it."""
 
     chosen: torch.Tensor  # float32 [S]
+    ranks: torch.Tensor  # int64 [S], how many are as likely as it, or more
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
 
     def on_host(self) -> "Logprobs":
         """Perhaps later: once the device has come so far."""
-        tensors = (self.chosen, self.top_ids, self.top)
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top)
         return Logprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
 
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Each with so many of the most likely tokens."""
-        lists = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), counts)
-        return [
-            TokenLogprobs(one, ids[:k], top[:k]) for one, ids, top, k in zip(*lists, strict=True)
-        ]
+        tensors = (self.chosen, self.top_ids, self.top, self.ranks)
+        rows = zip(*(each.tolist() for each in tensors), counts, strict=True)
+        return [TokenLogprobs(one, ids[:k], top[:k], rank) for one, ids, top, rank, k in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,8 @@ def sample(
         shaping.drew(token_ids)
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
-    return _with_logprobs(unshaped, token_ids, batch.max_logprobs)
+    total = unshaped.logsumexp(-1, keepdim=True)
+    return SampledTokens(token_ids, _logprobs(unshaped, total, token_ids, batch.max_logprobs))
 
 
 def _draw_on_gpu(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -194,11 +195,14 @@ def _smallest_allowed(
     return by_top_k.maximum(by_top_p).maximum(by_min_p)
 
 
-def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampledTokens:
-    total = logits.logsumexp(-1, keepdim=True)
-    drawn = (logits.gather(1, token_ids[:, None]) - total).squeeze(1)
+def _logprobs(
+    logits: torch.Tensor, total: torch.Tensor | float, token_ids: torch.Tensor, num_top: int
+) -> Logprobs:
+    """Of logits [S, V] whose probabilities add up to exp(`total`)."""
+    chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
-    return SampledTokens(token_ids, Logprobs(drawn, top_ids, top - total))
+    ranks = (logits >= chosen).sum(-1)
+    return Logprobs((chosen - total).squeeze(1), ranks, top_ids, top - total)
 
 
 class LastSampledTokens:
@@ -268,7 +272,5 @@ def score(model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]) -> Pe
         chunk = slice(start, start + _SCORED_ROWS)
         logprobs = model.logits(hidden[rows[chunk]]).log_softmax(-1)  # logsumexp takes longer
         logprobs = logprobs.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
-        top, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]))
-        chosen = logprobs.gather(1, targets[chunk, None])[:, 0]
-        chunks.append(Logprobs(chosen, top_ids, top).on_host())
+        chunks.append(_logprobs(logprobs, 0.0, targets[chunk], num_top).on_host())
     return PendingScores(wanted, chunks)

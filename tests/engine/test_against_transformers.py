@@ -78,6 +78,8 @@ class Reference:
     def _check_logprobs(report: TokenLogprobs, logits: torch.Tensor, token: int) -> None:
         expected = logits.log_softmax(-1)
         assert report.logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        more, least = ((expected > expected[token] + by).sum() for by in (1e-4, -1e-4))
+        assert more < report.rank <= least
         top = torch.tensor(report.top_logprobs)
         torch.testing.assert_close(top, expected[report.top_ids], atol=1e-4, rtol=0)
         torch.testing.assert_close(top, expected.topk(len(top)).values, atol=1e-4, rtol=0)

@@ -238,7 +238,7 @@ async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(tmp_p
 
 async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
     a, b, z = tokenizer.encode("abz")
-    found = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0])]
+    found = [None, TokenLogprobs(-2.0, [z, b], [-0.5, -2.0], 2)]
     async with serving(
         tokenizer, scripted({"prompt_logprobs": found, "token_ids": [a]}, end())
     ) as server:
@@ -252,7 +252,7 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
         ]
         assert choice["logprobs"] is None
         fewer = (await server.post(prompt_logprobs=1)).json()["choices"][0]
-        assert fewer["prompt_logprobs"][1][str(b)]["rank"] is None
+        assert fewer["prompt_logprobs"][1][str(b)]["rank"] == 2
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])

@@ -227,6 +227,7 @@ def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top):
         rows = expected[part.first_row : part.first_row + len(part.targets)]
         chosen = rows.gather(1, torch.tensor(part.targets)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor([s.logprob for s in found]), chosen)
+        assert [s.rank for s in found] == (rows >= chosen[:, None]).sum(-1).tolist()
         top = rows.topk(part.num_top)
         assert [s.top_ids for s in found] == top.indices.tolist()
         torch.testing.assert_close(

@@ -200,7 +200,7 @@ def test_remote_prefill_has_the_values_and_every_choice():
 
 
 def test_prompt_logprobs_are_signed_and_survive_json():
-    rows = [None, TokenLogprobs(-0.25, [3], [-0.125]), TokenLogprobs(-math.inf)]
+    rows = [None, TokenLogprobs(-0.25, [3], [-0.125], 9), TokenLogprobs(-math.inf)]
     obj = json.loads(json.dumps(offer(prompt_logprobs=rows)))
     params = parse(through_floats(obj))
     params.verify(SECRET)

@@ -19,7 +19,7 @@ from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing
 from engine.http.text_encoder import given_texts
 from engine.process.client import Subscription
-from protocol.errors import BatonError, InternalError
+from protocol.errors import BatonError, InternalError, NoServerAvailable
 from protocol.http import sse
 from protocol.http.connections import (
     KV_HEADER,
@@ -62,7 +62,7 @@ class HttpRequestState:
         self._parsed = parsed
         self.framing = framing
         origin = framing.origin
-        self._writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
+        self.writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
         how = api.settings.tool_call_parser, api.settings.reasoning_parser, origin.id
         n = parsed.num_candidates
         self._prompts = {
@@ -109,7 +109,7 @@ class HttpRequestState:
             if self.moved is not None:
                 return EventStream(self, [])
             for piece in pieces:
-                self._writer.take(piece)
+                self.writer.take(piece)
                 if piece.index in merged:
                     merged[piece.index].extend(piece)
                 else:
@@ -119,7 +119,7 @@ class HttpRequestState:
             pieces = await self.next_pieces()
         choices = self._best(merged)
         usage, extra = self._finish(choices[0].finish_reason)
-        write = partial(self._writer.full, choices, usage, extra)
+        write = partial(self.writer.full, choices, usage, extra)
         num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
         is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
         body = await asyncio.to_thread(write) if is_long else write()
@@ -233,11 +233,11 @@ class HttpRequestState:
             shows_all = shows_tokens and piece.token_ids  # none after a stop string
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
-                parts.append(self._writer.last_chunk(piece, usage, extra) + self._writer.end)
+                parts.append(self.writer.last_chunk(piece, usage, extra) + self.writer.end)
             elif shows_all or piece.first or piece.finish_reason or piece.has_text:
                 if so_far is not None:  # up to this piece: others may have arrived with it
                     so_far.completion_tokens = self._num_told
-                parts.append(self._writer.chunk(piece, so_far))
+                parts.append(self.writer.chunk(piece, so_far))
         return b"".join(parts)
 
     def _finish(self, finish_reason: str | None) -> tuple[Usage, dict[str, Any]]:
@@ -336,11 +336,13 @@ class EventStream(Response):
             log.exception("a stream failed")
             failure = InternalError("The server failed while it was answering.")
         call.stats.close(failure)
-        await _send_body(send, framing.wrap_error(failure), more=False)
+        await _send_body(send, framing.wrap_error(failure, call.writer.error(failure)), more=False)
 
     async def _hand_over(self, scope: Scope, send: Send, params: dict[str, Any]) -> None:
         self._call.stats.moved()
-        await _send_body(send, self._call.framing.moved(params), more=True)
+        over = NoServerAvailable("the server hands its streams over; ask again")
+        end = self._call.framing.moved(params, self._call.writer.error(over))
+        await _send_body(send, end, more=True)
         if not is_closing(scope):
             self._call.subscription.answered()
         await _send_body(send, b"", more=False)

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from engine.http.api import Api, Endpoint
 from protocol import resume
-from protocol.errors import BatonError, NoServerAvailable, ResumeRefused
-from protocol.http import sse
+from protocol.errors import BatonError, ResumeRefused
 from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, Known, TokenDelta
 from protocol.resume import Origin, Resume
@@ -169,13 +168,11 @@ class Framing:
             self._held.append(self.wrap(b""))
         self._entries.clear()  # of one that cannot move nothing is wanted
 
-    def moved(self, params: dict[str, Any]) -> bytes:
-        """The end of a stream that goes on where its KV is wanted from here."""
-        event = sse.error_event(NoServerAvailable("the server hands its streams over; ask again"))
+    def moved(self, params: dict[str, Any], event: bytes) -> bytes:
+        """The end of a stream that goes on where its KV is wanted from here, or ends in `event`."""
         before = b"" if self.is_stream else b"".join([self.begin(), *self._held])
         return before + resume.frame(resume.MOVED + msgspec.json.encode(params), event)
 
-    def wrap_error(self, error: BatonError) -> bytes:
-        event = sse.error_event(error)
+    def wrap_error(self, error: BatonError, event: bytes) -> bytes:
         text = resume.refusal_text(error) or resume.text_of([])
         return resume.frame(text, event) if self.is_asked else event

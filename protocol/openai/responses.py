@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.messages import KVUsage
 from protocol.openai.sampling import GenerationRequest
@@ -146,6 +147,10 @@ class ResponseWriter:
         return self.chunk(piece, so_far) + self._choices_event(
             [], {"usage": usage.to_openai(), **tail}
         )
+
+    def error(self, error: BatonError) -> bytes:
+        """What ends a stream that failed."""
+        return sse.error_event(error)
 
     def take(self, piece: ChoicePiece) -> None:
         """The next piece of an answer that is told whole."""

@@ -1,6 +1,6 @@
 """What /v1/responses answers: a response object, or the events of one that is being written.
 
-created, in_progress, items ..., completed or incomplete
+created, in_progress, items ..., completed or incomplete, or error and failed
 
 An item is what the model thought, what it says, or a call: output_item.added, content_part.added,
 output_text.delta ..., output_text.done, content_part.done, output_item.done; with reasoning_text,
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
 from protocol.openai.responses_request import ResponsesChat
@@ -93,6 +94,14 @@ class ResponsesWriter(ResponseWriter):
         whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
         return before + self._event(status, response=whole)
 
+    def error(self, error: BatonError) -> bytes:
+        """The event that clients raise, and the one that others wait for."""
+        told = error.to_openai()["error"]
+        flat = {name: told[name] for name in ("code", "message", "param")}
+        why = {"code": "server_error", "message": error.message}
+        failed = {**self._response("failed"), "error": why}
+        return self._event("error", **flat, error=told) + self._event("failed", response=failed)
+
     def take(self, piece: ChoicePiece) -> None:
         _ = [*self._write(piece)]  # whose order joined pieces do not tell
 
@@ -142,7 +151,7 @@ class ResponsesWriter(ResponseWriter):
         self._output.append(shown)
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        name = f"response.{kind}"
+        name = kind if kind == "error" else f"response.{kind}"
         event = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))

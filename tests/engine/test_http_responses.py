@@ -5,9 +5,11 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
+from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_tools import CALL, TOOL
-from tests.rigs.http_server import Server, saying, serving_4k, with_template
+from tests.rigs.http_server import Server, events, saying, serving_4k, with_template
 
 # It shows a conversation as the template gets it.
 SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
@@ -59,6 +61,24 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, tex
     assert told[0].type == "response.created" and told[-1].type == "response.completed"
     details = whole.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
+
+
+async def test_a_stream_that_fails_ends_in_what_each_client_looks_for(tokenizer):
+    """An error, which OpenAI's client raises, and a response that has failed."""
+    script = failing_after(2)
+    asked: Any = {"model": "m", "input": "1 + 1?", "stream": True}
+    async with serving_4k(tokenizer, script) as server, client_of(server) as client:
+        with pytest.raises(openai.APIError, match="it broke"):
+            _ = [event async for event in await client.responses.create(**asked)]
+        *told, error, failed = events(await server.http.post("/v1/responses", json=asked))
+    assert [name for name, _ in (error, failed)] == ["error", "response.failed"]
+    numbers = [event["sequence_number"] for _, event in (*told, error, failed)]
+    assert numbers == list(range(len(numbers)))
+    raised = ResponseErrorEvent.model_validate(error[1], strict=True)
+    assert (raised.code, raised.message) == ("transfer_failed", error[1]["error"]["message"])
+    whole = ResponseFailedEvent.model_validate(failed[1]).response
+    assert (whole.id, whole.status) == (told[0][1]["response"]["id"], "failed")
+    assert whole.error is not None and whole.error.message == raised.message
 
 
 async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer):

@@ -259,7 +259,7 @@ def test_an_answer_keeps_its_tokens_only_while_it_could_move(is_movable, size, n
         framing.hold()
         assert b" []\n" in framing.wrap(b""), "nothing else is kept of them"
     assert framing.may_move == (size == 1)
-    kept = resume.Frames().feed(framing.moved({}))
+    kept = resume.Frames().feed(framing.moved({}, b""))
     assert [text.startswith(b"[[0,") for text, _ in kept].count(True) == num_kept
 
 

@@ -134,7 +134,7 @@ def test_schemas_of_tools_have_a_limit_together():
 # -- bodies and connections --------------------------------------------------------------------
 
 
-async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer):
+async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer, monkeypatch):
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
     async with serving(tokenizer) as server:
         assert (await server.post(kv_transfer_params=added)).status_code == 200
@@ -143,6 +143,10 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer):
         response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
+        monkeypatch.setattr("engine.http.middleware.MAX_MARKS", 100)
+        for values, status in ((41, 200), (42, 413)):  # which hold up all streams
+            many = {**added, "values": [[]] * values}
+            assert (await server.post(kv_transfer_params=many)).status_code == status
 
 
 @pytest.mark.parametrize(

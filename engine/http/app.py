@@ -1,17 +1,4 @@
-"""A server's HTTP application. It runs in a process without torch and talks to the engine.
-
-POST /v1/completions, /v1/chat/completions, /v1/responses     engine/http/generate.py
-POST /tokenize, /detokenize
-POST /release_kv                               nobody will use the KV of these kv_transfer_params
-POST /drain                                    as SIGTERM: other servers go on with the streams
-POST /migrate    {"requests": N}               they go on with so many of them
-GET  /v1/models, /v1/models/{name}
-GET  /openapi.json, /docs                      protocol/openai/openapi.py
-GET  /health     this process and its engine are alive
-GET  /ready      the engine can serve; says what it is
-GET  /metrics    Prometheus
-GET  /stats      numbers and the times of the last requests, for the proxy's page
-"""
+"""A server's HTTP application. It runs in a process without torch and talks to the engine."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -27,13 +14,12 @@ from starlette.routing import BaseRoute, Route
 
 from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
-from engine.http.limits import check_model, check_token_ids, fill_in_model
+from engine.http.limits import check_token_ids, settle_model
 from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
     error_response,
     read_json,
-    refusal_of,
 )
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
@@ -118,6 +104,7 @@ class _Pages:
         return JSONResponse(self._card)
 
     async def health(self, request: Request) -> Response:
+        """Whether this process and its engine are alive."""
         if not self._api.client.healthy:
             reason = {"reason": self._api.client.failure}
             told = self._api.access.bare(request.scope) or reason
@@ -125,6 +112,7 @@ class _Pages:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
+        """Whether the engine can serve, and what it is."""
         client, reason = self._api.client, None
         if client.ready is None or not client.healthy:
             reason = client.failure or client.progress
@@ -155,6 +143,7 @@ class _Pages:
         return {**common, **sizes, **engine.geometry}
 
     async def stats(self, request: Request) -> Response:
+        """Numbers and the times of the last requests, for the proxy's page."""
         since, values = request.query_params.get("since", "0"), self._api.client.stats
         told = self._api.metrics.numbers(since, self._about(), values)
         return Response(msgspec.json.encode(told), media_type="application/json")
@@ -173,6 +162,7 @@ class _Pages:
         return Response(self._page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
+        """Nobody will use the KV of these `kv_transfer_params`."""
         members, _ = await read_json(request, self._api.settings.max_body_bytes)
         messages = self._api.hooks.refused(members.get("kv_transfer_params"))
         for message in messages:
@@ -180,11 +170,13 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
+        """As SIGTERM: other servers go on with the streams."""
         check_operator(request.scope)
         self._api.on_drain()
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
+        """They go on with so many of them: {"requests": N}."""
         check_operator(request.scope)
         members, _ = await read_json(request, self._api.settings.max_body_bytes)
         try:
@@ -197,20 +189,16 @@ class _Pages:
     async def on_text(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
-        try:
-            settings = self._api.settings
-            self._api.client.require_ready()  # and so is the tokenizer
-            async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
-                members, num_bytes = await read_json(request, settings.max_body_bytes)
-                fill_in_model(members, self._api.model_name)
-                return Response(await work(members, num_bytes), media_type="application/json")
-        except RecursionError as raised:
-            raise refusal_of(raised) from None
+        settings = self._api.settings
+        self._api.client.require_ready()  # and so is the tokenizer
+        async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
+            members, num_bytes = await read_json(request, settings.max_body_bytes)
+            settle_model(members, self._api.model_name)
+            return Response(await work(members, num_bytes), media_type="application/json")
 
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         parsed = await api.texts.run(num_bytes, partial(validate, TokenizeRequest, members))
-        check_model(parsed.model, api.model_name)
         length = api.client.require_ready().max_model_len
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
@@ -227,7 +215,6 @@ class _Pages:
 
         def answer() -> bytes:
             parsed = validate(DetokenizeRequest, members)
-            check_model(parsed.model, api.model_name)
             if parsed.tokens:
                 check_token_ids(parsed.tokens, api.client.require_ready().vocab_size, "tokens")
             return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})

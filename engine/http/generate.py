@@ -19,15 +19,13 @@ from engine.http.call import HttpRequestState
 from engine.http.limits import (
     check_against_server,
     check_logprobs,
-    check_model,
     check_size,
     check_token_ids,
-    fill_in_model,
     guided_decodings,
+    settle_model,
     token_limit,
 )
 from engine.http.middleware import (
-    CLIENT_GONE,
     cancelled_on_disconnect,
     error_response,
     read_json,
@@ -37,7 +35,6 @@ from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.http.text_encoder import grammar_of
 from protocol.errors import BatonError
-from protocol.http.connections import ClientDisconnected
 from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
@@ -52,7 +49,7 @@ _BYTES_OF_TOKEN = 4
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
-    """Answers one HTTP request; never raises a BatonError."""
+    """Answers one HTTP request; never raises a BatonError, but ClientDisconnected."""
     stats = RequestStats(api.metrics, endpoint.name, request.scope)
     members: dict[str, Any] = {}
     call: HttpRequestState | None = None
@@ -72,9 +69,6 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
                 api.client.tell(message)
         stats.close(error)
         return error_response(error)
-    except ClientDisconnected as gone:
-        stats.close(gone)
-        return Response(status_code=CLIENT_GONE)
     except BaseException as error:
         stats.close(error)
         raise
@@ -96,7 +90,7 @@ async def _start(
     likely = min(num_bytes // _BYTES_OF_TOKEN, longest)  # references to KV have bytes, too
     place = api.client.queue.enter(likely, urgency, goes_on=resumed is not None)
     stats.on_end(place.leave)
-    fill_in_model(members, api.model_name)
+    settle_model(members, api.model_name)
 
     def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
@@ -138,7 +132,6 @@ async def _engine_requests(
         BatonError: this server cannot do what is asked; says why.
         ClientDisconnected: the client went away while its grammar was tried.
     """
-    check_model(parsed.model, api.model_name)
     ready = api.client.require_ready()
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided:

@@ -26,15 +26,12 @@ MAX_STREAMED_LOGPROBS = 1 << 15
 MAX_LOGPROBS = 1 << 23  # of drawn tokens, in one answer: some 0.3 GB
 
 
-def fill_in_model(members: dict[str, Any], served: str) -> None:
-    """Names the model in a body that leaves it out."""
-    if members.get("model") is None:
+def settle_model(members: dict[str, Any], served: str) -> None:
+    """Names the model in a body that leaves it out. Raises ModelNotFound for another one."""
+    name = members.get("model")
+    if name is None:
         members["model"] = served
-
-
-def check_model(name: str, served: str) -> None:
-    """Raises ModelNotFound unless the server has the model."""
-    if name != served:
+    elif isinstance(name, str) and name not in ("", served):
         raise ModelNotFound(
             f"`model` is {short_repr(name, 200)}; this server has {short_repr(served, 200)}.",
             param="model",

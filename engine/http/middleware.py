@@ -163,8 +163,8 @@ def refusal_of(raised: BatonError | RecursionError) -> BatonError:
 async def _on_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:200]
     match error:
-        case BatonError():
-            return error_response(error)
+        case BatonError() | RecursionError():
+            return error_response(refusal_of(error))
         case ClientDisconnected():
             return Response(status_code=CLIENT_GONE)
         case HTTPException(status_code=404):
@@ -179,5 +179,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
-    (BatonError, ClientDisconnected, HTTPException, Exception), _on_error
+    (BatonError, RecursionError, ClientDisconnected, HTTPException, Exception), _on_error
 )

@@ -19,9 +19,8 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-MAX_TRANSFERS = (
-    16384  # remembered, and of one the requests: an answer is there, or lost, in seconds
-)
+# Remembered, and of one the requests: an answer is there, or lost, in seconds.
+MAX_TRANSFERS = 16384
 
 
 class PrefillLeg(ServerHooks):

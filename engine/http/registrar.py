@@ -5,7 +5,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
@@ -33,7 +33,6 @@ class Registrar:
     Args:
         record: what it says of itself; the time is filled in.
         ca_file: for proxies at https://, instead of the system's.
-        addresses: whom to tell, for the URL of a proxy.
     """
 
     def __init__(
@@ -42,9 +41,7 @@ class Registrar:
         record: Record,
         secret: bytes,
         ca_file: str | None = None,
-        addresses: Callable[[URL], Awaitable[list[str]]] | None = None,
     ) -> None:
-        self._addresses = addresses or addresses_of
         self._proxies, self._record, self._secret = proxies, record, secret
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
@@ -85,7 +82,7 @@ class Registrar:
     async def _tell(self, proxy: str, leaving: bool = False) -> str:
         """Tells whoever is behind the name. Why one did not take it; empty: all did."""
         url = URL(proxy)
-        told = [self._post(url.with_host(at), url, leaving) for at in await self._addresses(url)]
+        told = [self._post(url.with_host(at), url, leaving) for at in await addresses_of(url)]
         return next(filter(None, await asyncio.gather(*told)), "")
 
     async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:

@@ -19,7 +19,6 @@ from protocol.short_repr import short_repr
 log = get_logger(__name__)
 
 _OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error", "moved")
-_SOURCES = ("transferred", "recomputed", "skipped")
 MAX_RECENT = 256
 _TOLD_OF_ENGINE = (  # what the names begin with
     "baton_requests_",
@@ -47,7 +46,7 @@ class ServerMetrics(Metrics):
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
             self.begin("baton_requests", endpoint=endpoint, outcome=outcome)
-        for source in _SOURCES:
+        for source in Usage().baton_kv():
             self.begin("baton_kv_tokens", source=source)
 
     def ended(self, served: Served) -> None:

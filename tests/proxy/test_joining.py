@@ -174,7 +174,7 @@ async def test_a_server_goes_on_until_a_proxy_takes_it(caplog):
         assert names(rig) == []
 
 
-async def test_a_server_registers_with_every_proxy_behind_a_name():
+async def test_a_server_registers_with_every_proxy_behind_a_name(monkeypatch):
     asked = list[tuple[str, str]]()
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -186,9 +186,10 @@ async def test_a_server_registers_with_every_proxy_behind_a_name():
     async def behind(_: object) -> list[str]:
         return ["127.0.0.2", "127.0.0.3"]
 
+    monkeypatch.setattr("engine.http.registrar.addresses_of", behind)
     async with await asyncio.start_server(proxy, "0.0.0.0", 0) as server:
         name = f"proxies.test:{server.sockets[0].getsockname()[1]}"
-        told = Registrar([f"http://{name}"], record("http://d:1"), b"x", addresses=behind)
+        told = Registrar([f"http://{name}"], record("http://d:1"), b"x")
         told.start()
         await until(lambda: len(asked) == 2)
         await told.leave()

@@ -294,15 +294,5 @@ async def test_silence_counts_only_while_requests_are_open():
     await engine.close()
 
 
-async def test_an_id_in_use_is_our_own_bug():
-    engine = ScriptedEngine()
-    await engine.start()
-    with pytest.raises(AssertionError):
-        engine.submit([add("r"), add("r")])
-    with closing(engine.submit([add("r")])), pytest.raises(AssertionError):
-        engine.submit([add("r")])
-    await engine.close()
-
-
 def _delta(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
     return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)

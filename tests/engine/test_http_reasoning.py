@@ -1,6 +1,5 @@
 """Reasoning over HTTP: apart from the answer, beside tools, grammars, stop strings and choices."""
 
-import json
 from typing import Any
 
 import pytest
@@ -89,4 +88,3 @@ async def test_each_choice_thinks_for_itself(tokenizer):
         choices = (await server.chat(n=2)).json()["choices"]
         found = [(c["message"]["reasoning_content"], c["message"]["content"]) for c in choices]
         assert found == [("I", "a"), ("We", "b")]
-        assert json.dumps(choices)

@@ -89,8 +89,10 @@ async def test_an_answer_without_calls_is_as_ever(tokenizer):
 
 
 async def test_what_the_engine_is_told(tokenizer):
+    odd = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-        await server.chat(tools=[TOOL])
+        # No grammar can enforce the odd one; it need not be called.
+        await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
         await server.post(structured_outputs={"regex": "a+"})
         auto, named, regex = (add.sampling.grammar for add in server.engine.added)
@@ -116,24 +118,7 @@ def test_what_only_a_call_begins_with(tokenizer):
     assert call_beginnings(Tools((TOOL,), "none"), "hermes", knowing) == ()
 
 
-async def test_what_no_grammar_can_enforce_may_be_in_a_tool_that_need_not_be_called(tokenizer):
-    odd = {"type": "function", "function": {"name": "f", "parameters": {
-        "type": "object", "not": {"required": ["a"]}}}}  # fmt: skip
-
-    async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-        assert (await server.chat(tools=[odd])).status_code == 200
-
-
 # -- the prompt --------------------------------------------------------------------------------
-
-
-def test_a_template_that_knows_tools_gets_them(tokenizer):
-    tools = Tools((TOOL,), "auto")
-    knowing = with_template(tokenizer, "{{ tools | tojson }}|{{ messages[0].content }}")
-    messages, offered = with_tools([USER], tools, knowing)
-    assert knowing.render_chat(messages, tools=offered) == json.dumps([TOOL]) + "|1 + 1?"
-    messages, offered = with_tools([USER], Tools((TOOL,), "none"), knowing)
-    assert knowing.render_chat(messages, tools=offered) == "null|1 + 1?"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])

@@ -20,7 +20,8 @@ CHAT_TEMPLATE = """\
     {%- endif %}
     {{- '<|begin|>' + message['role'] + '\\n' + message['content'] + '<|end|>' + '\\n' }}
     {%- if message.name is defined %}{{ message | tojson }}{% endif %}
-    {% generation %}{% if loop.last %}{{ bos_token }}{% endif %}{% endgeneration %}
+    {% if loop.last %}{% continue %}{% endif %}
+    {% generation %}{% if loop.index == 2 %}{{ bos_token }}{% endif %}{% endgeneration %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|begin|>assistant\\n' }}{% endif %}
 """
@@ -375,8 +376,3 @@ def test_developer_is_system_for_a_template_that_does_not_know_it():
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{# developer #}{{ messages[0].role }}", message) == "developer"
     assert message["role"] == "developer"
-
-
-def test_loop_controls_work_as_in_transformers():
-    source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}"
-    assert render(source, *[{"role": "user", "content": ""}] * 3) == "x"

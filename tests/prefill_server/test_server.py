@@ -8,17 +8,9 @@ import pytest
 from decode_server.server import Legs
 from prefill_server.server import PrefillLeg
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineReady,
-    ReleaseRemote,
-    SamplingParams,
-    TokenDelta,
-)
+from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
-from tests.rigs.offers import offer
 
 _ASK = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
@@ -67,13 +59,6 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list():
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
     assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
-
-
-def test_kv_that_nobody_will_come_for_is_let_go():
-    params = offer(b"secret", [1, 2], remote_request_id="r-1")
-    (ended,) = _LEGS.refused([params, {**params, "lease_ms": 9000}, None, 3])
-    assert isinstance(ended, ReleaseRemote) and ended.remote.request_id == "r-1"
-    assert _LEGS.refused(_ASK) == []
 
 
 def _ask(name: object) -> dict[str, Any]:

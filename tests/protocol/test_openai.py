@@ -15,6 +15,9 @@ from tests.protocol.test_openai_mistakes import USER, chat, completion, response
 
 RANKED = {"num_candidates": 4, "num_logprobs": 0, "wants_logprobs": False}
 LEG = {"do_remote_decode": True}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+NAMED = {"name": "n", "strict": True, "schema": SCHEMA}
+OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,10 @@ LEG = {"do_remote_decode": True}
         (completion(response_format={"type": "text"}), {"guided": None}),
         (completion(response_format=None, structured_outputs=None), {"guided": None}),
         (responses(text={"format": {"type": "text"}}), {"guided": None}),
+        (
+            responses(text={"format": {"type": "json_schema", **NAMED}}),
+            {"guided": GuidedDecoding(OF_SCHEMA, "text.format.schema")},
+        ),
         (responses(max_output_tokens=7, seed=3), {"token_limit": 7, "seed": 3, "guided": None}),
     ],
 )
@@ -150,9 +157,6 @@ def test_required_demands_a_list_of_calls(parallel):
 
 # -- structured output ---------------------------------------------------------------------------
 
-SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
-NAMED = {"name": "n", "strict": True, "schema": SCHEMA}
-OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
 REGEX, CHOICE = Grammar("regex", "a"), Grammar("choice", '["é", "b"]')
 
 
@@ -184,8 +188,3 @@ def test_every_way_to_say_what_to_match(fields, field, grammar):
     for parsed in (completion(**fields), chat(**fields)):
         assert parsed.guided == GuidedDecoding(grammar, field)
         assert parsed.sampling(1).grammar == grammar
-
-
-def test_a_flat_format_is_a_demand_as_well():
-    demand = responses(text={"format": {"type": "json_schema", **NAMED}}).guided
-    assert demand == GuidedDecoding(OF_SCHEMA, "text.format.schema")

@@ -336,18 +336,13 @@ def test_a_mistake_is_named(parse, fields, param):
         (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
         (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
+        (chat, {"x" * 100_000: 1}, "xxx"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(parse, fields, told):
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
-    assert told in caught.value.message
-
-
-def test_an_endless_field_name_does_not_make_an_endless_message():
-    with pytest.raises(InvalidRequest) as caught:
-        completion(**{"x" * 100_000: 1})
-    assert len(caught.value.message) < 400
+    assert told in caught.value.message and len(caught.value.message) < 400
 
 
 def test_zero_may_be_written_as_integer_or_float_but_never_as_false():

@@ -155,10 +155,8 @@ def check_logprobs(parsed: GenerationRequest, num_tokens: int, num_drawn: int) -
         refuse(param, f"{told}; send less at once")
     size = 0 if parsed.num_logprobs is None else num_drawn * (1 + parsed.num_logprobs)
     if size > MAX_LOGPROBS and not parsed.stream:
-        told = (
-            f"asks for up to {size} logprobs of drawn tokens, an answer has {MAX_LOGPROBS} at most"
-        )
-        refuse("logprobs", f"{told}; lower `n` or `max_tokens`, or stream it")
+        most = f"an answer has {MAX_LOGPROBS} at most; lower `n` or `max_tokens`, or stream it"
+        refuse("logprobs", f"asks for up to {size} logprobs of drawn tokens, {most}")
 
 
 def check_size(

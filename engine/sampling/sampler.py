@@ -22,6 +22,7 @@ sure of token 0: it is the model that failed, not the batch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -40,24 +41,21 @@ _CANDIDATE_GROWTH = 16
 _SCORED_ROWS = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Logprobs:
+class Logprobs(NamedTuple):
     """Of one token in each of S rows, and of the k most likely ones beside it."""
 
     chosen: torch.Tensor  # float32 [S]
-    ranks: torch.Tensor  # int64 [S], how many are as likely as it, or more
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
+    ranks: torch.Tensor  # int64 [S], how many are as likely as the one, or more
 
     def on_host(self) -> "Logprobs":
         """Perhaps later: once the device has come so far."""
-        tensors = (self.chosen, self.ranks, self.top_ids, self.top)
-        return Logprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+        return Logprobs(*(each.to("cpu", non_blocking=True) for each in self))
 
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Each with so many of the most likely tokens."""
-        tensors = (self.chosen, self.top_ids, self.top, self.ranks)
-        rows = zip(*(each.tolist() for each in tensors), counts, strict=True)
+        rows = zip(*(each.tolist() for each in self), counts, strict=True)
         return [TokenLogprobs(one, ids[:k], top[:k], rank) for one, ids, top, rank, k in rows]
 
 
@@ -202,7 +200,7 @@ def _logprobs(
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
     ranks = (logits >= chosen).sum(-1)
-    return Logprobs((chosen - total).squeeze(1), ranks, top_ids, top - total)
+    return Logprobs((chosen - total).squeeze(1), top_ids, top - total, ranks)
 
 
 class LastSampledTokens:

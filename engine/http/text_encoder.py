@@ -162,7 +162,7 @@ def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     for message in messages:
         told = message.pop("reasoning", "") or message.pop("reasoning_content", "")
         if told:
-            message["reasoning_content"] = told
+            message |= {"reasoning_content": told, "thinking": told}  # as gpt-oss reads it
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
     told = {"messages": messages, "field": parsed.prompt_field}
     return {**told, **parsed.template_options, "tools": tools}

@@ -74,8 +74,8 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1]["content"] += _HERE
         given = {
-            **(variables or {}),
             **special_tokens,
+            **(variables or {}),
             "messages": plain,
             "tools": list(tools) if tools else None,
             "documents": None,

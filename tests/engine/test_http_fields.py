@@ -14,8 +14,9 @@ ALL = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
 # What it shows of the variables that a chat can set, and of a history.
-TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|{{ m.reasoning_content }};\
-{% endfor %}{{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
+TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
+{{ m.reasoning_content }}{{ m.thinking }};{% endfor %}\
+{{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
 HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
@@ -74,7 +75,7 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     ((CHAT,), {"messages": [{**HISTORY[0], "content": [{"type": "text", "text": "Hi", **CACHED}]}]},
      IGNORED),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
-       prompt("user:Hi|;assistant:Yo|hm;,,,")) for name in ("reasoning_content", "reasoning")),
+       prompt("user:Hi|;assistant:Yo|hmhm;,,,")) for name in ("reasoning_content", "reasoning")),
     ((CHAT,), {"messages": [{**HISTORY[0], "reasoning_content": ""}]}, IGNORED),
 ]  # fmt: skip
 

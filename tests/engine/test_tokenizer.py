@@ -342,18 +342,19 @@ def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
     shown = "m.content | trim" if strips else "m.content"
     path.write_text(
         "{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}{{ shout }}{{ bos_token }}"
     )
     transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    own = {"shout": True, "bos_token": "<b>"}  # goes before the model's
     for options in (
         {"continue_final_message": True, "add_generation_prompt": False},
         {"add_generation_prompt": False},
         {"add_generation_prompt": True},
     ):
-        found = ours.render_chat(messages, **options, variables={"shout": True})
-        assert found == theirs.apply_chat_template(messages, tokenize=False, **options, shout=True)
+        found = ours.render_chat(messages, **options, variables=own)
+        assert found == theirs.apply_chat_template(messages, tokenize=False, **options, **own)
 
 
 @pytest.mark.parametrize(

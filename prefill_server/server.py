@@ -9,13 +9,7 @@ from msgspec.structs import replace
 from engine.http.api import ServerHooks, nothing
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineInput,
-    EngineReady,
-    TokenDelta,
-)
+from protocol.messages import AbortRequest, AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 

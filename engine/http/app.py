@@ -15,12 +15,7 @@ from starlette.routing import BaseRoute, Route
 from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
 from engine.http.limits import check_token_ids, settle_model
-from engine.http.middleware import (
-    ERROR_HANDLERS,
-    RequestIdMiddleware,
-    error_response,
-    read_json,
-)
+from engine.http.middleware import ERROR_HANDLERS, RequestIdMiddleware, error_response, read_json
 from engine.http.text_encoder import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator

@@ -25,12 +25,7 @@ from engine.http.limits import (
     settle_model,
     token_limit,
 )
-from engine.http.middleware import (
-    cancelled_on_disconnect,
-    error_response,
-    read_json,
-    refusal_of,
-)
+from engine.http.middleware import cancelled_on_disconnect, error_response, read_json, refusal_of
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.http.text_encoder import grammar_of

@@ -77,8 +77,7 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     extra = {"x-guidance": {"lenient": True}} if tools.mode in ("none", "auto") else {}
     schemas = [
         GuidedDecoding(
-            Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})),
-            tools.field(at),
+            Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})), tools.field(at)
         )
         for at, tool in enumerate(tools.offered)
     ]

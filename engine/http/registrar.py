@@ -36,11 +36,7 @@ class Registrar:
     """
 
     def __init__(
-        self,
-        proxies: Sequence[str],
-        record: Record,
-        secret: bytes,
-        ca_file: str | None = None,
+        self, proxies: Sequence[str], record: Record, secret: bytes, ca_file: str | None = None
     ) -> None:
         self._proxies, self._record, self._secret = proxies, record, secret
         self._tasks: list[asyncio.Task[None]] = []

@@ -79,7 +79,7 @@ class RequestStats:
         self._times: dict[str, float] = {}  # as of Served
         self._last_s: float | None = None  # when tokens came last
         self._num_prompt_tokens = self._num_generated = 0
-        self._closed = False
+        self._has_ended = False
         self._at_end: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
@@ -106,51 +106,43 @@ class RequestStats:
 
     def finished(self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None) -> None:
         """The request ended as it should."""
-        if not self._close():
-            return
-        for source, count in usage.baton_kv().items():
-            self._metrics.inc("baton_kv_tokens", count, source=source)
-        self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens)
         detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
-        self._report(finish_reason, detail, times, usage.baton_kv())
+        self._end(finish_reason, detail, times, usage)
 
     def moved(self) -> None:
         """Another server goes on."""
-        if self._close():
-            self._report("moved", "another server goes on")
+        self._end("moved", "another server goes on")
 
     def close(self, error: BaseException) -> None:
         """The request ended in any other way; does nothing once it is finished."""
-        if not self._close():
-            return
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
             # What is wrong with a request is said in its own words, which are not for the log.
             told = (error.param or "body") if type(error) is InvalidRequest else error.message
             detail = f"status={error.status} error={error.code}: {told}"
-            self._report(outcome, detail, error=error.code)
+            self._end(outcome, detail, error=error.code)
         elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
-            self._report("abort", "the client has gone")
+            self._end("abort", "the client has gone")
         else:
-            self._report("error", f"error={error!r}")
+            self._end("error", f"error={error!r}")
 
-    def _close(self) -> bool:
-        """Whether the request ends just now, not before."""
-        if self._closed:
-            return False
-        self._closed = True
-        for callback in self._at_end:
-            callback()
-        return True
-
-    def _report(
+    def _end(
         self,
         outcome: str,
         detail: str,
         times: PhaseTimes | None = None,
-        kv: dict[str, int] | None = None,
+        usage: Usage | None = None,
         error: str | None = None,
     ) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        for callback in self._at_end:
+            callback()
+        kv = usage.baton_kv() if usage else {}
+        for source, count in kv.items():
+            self._metrics.inc("baton_kv_tokens", count, source=source)
+        self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens if usage else 0)
         seconds = time.monotonic() - self._start_s
         self._metrics.inc("baton_requests_in_progress", -1)
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
@@ -171,6 +163,6 @@ class RequestStats:
                 times=known | (times.since(self._start_s) if times else {}),
                 prompt_tokens=self._num_prompt_tokens,
                 generated=self._num_generated,
-                kv=kv or {},
+                kv=kv,
             )
         )

@@ -181,24 +181,21 @@ class ChatRequest(PromptFields, GenerationRequest):
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of ChatTemplate.render besides the messages."""
         begins, goes_on = self.add_generation_prompt, self.continue_final_message
-        return {
-            "add_generation_prompt": not goes_on if begins is None else begins,
-            "continue_final_message": self.continue_final_message,
-            "variables": {**self._said_variables(), **self.chat_template_kwargs},
-        }
-
-    def _said_variables(self) -> dict[str, Any]:
-        """What chat templates call the fields that say how to think and to write."""
         thinks, effort = self.enable_thinking, self.reasoning_effort
         if thinks is None and effort is not None:
             thinks = effort != "none"
-        said = {
+        said = {  # how to think and to write, by the names that templates have for it
             "enable_thinking": thinks,
             "thinking": thinks,
             "reasoning_effort": None if effort == "none" else effort,
             "verbosity": self.verbosity,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        known = {name: value for name, value in said.items() if value is not None}
+        return {
+            "add_generation_prompt": not goes_on if begins is None else begins,
+            "continue_final_message": goes_on,
+            "variables": {**known, **self.chat_template_kwargs},
+        }
 
     def check(self) -> None:
         super().check()

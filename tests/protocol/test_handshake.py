@@ -204,6 +204,11 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults():
     del newer["dcp_size"], newer["ranks"][0]["extra"]
     assert msgspec.convert(newer, EngineMetadata) == engine()
 
+    class Newer(GetMetadata, frozen=True, tag="get_metadata"):
+        new_field: list[int] = [1]
+
+    assert open_request(seal_request(Newer(nonce="n"), SECRET), SECRET) == GetMetadata(nonce="n")
+
 
 @given(st.data())
 def test_property_no_changed_bit_is_accepted(data):

@@ -117,3 +117,4 @@ def test_without_room_or_where_it_is_mapped_nothing_is_measured(rig, options):
     prefill, decode = rig(Prefill), rig(Decode, **options)
     pulled(decode, prefill, "a", BLOCKS)
     assert measured(decode) is None
+    assert bool(decode.workers[0]._rank.links) is ("make_placer" not in options)

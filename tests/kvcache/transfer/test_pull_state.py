@@ -173,6 +173,27 @@ def test_the_pull_timeout_counts_from_the_first_read():
     assert isinstance(failed.error, PullTimeout) and not failed.drained
 
 
+def test_cancel_in_each_phase_ends_in_one_drained():
+    assert state().cancel(1.0) == [DRAINED, ABORT]
+    asked = fencing()
+    assert asked.cancel(2.5) == [DRAINED, ABORT]
+    assert asked.answered(FENCED, now=2.6) == []
+    during = reading(2)
+    assert during.cancel(2.0) == [STOP]
+    assert during.cancel(2.1) == [] and during.tick(50.0) == [STUCK]
+    assert during.deadline() == float("inf")
+    during.reported(ended(0), now=60.0)
+    assert during.reported(ended(1), now=60.0) == [DRAINED, ABORT]
+    failed_before, told_before = reading(1), reading(1)
+    for pull in (failed_before, told_before):
+        pull.reported(FAILING, now=2.0)
+    assert failed_before.cancel(2.1) == [] and failed_before.tick(2.3) == [STUCK]
+    told_before.tick(2.5)
+    assert told_before.cancel(3.0) == [STUCK]
+    for pull in (failed_before, told_before):
+        assert pull.reported(ended(0, complete=False), now=4.0) == [DRAINED, ABORT]
+
+
 def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
     for remote, end in ((REMOTE, [ABORT]), (lent, [])):

@@ -313,9 +313,12 @@ def test_reads_that_hang_leave_others_room(rig):
     assert decode.wait(PullDrained) == PullDrained("hung")
 
 
-@pytest.mark.parametrize("timeout_s", [0.3, 0.1])
-def test_a_dead_side_channel_fails_the_fence(rig, timeout_s):
-    settings = {"fence_timeout_s": timeout_s, "connection_timeout_s": 0.4 - timeout_s, **PATIENT}
+@pytest.mark.parametrize(
+    ("fence_s", "connection_s", "told"),
+    [(0.1, 90.0, "did not confirm"), (90.0, 0.1, "cannot be connected to")],
+)
+def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, told):
+    settings = {"fence_timeout_s": fence_s, "connection_timeout_s": connection_s, **PATIENT}
     prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)
@@ -323,7 +326,8 @@ def test_a_dead_side_channel_fails_the_fence(rig, timeout_s):
     decode.until(lambda: decode.agents[0].active)
     prefill.server.close()
     decode.agents[0].resume()
-    assert isinstance(decode.failed(), PeerUnreachable)
+    error = decode.failed()
+    assert isinstance(error, PeerUnreachable) and told in error.message
 
 
 def test_a_lost_answer_to_the_fence_is_asked_for_again(rig):

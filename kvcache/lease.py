@@ -59,11 +59,7 @@ class _Tombstone(NamedTuple):
 class LeaseTable:
     """All leases of one engine. Times are seconds on one monotonic clock."""
 
-    def __init__(
-        self, max_tombstones: int = _MAX_TOMBSTONES, tombstone_s: float = _TOMBSTONE_S
-    ) -> None:
-        self._max_tombstones = max_tombstones
-        self._tombstone_s = tombstone_s
+    def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
         self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
@@ -174,7 +170,7 @@ class LeaseTable:
     def _bury(self, now: float) -> None:
         while self._tombstones:
             grave = next(iter(self._tombstones.values()))
-            fresh = now - grave.ended_at <= self._tombstone_s
-            if fresh and len(self._tombstones) <= self._max_tombstones:
+            fresh = now - grave.ended_at <= _TOMBSTONE_S
+            if fresh and len(self._tombstones) <= _MAX_TOMBSTONES:
                 return
             self._tombstones.popitem(last=False)

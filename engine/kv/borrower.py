@@ -299,9 +299,8 @@ class Borrower(KVConnector):
 
     def _awaiting(self, event: PeerReady | PeerFailed) -> list[tuple[Sequence, RemotePrefill]]:
         """Who is to pull from there and does not wait for blocks yet."""
-        key = event.engine_id, event.incarnation
         found = ((s, s.remote) for s in self._remote.values() if s.phase is Phase.NEW)
-        return [(s, remote) for s, remote in found if remote is not None and key_of(remote) == key]
+        return [(s, r) for s, r in found if r is not None and key_of(r) == event.peer]
 
     def _on_begun(self, event: PullBegun) -> None:
         sequence = self._remote.get(event.pull_id)

@@ -51,10 +51,6 @@ _MAX_FAILURES = 100  # rounds in a row, which take two seconds
 _LOOK_S, _NUM_LOOKS = 10.0, 30
 
 
-class ThreadStuck(Exception):
-    """A thread has been at one thing for far too long."""
-
-
 class TransferWorker:
     """One rank's end of every pull.
 
@@ -124,7 +120,7 @@ class TransferWorker:
             if num_same == _NUM_LOOKS:
                 faulthandler.dump_traceback()
                 seconds = _LOOK_S * _NUM_LOOKS
-                raise ThreadStuck(f"{self._thread.name} has made no progress for {seconds:g} s")
+                raise RuntimeError(f"{self._thread.name} has made no progress for {seconds:g} s")
 
     def _round(self) -> bool:
         """Obeys, posts at most one piece, polls, ends what has ended; whether anything happened."""
@@ -213,10 +209,10 @@ class TransferWorker:
                     return
                 peer = self._peers[key] = Peer(self._rank, metadata)
                 peer.prepare()
-            case DropPeer(engine_id, incarnation):
-                if dropped := self._peers.get((engine_id, incarnation)):
+            case DropPeer(key):
+                if dropped := self._peers.get(key):
                     dropped.is_dropped = True
-                    self._refuse(dropped, _not_connected(engine_id))
+                    self._refuse(dropped, _not_connected(key[0]))
                     self._clean(dropped)
 
     def _end(self, job: TransferJob) -> None:

@@ -6,8 +6,10 @@ from kvcache.lease import LeaseState, LeaseTable
 from tests.rigs.examples import examples
 
 
-def test_tombstones_are_bounded_by_count_and_age():
-    table = LeaseTable(max_tombstones=2, tombstone_s=50.0)
+def test_tombstones_are_bounded_by_count_and_age(monkeypatch):
+    monkeypatch.setattr("kvcache.lease._MAX_TOMBSTONES", 2)
+    monkeypatch.setattr("kvcache.lease._TOMBSTONE_S", 50.0)
+    table = LeaseTable()
     for name in "abc":
         table.grant(name, name, [1], 10.0, now=0.0)
         assert table.complete(name, "t", now=1.0)

@@ -19,6 +19,7 @@ from kvcache.transfer.pulls.messages import (
     PullDrained,
     PullFailed,
     PullStuck,
+    key_of,
 )
 from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
 from protocol.messages import RemotePrefill
@@ -80,9 +81,9 @@ class FakeCoordinator:
 
     def connect(self, remote: RemotePrefill) -> None:
         if self.knows(remote):
-            self._events.append(PeerReady(remote.engine_id, remote.incarnation))
+            self._events.append(PeerReady(key_of(remote)))
         else:
-            self._awaited.add((remote.engine_id, remote.incarnation))
+            self._awaited.add(key_of(remote))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         if pull_id not in self._pulls and pull_id not in self._ended:
@@ -158,9 +159,9 @@ class FakeCoordinator:
         self._awaited.discard(key)
         if self._rng.random() < 0.8:
             self._ready.add(key[0])
-            self._events.append(PeerReady(*key))
+            self._events.append(PeerReady(key))
         else:
-            self._events.append(PeerFailed(*key, PeerUnreachable("nobody is there")))
+            self._events.append(PeerFailed(key, PeerUnreachable("nobody is there")))
 
     def _hold_on(self, pull_id: str) -> None:
         if self._rng.random() < self._losing:

@@ -84,7 +84,8 @@ class MemoryPlacer(Placer):
         self.unmapped = threading.Event()
 
     def open(self, rank: RankMetadata) -> Memory:
-        if offered(rank).pid != os.getpid():
+        offered(rank)
+        if rank.pid != os.getpid():
             raise NotMappable("it is another process's")
         address = rank.base_address
 

@@ -36,7 +36,6 @@ class MappableRecord(msgspec.Struct, kw_only=True):
     """What a rank of P offers to processes of its own host."""
 
     host: str
-    pid: int
     handle: bytes = b""  # of CUDA IPC; empty for host memory
     offset: int = 0  # bytes from the allocation's base to the pool
     fd: int = -1  # of the owner, where the pool is host memory that others may map
@@ -64,7 +63,7 @@ def host_id() -> str:
 
 def offer(pool: KVPool) -> dict[str, Any]:
     """What to put into RankMetadata.extra so that processes of this host may map the pool."""
-    record = MappableRecord(host=host_id(), pid=os.getpid(), token=_PROCESS)
+    record = MappableRecord(host=host_id(), token=_PROCESS)
     if pool.shared is not None:
         record.fd, record.token = pool.shared.fd, pool.shared.token
     if pool.device.type == "cuda":
@@ -118,7 +117,7 @@ def open_host(rank: RankMetadata) -> Memory:
     record = offered(rank)
     if rank.device_kind != "cpu" or record.fd < 0:
         raise NotMappable(f"its KV is in {rank.device_kind} memory that is not shared")
-    mapping = open_memory(record.pid, record.fd, record.token, rank.nbytes)
+    mapping = open_memory(rank.pid or 0, record.fd, record.token, rank.nbytes)
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
     return Memory(address, bytes_at(address, rank.nbytes), mapping.close)
 

@@ -95,20 +95,20 @@ class StagingBuffer:
     after the copies out of it have finished (I8).
 
     Args:
-        placer: of its own; None: torch's.
+        placer: of its own.
 
     Raises:
         ValueError: there is not so much memory.
     """
 
-    def __init__(self, nbytes: int, pool: KVPool, placer: Placer | None = None) -> None:
+    def __init__(self, nbytes: int, pool: KVPool, placer: Placer) -> None:
         self.nbytes = nbytes
         try:  # on a CPU not resident before it is used
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         except RuntimeError:
             told = f"staging_bytes is {nbytes}, more than there is; use a lower --staging-bytes"
             raise ValueError(told) from None
-        self._placer = placer or Placer(pool)
+        self._placer = placer
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
         self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # out of each slot
 

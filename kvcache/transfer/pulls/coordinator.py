@@ -318,13 +318,13 @@ class PullCoordinator:
         peer.metadata = None
         if peer.is_announced:
             peer.is_announced = False
-            self._broadcast(DropPeer(*peer.key))
+            self._broadcast(DropPeer(peer.key))
 
     # -- what the engine asks for
 
     def _do_connect(self, remote: RemotePrefill) -> None:
         if withheld := self._withheld(remote):
-            self._emit(PeerFailed(*key_of(remote), withheld))
+            self._emit(PeerFailed(key_of(remote), withheld))
             return
         peer = self._peers.connect(remote, self._clock())
         peer.is_awaited = True
@@ -383,8 +383,8 @@ class PullCoordinator:
         self._lookups.peer_decided(peer, self._clock())
         if peer.is_awaited:
             peer.is_awaited = False
-            failed = peer.error and PeerFailed(*peer.key, peer.error)
-            self._emit(failed or PeerReady(*peer.key))
+            failed = peer.error and PeerFailed(peer.key, peer.error)
+            self._emit(failed or PeerReady(peer.key))
         for state in [state for state in self._pulls.values() if state.key == peer.key]:
             self._offer(state, peer)
 
@@ -397,12 +397,13 @@ class PullCoordinator:
         if error := peer.error or misfit or self._withheld(state.remote):
             self._perform(state, state.fail(error, now))
             return
-        if metadata is not None and not peer.is_announced:
+        assert metadata is not None, peer.key
+        verified = self._verified(metadata)
+        if not peer.is_announced:
             peer.is_announced = True
             self._broadcast(AddPeer(metadata))
-            if (verified := self._verified(metadata)) in UNVERIFIED:
+            if verified in UNVERIFIED:
                 logger.warning("KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified])
-        verified = self._verified(metadata) if metadata else "off"
         self._perform(state, state.peer_ready(now, verified))
 
     def _verified(self, metadata: EngineMetadata) -> str:

@@ -64,13 +64,11 @@ class PullSettings:
 
 
 class PeerReady(msgspec.Struct, frozen=True):
-    engine_id: str
-    incarnation: str
+    peer: PeerKey
 
 
 class PeerFailed(msgspec.Struct, frozen=True):
-    engine_id: str
-    incarnation: str
+    peer: PeerKey
     error: BatonError
 
 
@@ -148,8 +146,7 @@ class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):
 class DropPeer(msgspec.Struct, frozen=True, tag="drop_peer"):
     """Coordinator to rank: forget this peer as soon as no READ from it is active."""
 
-    engine_id: str
-    incarnation: str
+    peer: PeerKey
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -102,7 +102,7 @@ def test_a_dropped_peer_is_unmapped_when_its_last_launch_has_ended(rig):
     worker = decode.workers[0]
     decode.until(lambda: bool(worker._jobs))
     (peer,) = worker._peers.values()
-    drop = DropPeer(remote.engine_id, remote.incarnation)
+    drop = DropPeer(peer.key)
     decode.coordinator._call(lambda: decode.coordinator._broadcast(drop))
     decode.until(lambda: peer.is_dropped)
     rounds = worker._num_rounds

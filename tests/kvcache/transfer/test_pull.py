@@ -43,7 +43,7 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent)
     remote = prefill.lease([5, 2, 9], 20)
     decode.coordinator.connect(remote)
-    assert decode.wait(PeerReady, PeerFailed) == PeerReady("P", remote.incarnation)
+    assert decode.wait(PeerReady, PeerFailed) == PeerReady(("P", remote.incarnation))
     decode.coordinator.hold("a", remote)
     done = decode.pull("a", remote, 0, 20, [3, 1, 7])
     assert done.path == "direct" and done.nbytes == 20 * layout().token_bytes
@@ -232,7 +232,7 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
     assert "--side-channel-host" in failed.error.message
     rig(Prefill, port=port, incarnation=remote.incarnation)  # it is back, but not asked
     decode.coordinator.connect(remote)
-    assert decode.wait(PeerReady, PeerFailed) == PeerFailed("P", remote.incarnation, failed.error)
+    assert decode.wait(PeerReady, PeerFailed) == PeerFailed(failed.peer, failed.error)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert decode.wait(*ENDINGS).error is failed.error
 

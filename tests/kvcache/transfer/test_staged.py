@@ -116,11 +116,11 @@ POOL = KVPool(KVLayout("BHLCND", 2, 1, 1, 1, 16, 8, "float32"))
 
 def test_it_costs_no_memory_before_it_is_used_and_has_two_to_four_slots():
     before = resident_bytes()
-    staging = StagingBuffer(NBYTES, POOL)
+    staging = StagingBuffer(NBYTES, POOL, Placer(POOL))
     assert resident_bytes() - before < NBYTES // 4
     assert [staging.num_slots(NBYTES // parts) for parts in (2, 3, 100)] == [2, 3, 4]
 
 
 def test_more_than_there_is_is_refused_naming_it():
     with pytest.raises(ValueError, match=r"staging_bytes is 1152921504606846976, .* use a lower"):
-        StagingBuffer(1 << 60, POOL)
+        StagingBuffer(1 << 60, POOL, Placer(POOL))

@@ -146,7 +146,7 @@ def test_every_pull_ends_and_none_is_wrong(rig, seed, monkeypatch):
                 rank.link.send(StopPull(str(rng.randint(0, number))))
             if rng.random() < 0.1:
                 key = prefill.metadata.engine_id, prefill.metadata.incarnation
-                rank.link.send(DropPeer(*key))
+                rank.link.send(DropPeer(key))
             if rng.random() < 0.1:
                 rank.agent.stall(prefill.agents[0].name)
             if rng.random() < 0.2:

@@ -76,10 +76,8 @@ class ShapeBook:
             drawing: the sequence of each draw.
             positions: of the token to be drawn, in its sequence.
         """
-        gone = [s for s in self._rows if s.phase is not Phase.RUNNING]
-        if gone:  # low rows first: the device's table stays small
-            self._free += [self._rows.pop(sequence)[0] for sequence in gone]
-            self._free.sort(reverse=True)
+        for sequence in [s for s in self._rows if s.phase is not Phase.RUNNING]:
+            self._free.append(self._rows.pop(sequence)[0])
         draws = list(zip(drawing, positions, strict=True))
         bans = [_bans(*draw) for draw in draws]
         samplings = [sequence.request.sampling for sequence in drawing]
@@ -134,13 +132,13 @@ class LogitShaper:
     """The state rows of one rank.
 
     `seen` [rows, V] int32 holds twice the number of times that a token was drawn, plus one if the
-    prompt has it. Only rows with penalties use it; it grows to the largest of them.
+    prompt has it. Rows with penalties alone are ever written: on a CPU others take no memory.
     """
 
-    def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, vocab_size: int, num_rows: int, device: str | torch.device = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._rows: dict[int, SamplingRow] = {}
         # Tokens and values of their biases: of many, no step may go through each.
         self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
@@ -180,10 +178,6 @@ class LogitShaper:
         return replace(shaping or Shaping(self.seen), allowed=self._unpack(masks))
 
     def _see(self, setup: SamplingRow) -> None:
-        if setup.row >= len(self.seen):
-            grown = self.seen.new_zeros(max(8, 2 * setup.row), self.vocab_size)
-            grown[: len(self.seen)] = self.seen
-            self.seen = grown
         row = self.seen[setup.row].zero_()
         if (prompt := self._to_device(setup.prompt_ids)) is not None:
             row.index_fill_(0, prompt, 1)

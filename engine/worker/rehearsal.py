@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.core.batch import ScoredRows, StepFailed, StepInput
-from engine.core.logits_processing import LogitShaper, SamplingRow, StepShapes
+from engine.core.batch import Int32s, ScoredRows, StepFailed, StepInput
+from engine.core.logits_processing import SamplingRow, StepShapes
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
@@ -101,7 +101,7 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
 
 @torch.inference_mode()
 def _run_largest_step(runner: ModelRunner) -> None:
-    """One prompt as long as a step may be, and as many draws."""
+    """A prompt as long as a step may be, and as many draws, with all that shapes and tells them."""
     num_tokens = min(runner.config.max_num_batched_tokens, runner.model_config.max_position)
     num_blocks = -(-num_tokens // runner.config.tokens_per_block) * runner.groups.count
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -110,9 +110,11 @@ def _run_largest_step(runner: ModelRunner) -> None:
     stage = Stage(*sizes, runner.groups.count)
     hidden = runner.forward(memory, stage.step([num_tokens]))
     rows = min(runner.config.max_num_seqs, num_tokens)
-    params = [SamplingParams(temperature=1.0, top_k=50, top_p=0.9)] * rows
+    params = [msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])] * rows
     batch = SamplingBatch.from_params(params, [0] * rows, runner.device)
-    sample(runner.model.logits(hidden[:rows]), batch)
+    shaping = runner.shaper.prepare(_shapes(rows, _PENALTIES))
+    shaping = runner.shaper.masked(shaping, _no_masks(runner, rows))
+    sample(runner.model.logits(hidden[:rows]), batch, shaping)
     torch.cuda.synchronize(runner.device)
 
 
@@ -128,21 +130,24 @@ def rehearse(runner: ModelRunner) -> None:
         max_seqs=runner.config.max_num_seqs,
         num_groups=runner.groups.count,
     )
-    words = -(-runner.model_config.vocab_size // 32)
     for step in steps(stage):
         try:
             pending = runner.launch(step)
             if step.is_masked and runner.model.parallel.rank == 0:
-                pending.draw(np.full((len(step.sampling), words), -1, np.int32))
+                pending.draw(_no_masks(runner, len(step.sampling)))
             pending.result()
         except StepFailed as error:  # of one rank, which has gone on; so would a request's
             logger.warning("a step of %d tokens fails: %s", len(step.token_ids), error)
-    runner.shaper = LogitShaper(runner.model_config.vocab_size, runner.device)
     logger.info(
         "ran every kind of step in %.1f s; they loaded %d kernels",
         time.monotonic() - started_s,
         KERNELS.num_before - num_kernels,
     )
+
+
+def _no_masks(runner: ModelRunner, rows: int) -> Int32s:
+    """Masks of so many draws that allow every token."""
+    return np.full((rows, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
 
 
 def steps(stage: Stage) -> Iterator[StepInput]:

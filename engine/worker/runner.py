@@ -119,8 +119,8 @@ class ModelRunner:
         self.model_config = model_config
         self.groups, _ = kv_groups(model_config)
         self.device = open_device(config, parallel.rank)
+        self.shaper = LogitShaper(model_config.vocab_size, config.max_num_seqs, self.device)
         self.model = load(config, model_config, parallel, self.device, tell)
-        self.shaper = LogitShaper(model_config.vocab_size, self.device)
         self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
         self.stepping = StepWatch()
         self.graphs: DecodeGraphs | None = None

@@ -60,7 +60,7 @@ def _first_tokens(
             row.grammar = compiler.state(request)
         rows.append(row)
     positions = [len(_PROMPT)] * _ROWS
-    shaper = LogitShaper(_VOCAB)
+    shaper = LogitShaper(_VOCAB, len(rows))
     shaping = shaper.prepare(ShapeBook().plan(rows, positions))
     if params["grammar"] is not None:
         masks = masks_of(compiler, [row.grammar for row in rows])

@@ -33,6 +33,7 @@ def test_every_step_fits_the_server(stage):
         assert (step.context_lens >= step.query_lens).all()
         step.attention_batch(stage.block_size)  # the tables reach as far as the contexts
         assert 0 < step.block_tables.min() and step.block_tables.max() < stage.num_blocks
+        assert step.shapes is None or max(step.shapes.rows) < stage.max_seqs
         for scored in step.scores:
             assert scored.first_row + len(scored.targets) <= len(step.token_ids)
 

@@ -75,7 +75,7 @@ def _shapes(is_first: bool) -> StepShapes:
 
 
 def _draws(device: str, masks: Any) -> list[list[int]]:
-    shaper = LogitShaper(VOCAB, device)
+    shaper = LogitShaper(VOCAB, 21, device)
     random = torch.Generator().manual_seed(2)
     drawn = []
     for position in range(12):

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.text.grammar_compile import GrammarError, compiling_threads, make_matcher, vocabulary_of
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
 
@@ -292,7 +292,7 @@ class GrammarCompiler:
         self._tokenizer = self._compiling.submit(self._load)
 
     def _load(self) -> LLTokenizer:
-        tokenizer = Tokenizer(self._model_dir)
+        tokenizer = Tokenizer(self._model_dir, NO_TEMPLATE)
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
         self._num_words = -(-num_tokens // _BITS)

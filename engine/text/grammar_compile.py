@@ -29,7 +29,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from protocol.messages import Grammar
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def main() -> None:
     model whose vocabulary grammars are tried with."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    tokenizer = vocabulary_of(Tokenizer(sys.argv[2]))
+    tokenizer = vocabulary_of(Tokenizer(sys.argv[2], NO_TEMPLATE))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     judge(tokenizer, Grammar("json_object"))  # what all grammars need is there from now on

@@ -8,6 +8,7 @@ generation_config.json and config.json. The results equal transformers' AutoToke
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,6 +22,7 @@ from protocol.errors import InvalidRequest
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
+NO_TEMPLATE = Path(os.devnull)  # for who renders no chat: the model's own may be broken
 _MANY_IDS = 2048  # take a millisecond to decode
 _SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"

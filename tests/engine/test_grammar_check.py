@@ -2,6 +2,7 @@
 refused in time, and hold up nobody else's."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,12 +14,14 @@ import pytest
 from llguidance import LLTokenizer
 
 from engine.text import grammar_check
+from engine.text.grammar import GrammarCompiler
 from engine.text.grammar_check import GrammarChecker
 from engine.text.grammar_compile import MAX_GBNF_CHARS, MAX_GRAMMAR_CHARS, compiling_threads, judge
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar
 from protocol.openai.structured import GuidedDecoding
+from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import saying, serving
 
 ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
@@ -91,6 +94,16 @@ async def test_a_killed_process_is_replaced(tokenizer):
         os.kill(before, signal.SIGKILL)
         await checker.check([regex("a")])
         assert checker.pid != before
+
+
+async def test_a_template_that_another_takes_the_place_of_may_be_broken(tmp_path):
+    write_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for")
+    (tmp_path / "another").touch()
+    async with checking(Tokenizer(tmp_path, tmp_path / "another"), 30.0) as checker:
+        await checker.check([regex("a")])
+    with contextlib.closing(GrammarCompiler(tmp_path, 600, lambda: None)) as compiler:
+        assert compiler.compiled(regex("a").grammar).exception() is None
 
 
 async def test_nothing_goes_on_for_a_client_that_has_gone(tokenizer):

@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -16,15 +15,6 @@ def test_tombstones_are_bounded_by_count_and_age(monkeypatch):
     assert not table.complete("a", "t", now=1.0) and table.complete("b", "t", now=1.0)
     assert table.complete("c", "t", now=51.0)
     assert not table.complete("c", "t", now=51.5)
-
-
-def test_a_lease_id_serves_once():
-    table = LeaseTable()
-    table.grant("L", "r", [1, 2], 10.0, now=100.0)
-    for _ in range(2):
-        with pytest.raises(AssertionError):
-            table.grant("L", "r", [3], 1.0, now=100.0)
-        table.abort("L", now=100.0)
 
 
 class LeaseMachine(RuleBasedStateMachine):

@@ -202,18 +202,10 @@ def signed(payload: bytes) -> bytes:
 
 GARBAGE = [
     b"",
-    b"a",
-    b"x" * 32,
     b"x" * 32 + os.urandom(64),
-    b"x" * 32 + b"\xc1",
-    signed(b""),
     signed(b"\xc1"),
-    signed(os.urandom(100)),
     signed(msgspec.msgpack.encode({"type": "unknown", "nonce": "n"})),
-    signed(msgspec.msgpack.encode({"type": "renew", "nonce": "n"})),
     signed(msgspec.msgpack.encode({"type": "renew", "nonce": 1, "lease_id": [], "incarnation": 0})),
-    signed(msgspec.msgpack.encode({"type": "get_metadata", "nonce": ""})),
-    signed(msgspec.msgpack.encode({"type": "get_metadata", "nonce": "n" * 1000})),
     seal_reply(Ok(nonce="n"), SECRET),  # a reply is no request
 ]
 

@@ -24,7 +24,7 @@ def table(tokens: int, size: int, of: int = 31) -> list[int]:
 
 
 class SmallLaunches(Placer):
-    launch_bytes = 1 << 14
+    launch_bytes = 4096
 
 
 def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:

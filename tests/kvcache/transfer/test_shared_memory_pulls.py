@@ -8,12 +8,9 @@ import pytest
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.place import Placer
+from tests.kvcache.transfer.test_pull_shared import SmallLaunches
 from tests.rigs.memory_pair import Decode, Prefill
 from tests.rigs.process_pair import Child
-
-
-class SmallLaunches(Placer):
-    launch_bytes = 4096
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (4, 2), (1, 8)])

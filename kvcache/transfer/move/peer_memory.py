@@ -29,7 +29,7 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-_PROCESS = secrets.token_bytes(16)  # processes of two containers may have one id
+_PROCESS = secrets.token_bytes(16)  # this and what it forks: ids are equal in two containers
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
@@ -133,7 +133,7 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
     if rank.device_kind != "cuda" or not record.handle:
         raise NotMappable(f"its KV is in {rank.device_kind} memory")
     torch.cuda.set_device(device)  # the one that shall read
-    if record.token == _PROCESS:  # perhaps on another device
+    if (record.token, rank.pid) == (_PROCESS, os.getpid()):  # perhaps on another device
         try:
             if rank.device_id != (device.index or 0):
                 cuda.enable_peer_access(rank.device_id)

@@ -77,7 +77,6 @@ async def _start(
     num_bytes: int,
     stats: RequestStats,
 ) -> "HttpRequestState":
-    """Takes a request on."""
     resumed = take_from(members, api.secret)
     priority = members.get("priority")
     urgency = priority if type(priority) is int else 0

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 # Of what proxies add: as many as 2**19 logprobs of a prompt have, in a reference of many blocks.
 # What they stand for is decoded in 0.2 s; a member takes longer than an element.
-MAX_MARKS = 1 << 22
+MAX_MARKS = 5 << 20
 _MARKS = {b",": 1, b"[": 1, b"{": 1, b":": 8}
 CLIENT_GONE = 499  # what proxies log for it; nobody reads it
 

@@ -93,7 +93,6 @@ class RequestStats:
         self._at_end.append(callback)
 
     def tokens(self, count: int) -> None:
-        """Some tokens arrived just now."""
         now = time.monotonic()
         self._num_generated += count
         self._metrics.inc("baton_generation_tokens", count)
@@ -105,7 +104,6 @@ class RequestStats:
         self._last_s = now
 
     def finished(self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None) -> None:
-        """The request ended as it should."""
         detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
         self._end(finish_reason, detail, times, usage)
 

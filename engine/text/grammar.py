@@ -344,5 +344,4 @@ class GrammarCompiler:
         return GrammarState(found, request, self._end_ids)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -97,8 +97,6 @@ class TextFormat(SchemaMembers):
 
 
 class TextOptions(Strict):
-    """What the text of the answer must be."""
-
     format: Annotated[dict[str, Any] | None, Read(TextFormat)] = Field(
         None,
         description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
@@ -154,8 +152,6 @@ _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
 class ResponsesRequest(CommonFields):
-    """What a client sends."""
-
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 

@@ -37,20 +37,13 @@ class Poller:
     def __post_init__(self) -> None:
         self._hurry: dict[Server, asyncio.Event] = {}
         self._tasks: dict[Server, asyncio.Task[None]] = {}
-        self._is_running = False
-
-    def start(self) -> None:
-        self._is_running = True
-        for server in self.fleet.servers:
-            self.watch(server)
 
     def watch(self, server: Server) -> None:
-        """Checks a member until it has left; before `start` nothing is checked."""
-        if self._is_running and server not in self._tasks:
-            self._hurry[server] = asyncio.Event()
-            # Not in the context of the request by which it joined: its log lines are not of that.
-            poll, own = self._poll(server), contextvars.Context()
-            self._tasks[server] = asyncio.create_task(poll, context=own)
+        """Checks a new member until it has left."""
+        self._hurry[server] = asyncio.Event()
+        # Not in the context of the request by which it joined: its log lines are not of that.
+        poll, own = self._poll(server), contextvars.Context()
+        self._tasks[server] = asyncio.create_task(poll, context=own)
 
     def leave(self, server: Server) -> None:
         self._hurry.pop(server, None)
@@ -63,7 +56,6 @@ class Poller:
             self._hurry[server].set()
 
     async def close(self) -> None:
-        self._is_running = False
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -63,7 +63,6 @@ class Members:
         self._registry = Registry(self.fleet, key)
 
     def start(self) -> None:
-        self._poller.start()
         self._discovery.start()
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.handshake import same_model
 from protocol.process.logging import get_logger
@@ -33,12 +33,11 @@ _WARNINGS_S = 60.0
 _Key = tuple[Kind, str]
 
 
-@dataclass
-class _Heard:
+class _Heard(NamedTuple):
     """Of one server: when its last record was issued, and what happens in the end."""
 
     issued_ms: int
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle
 
 
 class Registry:
@@ -123,12 +122,11 @@ class Registry:
     def _again(
         self, key: _Key, issued_ms: int, after_s: float, then: Callable[[_Key], object]
     ) -> None:
-        heard = self._heard.setdefault(key, _Heard(issued_ms))
-        if heard.timer is not None:
+        if heard := self._heard.get(key):
             heard.timer.cancel()
-        heard.issued_ms = issued_ms
         own = contextvars.Context()  # what it logs is not of the request that brought the record
-        heard.timer = asyncio.get_running_loop().call_later(after_s, then, key, context=own)
+        timer = asyncio.get_running_loop().call_later(after_s, then, key, context=own)
+        self._heard[key] = _Heard(issued_ms, timer)
 
     def _warn(self, error: BadRecord) -> None:
         now_s = time.monotonic()
@@ -140,5 +138,4 @@ class Registry:
 
     def close(self) -> None:
         for heard in self._heard.values():
-            if heard.timer is not None:
-                heard.timer.cancel()
+            heard.timer.cancel()

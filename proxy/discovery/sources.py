@@ -101,11 +101,11 @@ class Discovery:
         given = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
         is_name = {url: url.startswith(DNS_SCHEME) for urls in given.values() for url in urls}
         self._names = [(kind, url) for kind, urls in given.items() for url in urls if is_name[url]]
-        listed = {kind: [url for url in urls if not is_name[url]] for kind, urls in given.items()}
-        fleet.name_members(LISTED, listed)
+        self._listed = {k: [url for url in urls if not is_name[url]] for k, urls in given.items()}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        self._fleet.name_members(LISTED, self._listed)
         looks: dict[str, Look] = {}
         for kind, url in self._names:
             looks[f"{kind.value} {url}"] = _NameLook(kind, url, self._resolve, self._clock).look

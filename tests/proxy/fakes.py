@@ -309,10 +309,11 @@ class Rig:
         for fake in (*self.prefill, *self.decode):
             fake.start()
         self.app = ProxyApp(ProxySettings(**self._settings))
-        self.series = self._counting()
         bound_clients(self.listener, self.app.settings.client_timeout_s)
         self.server = ProxyServer(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+        await until(lambda: self.server.started)
+        self.series = self._counting()
         self.client = httpx.AsyncClient(
             base_url=self.url,
             timeout=LIMIT_S,

@@ -27,7 +27,8 @@ class Failing:
 
 async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
     poller = Poller(fleet, upstream, Knowledge(), ProxySettings(health_interval_s=1e-4))
-    poller.start()
+    for server in fleet.servers:
+        poller.watch(server)
     await until(lambda: upstream.asked > num_polls)
     await poller.close()
     return upstream.asked

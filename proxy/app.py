@@ -11,7 +11,8 @@ from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
 from protocol.http.access import visit_of
-from protocol.http.connections import ClientDisconnected, refusal
+from protocol.http.connections import ClientDisconnected, read_body, refusal
+from protocol.http.deadlines import deadline_of, within
 from protocol.metrics import CONTENT_TYPE, Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
@@ -199,9 +200,12 @@ class ProxyApp:
         headers += [] if is_read else [(b"content-type", b"application/json")]
         method = "GET" if is_read else "POST"
         asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
-        request = PDRequest(self._upstreams, method, asked, headers, reply)
-        limits = self.settings.request_timeout_s, self.settings.max_body_bytes
-        await request.take(scope, receive, *limits)
+        deadline = deadline_of(scope["headers"], self.settings.request_timeout_s)  # runs from here
+        async with within(deadline):
+            most = self.settings.max_body_bytes
+            data = b"" if is_read else await read_body(scope, receive, most)
+        own = visit_of(scope), data, deadline
+        request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
         if path in GENERATE_PATHS:
             await self._run(request.run(), receive)
         else:

@@ -28,9 +28,8 @@ from protocol.errors import (
     PayloadTooLarge,
     RequestError,
 )
-from protocol.http.access import visit_of
-from protocol.http.connections import read_body
-from protocol.http.deadlines import Deadline, deadline_of, within
+from protocol.http.access import Visit
+from protocol.http.deadlines import Deadline, within
 from protocol.kv_params import Offer
 from protocol.resume import Kept
 from proxy import body as bodies
@@ -65,8 +64,9 @@ class PDRequest:
     path: str
     headers: Headers
     reply: Reply
-    data: bytes = field(default=b"", init=False)
-    deadline: Deadline | None = field(default=None, init=False)
+    visit: Visit
+    data: bytes
+    deadline: Deadline | None
     _body: bodies.Body = field(default_factory=dict, init=False)
     _ask: Ask | None = field(default=None, init=False)  # of a request that generates
 
@@ -75,19 +75,9 @@ class PDRequest:
         self._pool: Pool = self._fleet
         self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
-        self._visit = visit_of({})
         ups = self.upstreams
         self._losses = Losses(self.reply, ups.metrics, ups.max_resumes, ups.secret)
         self._transfer_id = ""  # of the latest prefill leg
-
-    async def take(self, scope: Any, receive: Any, timeout_s: float | None, max_bytes: int) -> None:
-        """Reads the body, if it is to have one. Its time runs from here: what it asks for itself,
-        else `timeout_s`. Raises BatonError and ClientDisconnected."""
-        self.deadline = deadline_of(scope["headers"], timeout_s)
-        self._visit = visit_of(scope)
-        if self.method == "POST":
-            async with within(self.deadline):
-                self.data = await read_body(scope, receive, max_bytes)
 
     async def pass_on(self, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
@@ -110,20 +100,20 @@ class PDRequest:
             await self._serve()
 
     async def _serve(self) -> None:
-        least = self._visit.min_priority
+        least = self.visit.min_priority
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
             said = "no number of 32 bits" if asked is None else asked
-            told = f"priority is {said}; {self._visit.name} may ask for {least} or more"
+            told = f"priority is {said}; {self.visit.name} may ask for {least} or more"
             raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
         self._ask = bodies.ask(self._body)
         num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
-        self._visit.charge(self._ask.tokens + self._ask.answer * num_answers)
-        self.reply.headers = self._visit.headers
+        self.visit.charge(self._ask.tokens + self._ask.answer * num_answers)
+        self.reply.headers = self.visit.headers
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
@@ -219,7 +209,7 @@ class PDRequest:
         unfit = self._unfit(Kind.DECODE, length or 0)
         if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
             unfit = self._unfit(Kind.DECODE)
-        await self._decode(None, unfit, computes=True)
+        await self._decode(None, unfit)
 
     async def _open_early(self, prefill: Server) -> Leg:
         """The decode leg beside a prefill at this server, whose bytes go first. Raises LegFailed
@@ -281,9 +271,7 @@ class PDRequest:
 
     async def _score(self) -> bool:
         """Has a prefill server answer the request; False: none can be had, nothing was sent."""
-        call = self._call(
-            Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400, computes=True
-        )
+        call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
         contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if asked is None:
@@ -317,8 +305,6 @@ class PDRequest:
             whole_from=0,
             transfer_id=transfer_id,
             on_ask=early.follow,
-            computes=True,
-            is_admitted=self._losses.num > 0,
             foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
         )
         asked = await self._ask_prefill(call, context)
@@ -375,7 +361,6 @@ class PDRequest:
             own_headers=losses.headers(),
             max_deliveries=losses.max_deliveries(),
             goes_on=losses.may_go_on,
-            is_admitted=losses.num > 0,
             **options,
         )
 
@@ -392,9 +377,7 @@ class PDRequest:
         self._trace.decode = leg.server.url
         is_usable = self.reply.can_go_on_with(leg.response) if begun else leg.response.status < 400
         if (begun or goes_on) and not is_usable:
-            if leg.response.body is None:
-                await leg.response.aclose()
-                self.upstreams.release(leg.server, leg.work)
+            self.upstreams.drop(leg)
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
             raise DecodeServerLost(f"no decode server goes on with this answer: {code}")
         self._losses.count("resumed")
@@ -425,8 +408,7 @@ class PDRequest:
             told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost
             error = told(f"the {kind} server broke off its answer: {broken}")
         finally:
-            await response.aclose()
-            self.upstreams.release(server, leg.work)
+            self.upstreams.end(leg)
         if self.reply.finished:  # all that was missing is HTTP's own end
             await self.reply.end()
             return
@@ -452,6 +434,7 @@ class PDRequest:
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
         options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
+        options |= {"computes": params is None, "is_admitted": self._losses.num > 0}
         return UpstreamCall(kind, *asked, leg, self._pool, self._ask, **options)
 
     def _goes_alone(self) -> bool:

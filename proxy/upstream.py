@@ -1,7 +1,7 @@
 """HTTP/1.1 to the servers over aiohttp, with as many connections as there are requests in flight.
 
     send() -> head -> chunks... -> end       the connection is kept for the next request
-          \\-> error or aclose() on the way   the connection is closed, which the server sees
+          \\-> error or close() on the way    the connection is closed, which the server sees
 
 A connection that was idle for longer than IDLE_S is not used again, as its server may be closing it
 at that moment. So a request whose connection ends is not sent again from here, unless not a byte of
@@ -106,7 +106,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class Response:
-    """A response whose head has arrived. Read it to its end or `aclose` it, always.
+    """A response whose head has arrived. Read it to its end or `close` it, always.
 
     Attributes:
         body: once it was read whole.
@@ -189,11 +189,11 @@ class Response:
             while (chunk := await self.next_chunk()) is not None:
                 parts.append(chunk)
         finally:
-            await self.aclose()
+            self.close()
         self.body = b"".join(parts)
         return self.body
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Ends the exchange; the server sees a disconnect unless its body was read to the end."""
         self._stop_looking()
         self._response.close()

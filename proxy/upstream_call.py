@@ -9,10 +9,10 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -402,11 +402,15 @@ class Upstreams:
             self.knowledge.ended(work)
         self.fleet.ended(server)
 
+    def end(self, leg: Leg) -> None:
+        """Nobody reads more of its answer, which was begun to be read."""
+        leg.response.close()
+        self.release(leg.server, leg.work)
+
     def drop(self, leg: Leg) -> None:
-        """An answer that nobody will read."""
+        """Nobody reads its answer."""
         if leg.response.body is None:
-            self._later(leg.response.aclose())
-            self.release(leg.server, leg.work)
+            self.end(leg)
 
     def distrust(self, server: Server) -> None:
         """It does not believe what this proxy signs."""
@@ -437,10 +441,7 @@ class Upstreams:
         if server.health.is_foreign or len(self._giving_back) >= MAX_GIVING_BACK:
             return
         url, body = server.url, msgspec.json.encode({"kv_transfer_params": params})
-        self._later(self._give_back(url, headers, body, after_s))
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._give_back(url, headers, body, after_s))
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
 

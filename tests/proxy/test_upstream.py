@@ -234,7 +234,7 @@ async def test_a_malformed_chunk_ends_the_body_at_once():
         read.set()
         with pytest.raises(Lost):
             await response.next_chunk()
-        await response.aclose()
+        response.close()
 
 
 async def test_what_came_before_a_body_broke_off_is_read():
@@ -250,7 +250,7 @@ async def test_what_came_before_a_body_broke_off_is_read():
         assert await response.next_chunk() == b"all of it"
         with pytest.raises(Lost):
             await response.next_chunk()
-        await response.aclose()
+        response.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])

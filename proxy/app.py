@@ -19,7 +19,6 @@ from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import MODELS_PATH, Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
-from proxy.knowledge import Knowledge
 from proxy.pd_request import PDRequest
 from proxy.relay import Reply, Send, signing_secret
 from proxy.ui.site import Site
@@ -61,20 +60,13 @@ class ProxyApp:
             ca_file=settings.tls_ca,
             api_key=settings.upstream_api_key,
         )
-        self.knowledge = Knowledge(
-            settings.routing,
-            settings.disaggregate,
-            max_blocks=settings.prefix_blocks,
-            step_s=settings.itl_target_s,
-        )
         self._members = Members(
             settings,
             self._upstream,
             self.metrics,
-            self.knowledge,
             lambda server, is_long: self._upstreams.on_silence(server, is_long),
         )
-        self.fleet = self._members.fleet
+        self.fleet, self.knowledge = self._members.fleet, self._members.knowledge
         self._upstreams = Upstreams(
             self.fleet,
             self._upstream,

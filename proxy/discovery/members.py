@@ -48,15 +48,20 @@ class Members:
         settings: ProxySettings,
         upstream: HttpUpstream,
         metrics: Metrics,
-        knowledge: Knowledge,
         on_silence: Callable[[Server, bool], None],
     ) -> None:
-        self._metrics, self._knowledge = metrics, knowledge
+        self._metrics = metrics
+        self.knowledge = Knowledge(
+            settings.routing,
+            settings.disaggregate,
+            max_blocks=settings.prefix_blocks,
+            step_s=settings.itl_target_s,
+        )
         self.is_ending = False
         self._created = int(time.time())
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
-        self._poller = Poller(self.fleet, upstream, knowledge, settings)
+        self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
         key = None if secret is None else secret.get_secret_value().encode()
@@ -96,13 +101,13 @@ class Members:
         for name in SERIES:
             self._metrics.set(f"baton_proxy_upstream_{name}", 0, **server.labels)
         for twin in [s for s in self.fleet.servers if s.url == server.url and s is not server]:
-            self._knowledge.are_one(server, twin)
+            self.knowledge.are_one(server, twin)
         self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
 
     def _has_left(self, server: Server) -> None:
         self._poller.leave(server)
-        self._knowledge.left(server)
+        self.knowledge.left(server)
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
@@ -118,7 +123,7 @@ class Members:
         if new.ready:
             logger.info("%s is ready", server)
             return
-        self._knowledge.forget(server)
+        self.knowledge.forget(server)
         if old.ready:
             self._poller.hurry(server)
         # All may end together, one that leaves was to, and one that starts tells how far it is.

@@ -336,6 +336,7 @@ class Peer:
             PeerIncompatible: no plan bridges the geometries.
         """
         groups = self.rank.endpoint.groups
+        spans = groups.spans(pull.token_start, pull.token_stop, pull.reach)
         with _as_incompatible():
             found = [
                 self._plans().take(
@@ -344,7 +345,7 @@ class Peer:
                     groups.of_group(pull.remote_block_ids, group),
                     lease_hash=int(pull.lease_id[:8], 16),
                 )
-                for group, span in enumerate(groups.spans(*pull.span))
+                for group, span in enumerate(spans)
             ]
         self.rank.pool.use(max(pull.local_block_ids, default=-1))
         return found

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +61,6 @@ class LeaseClient:
         self._waker, self._closed = Waker(), False
         self._dialled: deque[tuple[_Link, socket.socket | None]] = deque()
         selector.register(self._waker, EVENT_READ, self._take_dialled)
-        self.counters: Counter[str] = Counter(bad_replies=0)
 
     @property
     def has_unsent(self) -> bool:
@@ -193,7 +192,6 @@ class LeaseClient:
             try:
                 reply = open_reply(message, self._secret)
             except FrameError as error:
-                self.counters["bad_replies"] += 1
                 logger.warning("side channel reply dropped: %s", error)
                 self._lost(link)
                 return

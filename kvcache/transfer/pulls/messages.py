@@ -162,10 +162,6 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     reach: int = 0  # the fewest tokens that are gone on from, as of KVGroups.spans
     scope: Scope | None = None  # of the digest that is told with the end
 
-    @property
-    def span(self) -> tuple[int, int, int]:
-        return self.token_start, self.token_stop, self.reach
-
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
     """Coordinator to rank: post nothing more for this pull."""

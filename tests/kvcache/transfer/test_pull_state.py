@@ -173,27 +173,6 @@ def test_the_pull_timeout_counts_from_the_first_read():
     assert isinstance(failed.error, PullTimeout) and not failed.drained
 
 
-def test_cancel_in_each_phase_ends_in_one_drained():
-    assert state().cancel(1.0) == [DRAINED, ABORT]
-    asked = fencing()
-    assert asked.cancel(2.5) == [DRAINED, ABORT]
-    assert asked.answered(FENCED, now=2.6) == []
-    during = reading(2)
-    assert during.cancel(2.0) == [STOP]
-    assert during.cancel(2.1) == [] and during.tick(50.0) == [STUCK]
-    assert during.deadline() == float("inf")
-    during.reported(ended(0), now=60.0)
-    assert during.reported(ended(1), now=60.0) == [DRAINED, ABORT]
-    failed_before, told_before = reading(1), reading(1)
-    for pull in (failed_before, told_before):
-        pull.reported(FAILING, now=2.0)
-    assert failed_before.cancel(2.1) == [] and failed_before.tick(2.3) == [STUCK]
-    told_before.tick(2.5)
-    assert told_before.cancel(3.0) == [STUCK]
-    for pull in (failed_before, told_before):
-        assert pull.reported(ended(0, complete=False), now=4.0) == [DRAINED, ABORT]
-
-
 def test_a_lent_lease_is_left_alone_until_a_read_is_ordered():
     lent = msgspec.structs.replace(REMOTE, sender_releases=True)
     for remote, end in ((REMOTE, [ABORT]), (lent, [])):
@@ -282,6 +261,9 @@ class PullMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(sums=st.sampled_from([RIGHT, RIGHT, RIGHT[::-1], b"", None]))
+    def lender_says(self, sums: bytes | None) -> None:
+        self.lender_tells(sums)
+
     def lender_tells(self, sums: bytes | None) -> None:
         nonce = self.asked.nonce
         reply = Gone(nonce=nonce) if sums is None else Digest(nonce=nonce, sums=sums)
@@ -297,7 +279,19 @@ class PullMachine(RuleBasedStateMachine):
         sums=st.sampled_from([RIGHT, RIGHT, RIGHT, RIGHT[::-1]]),
     )
     def rank_ends(self, data: st.DataObject, complete: bool, broken: bool, sums: bytes) -> None:
-        rank = data.draw(st.sampled_from(sorted(self.reading)))
+        self.end(data.draw(st.sampled_from(sorted(self.reading))), complete, broken, sums)
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def all_goes_well(self) -> None:
+        for rank in sorted(self.reading):
+            self.end(rank)
+        if self.asked:
+            self.lender_tells(RIGHT)
+
+    def end(
+        self, rank: int, complete: bool = True, broken: bool = False, sums: bytes = RIGHT
+    ) -> None:
         self.reading.discard(rank)
         self.incomplete |= not complete
         error = ERROR if broken and not complete else None
@@ -319,15 +313,14 @@ class PullMachine(RuleBasedStateMachine):
     def fenced(self, ok: bool) -> None:
         self.perform(self.pull.answered(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok)
 
-    @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails", "cancel"]))
+    @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
     def disturb(self, what: str) -> None:
-        if what == "cancel":
-            self.cancel()
-        elif what == "peer fails":
+        if what == "peer fails":
             self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
         else:
             self.perform(self.pull.answered(RENEWED if what == "renewed" else RENEW_GONE, self.now))
 
+    @rule()
     def cancel(self) -> None:
         self.cancelled |= self.pull.phase is not Phase.ENDED
         self.perform(self.pull.cancel(self.now))

@@ -104,13 +104,6 @@ class _PromptSteps:
         self.token_s = max(token_s, _FASTEST_S)
 
 
-def _moved(believed: float, amount: float, seconds: float) -> float:
-    """What one of `amount` takes, after so many of them took `seconds`: the more time they took,
-    the more it counts."""
-    found = max(seconds / amount, _FASTEST_S)
-    return believed + (found - believed) * seconds / (seconds + _MEMORY_S)
-
-
 @dataclass
 class Work:
     """One leg that a server was given.
@@ -332,7 +325,8 @@ class Knowledge:
             depth = (depths := self._depths(ask)).get(load.index, 0)
             new = [(block, load.index) for block in ask.hashes[int(depth) :]]
             self._coming.update(new)
-            takes_s = load.launch_s + ask.uncached(depth) * load.token_s
+            left = max(int(ask.tokens - depth * ask.block_tokens), 1)  # the last one always is
+            takes_s = load.launch_s + left * load.token_s
             takes_s -= saved_s(self._timed(ask, depths), load, depths)
             if generates:
                 takes_s /= share_for_prompts(load)
@@ -406,7 +400,9 @@ class Knowledge:
         steps, streams = new.steps - new.mixed_steps, new.tokens - new.mixed_tokens
         seconds = new.seconds - new.mixed_seconds
         if steps >= 1 and streams > 0 and seconds > 0:
-            load.step_s = _moved(load.step_s, steps + streams / DOUBLING, seconds)
+            found_s = max(seconds / (steps + streams / DOUBLING), _FASTEST_S)
+            # The more time they took, the more it counts.
+            load.step_s += (found_s - load.step_s) * seconds / (seconds + _MEMORY_S)
         if not new.prompts:  # what it did last may have been slow for once
             known = [each.token_s for each in self._prompt_steps.values()]
             load.token_s -= max(load.token_s - min(known, default=load.token_s), 0) * _FORGOTTEN

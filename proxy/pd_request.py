@@ -296,7 +296,9 @@ class PDRequest:
         if everyone.ready(Kind.PREFILL) and not self._pool.ready(Kind.PREFILL):
             self._decode_only("incompatible")
             return None
-        if self._goes_alone():
+        prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
+        knowledge, ask = self.upstreams.knowledge, self._ask
+        if ask is not None and prefills and knowledge.goes_alone(ask, prefills, decodes):
             self._decode_only("placed")
             return None
         call = self._call(
@@ -436,13 +438,6 @@ class PDRequest:
         options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
         options |= {"computes": params is None, "is_admitted": self._losses.num > 0}
         return UpstreamCall(kind, *asked, leg, self._pool, self._ask, **options)
-
-    def _goes_alone(self) -> bool:
-        """Whether the decode server computes the prompt, though a prefill server could."""
-        prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
-        if self._ask is None or not prefills:
-            return False
-        return self.upstreams.knowledge.goes_alone(self._ask, prefills, decodes)
 
     def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
         """Servers without room for so long a sequence, or for so many of them."""

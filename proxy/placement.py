@@ -216,10 +216,6 @@ class Ask:
         tokens; it is reckoned with where that hardly delays them."""
         return min(max(self.tokens.bit_length() - 6, 0), _SIZES - 1)
 
-    def uncached(self, depth: float) -> int:
-        """Tokens to compute where so many blocks are cached; the last one always is."""
-        return max(int(self.tokens - depth * self.block_tokens), 1)
-
 
 def place(
     ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths

@@ -345,7 +345,6 @@ class Known:
     def computes(self, request: Request) -> Engine:
         ask, depths, prefills, decodes = self._seen(request)
         found = place(ask, prefills, decodes, depths)
-        assert found is not None
         return self._fleet.engines[found.decode if found.prefill is None else found.prefill]
 
     def generates(self, request: Request) -> Engine:

@@ -170,21 +170,15 @@ def _asked_tokens(body: Body) -> int:
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
-class _Reference(msgspec.Struct):
-    remote_num_tokens: int = 0
-
-
-_decode_references = msgspec.json.Decoder(_Reference | list[_Reference]).decode
-
-
 def num_tokens(body: Body, params: msgspec.Raw) -> int:
     """How long a context the longest sequence of a prefilled request needs, at least."""
     try:
-        found = _decode_references(params)
+        found = _decode_lent(params)
     except msgspec.DecodeError:
         return 0
     prompts = found if isinstance(found, list) else [found]
-    longest = max((prompt.remote_num_tokens for prompt in prompts), default=0)
+    lengths = [member(prompt, "remote_num_tokens") for prompt in prompts]
+    longest = max((int(length) for length in lengths if _is_token_limit(length)), default=0)
     return longest + (_asked_tokens(body) or 1)
 
 

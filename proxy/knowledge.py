@@ -215,7 +215,7 @@ class Knowledge:
         p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
         depths = self._depths(ask)
         found = place(self._timed(ask, depths), p, d, depths)
-        if found is None or found.prefill is not None:
+        if found.prefill is not None:
             return False
         server = next(server for server in decodes if self.loads[server].index == found.decode)
         self._placed[id(ask)] = self.begin(server, ask, computes=True, generates=True)

@@ -217,17 +217,14 @@ class Ask:
         return min(max(self.tokens.bit_length() - 6, 0), _SIZES - 1)
 
 
-def place(
-    ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths
-) -> Placement | None:
-    """The cheapest placement among these servers; None where there is no decode server.
+def place(ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths) -> Placement:
+    """The cheapest placement among these servers.
 
     Args:
-        prefills, decodes: servers that may be given it, each pair of which is compatible.
+        prefills, decodes: servers that may be given it, each pair of which is compatible; one
+            decode server at least.
         depths: of PrefixIndex, for `ask.hashes`.
     """
-    if not decodes:
-        return None
     coming = sum([each.prompts for each in prefills]) / len(decodes)
     at, cost = cheapest_alone(ask, decodes, depths, coming)
     own = decodes[at]

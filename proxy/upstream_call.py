@@ -205,7 +205,7 @@ class Upstreams:
     async def run(
         self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
     ) -> Leg:
-        """The first answer that is not a server's failure: `release` it, unless it was read whole.
+        """The first answer that is not a server's failure: `drop` it, or read it and `end` it.
 
         Args:
             unfit: servers that cannot do this; asked only where no other is ready.

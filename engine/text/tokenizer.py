@@ -1,7 +1,7 @@
 """Text to token ids and back, and the chat template, without torch or transformers.
 
 Reads what a Hugging Face directory holds: tokenizer.json (which says itself which special tokens
-it puts around a text), tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+it puts around a text), tokenizer_config.json, special_tokens_map.json, chat templates,
 generation_config.json and config.json. The results equal transformers' AutoTokenizer.
 """
 

@@ -10,6 +10,7 @@ it was: it is the likelier reason, and another server's turn.
 
 import asyncio
 import errno
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -37,6 +38,7 @@ IDLE_S = 1.0  # servers drop theirs after 5 s
 _LOOK_INTERVAL_S = 1.0  # at a connection that is silent
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
+_QUOTE = re.compile("[:'\"]")  # before it, an error of the parser quotes nothing
 _UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless they are given
 _WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
@@ -329,7 +331,7 @@ def _translated(
             return (Exhausted if is_ours else Unreachable)(str(error.os_error))
         case TimeoutError():
             return TimedOut(f"silent for {read_timeout_s:g} s")
-        case aiohttp.ClientResponseError():  # its text names the URL
-            return Lost(f"no HTTP: {error.message}")
+        case aiohttp.ClientResponseError():  # its text names the URL, and quotes what has come
+            return Lost(f"no HTTP: {_QUOTE.split(error.message)[0]}")
         case _:  # what was behind it names no URL
             return Lost(f"connection ended: {error.__cause__ or error}")

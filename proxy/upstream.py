@@ -333,5 +333,7 @@ def _translated(
             return TimedOut(f"silent for {read_timeout_s:g} s")
         case aiohttp.ClientResponseError():  # its text names the URL, and quotes what has come
             return Lost(f"no HTTP: {_QUOTE.split(error.message)[0]}")
+        case aiohttp.ServerDisconnectedError():  # whose text is what was there of a head
+            return Lost("connection ended: Server disconnected")
         case _:  # what was behind it names no URL
             return Lost(f"connection ended: {error.__cause__ or error}")

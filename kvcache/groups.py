@@ -93,6 +93,7 @@ class KVGroups:
         places = [
             at
             for group, span in enumerate(spans)
+            if span
             for block in range(span.start // block_size, -(-span.stop // block_size))
             if (at := block * count + group) >= size or table[at] == NULL_BLOCK
         ]

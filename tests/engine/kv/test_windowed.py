@@ -81,6 +81,19 @@ def test_who_lends_less_than_choices_need_is_trusted_all_the_same():
             assert (b.kv(name)[0] > 0) is (at == 3)
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+def test_what_is_found_here_before_a_shorter_prefix_can_be_pulled_needs_no_block(choices):
+    with Group(*(WindowedEngine(GROUPS[0], block_size=n) for n in (2, 4))) as group:
+        a, b = group.engines
+        answered(group, a, group.begin(a, PROMPT[:26], 1))
+        asked = {"hint": a.hint(99), "num_choices": choices}
+        name, own = group.begin(b, PROMPT, NUM, **asked), group.begin(b, PROMPT, NUM)
+        while not b.out.terminals(own):  # before `a` looks for the prefix
+            b.core.round([])
+        assert len(answered(group, b, name, choices)) == choices
+        assert b.kv(name) == (0, 4, 36)
+
+
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=10, deadline=None)
 @example(5)  # a pull began in the middle of a block, which was a hit of another prompt later

@@ -128,7 +128,7 @@ class PDRequest:
     async def _generate(self, is_scored: bool) -> None:
         """Has the answer generated; where a decode server is lost on the way, the rest of it by
         another one, as nothing but the request and the tokens so far decides what follows."""
-        self._losses.begin()
+        self._losses.may_go_on = self.upstreams.max_resumes > 0
         loss: Loss | None = None
         while loss is None or self._losses.take(loss, self._fleet.of[Kind.DECODE]):
             try:

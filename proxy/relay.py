@@ -337,9 +337,6 @@ class Losses:
         self._reason: str | None = None  # of the last loss, until somebody has taken over
         self._failures = 0  # of servers that took the request and were not lost
 
-    def begin(self) -> None:
-        self.may_go_on = self._limit > 0
-
     @property
     def num(self) -> int:
         """Of all, those that were moves among them."""

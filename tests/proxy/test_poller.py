@@ -62,20 +62,16 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such():
 
 
 @pytest.mark.parametrize(
-    ("told", "room"),
+    ("told", "room", "itl_target_s"),
     [
-        (b'{"max_model_len": 300, "max_num_seqs": 8}', Room(300, 8)),
-        (b'{"max_num_seqs": 8}', Room(None, 8)),
-        (b'{"max_model_len": 0, "max_num_seqs": true}', None),
-        (b'{"max_model_len": "300", "max_num_seqs": 8.5}', None),
-        (b"[]", None),
+        (b'{"max_model_len": 300, "max_num_seqs": 8, "itl_target_s": 0.05}', Room(300, 8), 0.05),
+        (b'{"max_num_seqs": 8, "itl_target_s": 0}', Room(None, 8), None),
+        (b'{"max_model_len": 0, "max_num_seqs": true, "itl_target_s": -1.5}', None, None),
+        (b'{"max_model_len": "300", "max_num_seqs": 8.5, "itl_target_s": "x"}', None, None),
+        (b'{"itl_target_s": null}', None, None),
+        (b"[]", None, None),
     ],
 )
-def test_a_server_has_the_room_that_it_tells_in_whole_numbers(told, room):
-    assert _said(Kind.DECODE, 200, told).room == room
-
-
-def test_a_server_tells_what_its_steps_may_take():
-    found = [_said(Kind.DECODE, 200, b'{"itl_target_s": %b}' % said).itl_target_s
-             for said in (b"0.05", b"0", b"-1.5", b'"x"', b"null")]  # fmt: skip
-    assert found == [0.05, None, None, None, None]
+def test_a_server_has_the_room_and_the_time_that_it_tells_in_numbers(told, room, itl_target_s):
+    said = _said(Kind.DECODE, 200, told)
+    assert (said.room, said.itl_target_s) == (room, itl_target_s)

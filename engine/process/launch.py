@@ -72,5 +72,5 @@ class EngineProcesses:
         """Ends every rank, kindly first. Idempotent."""
         with self._lock:
             self._stopping = True
-        lifecycle.terminate(self._children, grace_s)
+        lifecycle.terminate(self._children, grace_s, lifecycle.ALARM)
         shutil.rmtree(self._folder, ignore_errors=True)

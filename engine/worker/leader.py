@@ -17,7 +17,7 @@ from engine.worker.ranks import RankExecutor, RankLinks
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, EngineMetadata, kv_digest
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineProgress, EngineReady
-from protocol.process.lifecycle import ignore_sigterm
+from protocol.process.lifecycle import ignore_alarm
 
 
 def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
@@ -27,7 +27,7 @@ def lead(config: EngineConfig, http: socket, others: Sequence[socket]) -> None:
         with starting():
             core, rank, ready = _build(config, links, transport)
     except Exception as error:
-        ignore_sigterm()
+        ignore_alarm()
         transport.tell(EngineFailed(reason_of(error)))
         transport.close()
         raise

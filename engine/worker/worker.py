@@ -22,7 +22,7 @@ from engine.worker.load import CannotStart, check_devices, reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
 from protocol.process import lifecycle
-from protocol.process.lifecycle import end_on_sigterm, end_with_vital_threads, ignore_sigterm
+from protocol.process.lifecycle import end_on_alarm, end_with_vital_threads, ignore_alarm
 from protocol.process.logging import setup_logging
 
 logger = logging.getLogger("baton.engine")
@@ -36,9 +36,9 @@ def main() -> None:
     parser.add_argument("--sockets", type=int, nargs="+", required=True)
     given = parser.parse_args()
     rank, sockets = given.rank, [socket.socket(fileno=number) for number in given.sockets]
-    lifecycle.watch_parent()
+    lifecycle.watch_parent(number=lifecycle.ALARM)
     end_with_vital_threads()
-    end_on_sigterm()
+    end_on_alarm()
     config = EngineConfig.model_validate_json(sys.stdin.buffer.read())
     setup_logging(config.role, rank=rank, level=config.log_level)
     if config.threads:
@@ -55,9 +55,9 @@ def main() -> None:
         else:
             lead(config, sockets[0], sockets[1:])
     except SystemExit:
-        logger.info("rank %d ends on SIGTERM", rank)
+        logger.info("rank %d is told to end", rank)
     except Exception as error:
-        ignore_sigterm()
+        ignore_alarm()
         code = 1
         if not isinstance(error, CannotStart):
             logger.exception("rank %d ends", rank)

@@ -33,7 +33,7 @@ from protocol.short_repr import short_repr
 PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40
 _AGAIN_S = 0.01
-_ENDING = (signal.SIGTERM, signal.SIGALRM)
+ALARM = signal.SIGALRM  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
 _TELL_S = 5.0  # longest: somebody may have stopped to read our output
 _log = get_logger(__name__)
 ORPHANED = 86  # exit status of a process that had to be ended because its parent was gone
@@ -190,12 +190,12 @@ def _tell(on_event: Callable[[Event], None], event: Event) -> None:
         traceback.print_exc()
 
 
-def terminate(children: Iterable[Child], grace_s: float) -> bool:
-    """SIGTERM to all, SIGKILL to those that have not ended `grace_s` later; all are reaped. Returns
-    whether all ended without SIGKILL."""
+def terminate(children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM) -> bool:
+    """This signal to all, SIGKILL to those that have not ended `grace_s` later; all are reaped.
+    Returns whether all ended without SIGKILL."""
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
-        child.signal(signal.SIGTERM)
+        child.signal(number)
     deadline = time.monotonic() + grace_s
     late = [c for c in running if not c.exited.wait(max(0.0, deadline - time.monotonic()))]
     for child in late:
@@ -227,8 +227,8 @@ def stop_signals(on_stop: Callable[[int, int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def watch_parent(*, grace_s: float = 3.0) -> bool:
-    """Ends this process when the one that spawned it is gone, however it died: it gets a SIGTERM,
+def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
+    """Ends this process when the one that spawned it is gone, however it died: it gets this signal,
     and `grace_s` later it ends without asking. Call it first thing in a spawned process.
 
     Returns:
@@ -245,7 +245,7 @@ def watch_parent(*, grace_s: float = 3.0) -> bool:
         try:
             while os.read(fd, 1):
                 pass
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:
             os._exit(ORPHANED)
@@ -296,18 +296,19 @@ def _report(kind: str, value: Any) -> None:
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
 
 
-def end_on_sigterm() -> None:
-    """From now on SIGTERM raises SystemExit. Call it in the main thread."""
-    for number in _ENDING:
-        signal.signal(number, _raise_exit)
+def end_on_alarm() -> None:
+    """From now on ALARM raises SystemExit, and SIGTERM does nothing: a service manager sends it to
+    all processes of a service, and our parent may need us until it ends itself. Call it in the main
+    thread."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # what we start does not inherit it
+    signal.signal(ALARM, _raise_exit)
     sys.unraisablehook = _on_unraisable
 
 
-def ignore_sigterm() -> None:
-    """From now on SIGTERM does not break into what is being closed: once others hear that this
+def ignore_alarm() -> None:
+    """From now on ALARM does not break into what is being closed: once others hear that this
     process ends, they end it, too."""
-    for number in _ENDING:
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(ALARM, signal.SIG_IGN)
 
 
 def _raise_exit(_number: int, _frame: object) -> NoReturn:
@@ -315,7 +316,7 @@ def _raise_exit(_number: int, _frame: object) -> NoReturn:
 
 
 def _on_unraisable(unraisable: Any) -> None:
-    """What is raised in callbacks of weak references, finalizers and the like ends there. A SIGTERM
+    """What is raised in callbacks of weak references, finalizers and the like ends there. An alarm
     that came while one ran comes again."""
     if unraisable.exc_type is SystemExit:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)

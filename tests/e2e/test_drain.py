@@ -70,6 +70,7 @@ class _Asked:
 
 
 def _ends(server: Server) -> None:
+    server.signal_engine(signal.SIGTERM)  # as service managers do, and its parent last
     server.child.signal(signal.SIGTERM)
 
 

@@ -248,11 +248,12 @@ class Thing:
     pass
 
 def tell(_=None):
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGALRM)
     for _ in range(1000):
         pass  # where a signal is looked at
 
-end_on_sigterm()
+end_on_alarm()
+os.kill(os.getpid(), signal.SIGTERM)  # as a service manager
 if sys.argv[1] == "finalizer":
     Thing.__del__ = tell
 thing = Thing()
@@ -263,7 +264,7 @@ try:
     del thing
     time.sleep(60)
 except SystemExit:
-    ignore_sigterm()
+    ignore_alarm()
     tell()
     print("ended")
 """

@@ -64,7 +64,7 @@ class LeaseTable:
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
         self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
         self._ended: list[EndedLease] = []
-        self.num_granted, self.ended_counts = 0, Counter[LeaseState]()  # since the start
+        self.ended_counts = Counter[LeaseState]()  # since the start
 
     @property
     def num_held(self) -> int:
@@ -84,7 +84,6 @@ class LeaseTable:
         assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
         self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s, grows)
         heapq.heappush(self._deadlines, (now + lease_s, lease_id))
-        self.num_granted += 1
 
     def grow(
         self, lease_id: str, block_ids: Iterable[int], now: float, *, seals: bool = False

@@ -86,8 +86,7 @@ class LeaseServer:
         self._lock = threading.RLock()  # of the leases, and of what is said over wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
-        names = ("renewed", "gone", "refused", "metadata_sent", "internal_errors")
-        self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
+        self._counters = Counter[str]()
         own = bind_host or host
         self._listener = listen(own, port, "--side-channel-port")
         self._port = int(self._listener.getsockname()[1])
@@ -152,12 +151,12 @@ class LeaseServer:
         self._calls.append(call)
         self._waker.wake()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Counter[str]:
         """Events since the start, and `held`, the leases held now. Any thread."""
         with self._lock:
             ended = {state.value: self._table.ended_counts[state] for state in LeaseState}
-            own = {"held": self._table.num_held, "granted": self._table.num_granted}
-            return {**self._counters, **ended, **own}
+            held, total = self._table.num_held, self._table.ended_counts.total()
+            return Counter({**self._counters, **ended, "held": held, "granted": held + total})
 
     def close(self) -> None:
         """Stops the thread; leases still held end as ABORTED and can be drained."""

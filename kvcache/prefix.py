@@ -78,10 +78,6 @@ class PrefixIndex:
         self._num_nodes = 0
         allocator.on_evict = self._on_evict
 
-    def __len__(self) -> int:
-        """Blocks that can be found."""
-        return len(self._nodes)
-
     def match(
         self,
         token_ids: Sequence[int],

@@ -371,9 +371,12 @@ class Scheduler:
         """What the prompt holds of its last block the child computes by itself, and the last token
         where it has no output yet while its parent has."""
         child.fork_from(parent)
-        num_full = (parent.num_prompt_tokens - (not child.num_outputs)) // self.limits.block_size
-        child.num_computed = num_full * self.limits.block_size
-        child.block_ids = self.tables.of_prefix(parent, child.num_computed)
+        size, num_tokens = (
+            self.limits.block_size,
+            parent.num_prompt_tokens - (not child.num_outputs),
+        )
+        child.num_computed = num_tokens // size * size
+        child.block_ids = self.limits.groups.of_prefix(parent.block_ids, child.num_computed, size)
         self.allocator.share(held(child.block_ids))
         child.whole_from = parent.whole_from
         self._run(child)

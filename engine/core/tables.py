@@ -108,10 +108,6 @@ class BlockTables:
             spans = self._groups.spans(sequence.num_computed, stop, self.reach(sequence, stop))
             sequence.whole_from = [-(-span.start // size) for span in spans]
 
-    def of_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The table of who goes on from a prefix."""
-        return self._groups.of_prefix(sequence.block_ids, num_tokens, self._block_size)
-
     def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table that is lent of so many tokens."""
         reach = num_tokens if sequence.is_moving else self.reach(sequence, num_tokens)

@@ -68,10 +68,6 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        return self.process.returncode if self.exited.is_set() else None
-
     def signal(self, number: int) -> None:
         """Signals the process; one that has ended already is left alone."""
         self.process.send_signal(number)

@@ -65,7 +65,7 @@ def test_a_prefill_server_told_to_end_waits_for_its_kv_and_told_twice_for_nothin
         assert answer.kv["transferred"] == len(prompt)
         server.child.signal(signal.SIGTERM)
         assert server.child.exited.wait(60)
-        assert server.child.returncode == 130
+        assert server.child.process.returncode == 130
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
 
@@ -97,7 +97,7 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
         wait_until(decode.all_blocks_home)
         # The server whose engine died ends as a whole, and the proxy goes on without it.
         assert prefiller.child.exited.wait(30)
-        assert prefiller.child.returncode == 1
+        assert prefiller.child.process.returncode == 1
         answer = complete(own.url, prompt, 12)
         assert answer.token_ids == expected and answer.kv["transferred"] == 0
         with running(start_prefill(tiny_model, *port_argv, **tcp)):
@@ -131,7 +131,7 @@ def test_an_engine_that_hangs_is_given_up(tiny_model, prompt):
         answer = post(decode.url, prompt=prompt, max_tokens=4)
         assert answer.status_code == 503
         assert "--hang-timeout-s" in answer.json()["error"]["message"]
-        assert decode.child.exited.wait(30) and decode.child.returncode == 1
+        assert decode.child.exited.wait(30) and decode.child.process.returncode == 1
 
 
 _KILLED = "decode.{}: killed by SIGKILL"
@@ -171,4 +171,4 @@ def test_a_lost_rank_ends_its_engine_with_one_error(tiny_model, prompt, tp, rank
         asked.join(60)
         error = json.loads(asked.events[-1])["error"]
         assert error["code"] == "engine_died" and told in error["message"], error
-        assert decode.child.exited.wait(60) and decode.child.returncode == 1
+        assert decode.child.exited.wait(60) and decode.child.process.returncode == 1

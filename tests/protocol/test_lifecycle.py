@@ -58,7 +58,7 @@ def test_reports_arrive_in_order_and_exit_is_last(events):
     child = events.spawn("report_progress('loading'); report_ready({'port': 12})")
     found = [events.next() for _ in range(3)]
     assert found == [("progress", "loading"), ("ready", {"port": 12}), ("exited", 0)]
-    assert child.returncode == 0
+    assert child.process.returncode == 0
     assert lifecycle.terminate([child], grace_s=0.0)  # one that has ended is left alone
 
 
@@ -119,7 +119,7 @@ def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(e
     events.next()
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     assert lifecycle.terminate([child], grace_s=0.05 if ignores else DEADLINE_S) is not ignores
-    assert child.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)
+    assert child.process.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)
     with pytest.raises(ChildProcessError):  # no zombie is left
         os.waitpid(child.pid, os.WNOHANG)
 

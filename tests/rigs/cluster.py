@@ -64,8 +64,7 @@ class Server:
 
     def stop(self) -> int:
         lifecycle.terminate([self.child], 20)
-        assert self.child.returncode is not None
-        return self.child.returncode
+        return self.child.process.returncode
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, labels included as written there."""

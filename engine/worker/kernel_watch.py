@@ -20,15 +20,11 @@ class KernelWatch:
     def __init__(self) -> None:
         self.num_before = 0  # the engine was ready
         self.num_after = 0
-        self._is_ready = False
-
-    def ready(self) -> None:
-        """From now on requests wait for what is compiled or loaded."""
-        self._is_ready = True
+        self.is_ready = False  # once it is, requests wait for what is compiled or loaded
 
     def saw(self, name: str) -> None:
         """A kernel or module is being loaded, compiled before if it was not kept."""
-        if not self._is_ready:
+        if not self.is_ready:
             self.num_before += 1
             logger.debug("kernel %s", name)
             return

@@ -85,7 +85,7 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(caplog, monke
     monkeypatch.setattr("engine.core.output_processor.KERNELS", watch)
     with caplog.at_level(logging.WARNING):
         watch.saw("expected")
-        watch.ready()
+        watch.is_ready = True
         assert not caplog.records
         assert CoreStats().totals()["baton_kernels_loaded_late"] == 0
         watch.saw("_forgotten")

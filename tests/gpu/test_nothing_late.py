@@ -60,7 +60,7 @@ import torch
 from engine.worker.kernel_watch import KERNELS, keep_kernels, watch_kernels
 keep_kernels()
 watch_kernels()
-KERNELS.ready()
+KERNELS.is_ready = True
 from flashinfer.page import get_page_module
 from model import fused_ops
 counts = [KERNELS.num_after]

@@ -362,7 +362,6 @@ def read_weight_bytes(config: ModelConfig, batch: int, itemsize: int, *, keeps: 
     hit = 1.0
     if moe := config.moe:
         hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
-
     bits = 0.0
     for each in implied_weights(config):
         if "embed_tokens" not in each.name or config.tie_embeddings:

@@ -50,11 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=4, help="requests in flight")
     add("--max-length", type=int, default=2048, help="longest prompt and output together (tokens)")
     add("--reference", default="hf", help="`hf`, `none`, or a file that --save wrote")
-    add(
-        "--save",
-        type=Path,
-        help="keeps the answers of hf, or with --reference none of the endpoint",
-    )
+    add("--save", type=Path, help="keeps the answers of hf, or with --reference none of the "
+        "endpoint")  # fmt: skip
     add("--tolerance", type=float, default=1e-3, help="largest difference of loglikelihoods (nats)")
     add("--accuracy", type=float, help="compare scores instead: their mean difference and two "
         "standard errors of it are together at most this (0.05: five points)")  # fmt: skip

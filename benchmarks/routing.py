@@ -51,9 +51,7 @@ class Times:
     streams: int = 256
     batch: int = 8192  # tokens of prompts in one step of a prefill server
     mixed: int = 2048  # the same of a decode server
-    prompts: float = (
-        13e-3  # the least that a step with prompts takes: it is launched kernel by kernel
-    )
+    prompts: float = 13e-3  # least of a step with prompts: it is launched kernel by kernel
     least: float = 0.25  # of the streams' time that prompts get in any case
 
 

@@ -31,7 +31,7 @@ def prove_storing(
     Raises:
         UnsupportedPool: something else is stored.
     """
-    _refuse("stores KV", _problem(lambda: _wrongly_stored(caches, scales, dtype, num_q_heads)))
+    _prove("stores KV", lambda: _wrongly_stored(caches, scales, dtype, num_q_heads))
 
 
 def prove_decoding(
@@ -48,17 +48,15 @@ def prove_decoding(
         found = torch.stack(errors).max().item()  # NaN, if one is
         return None if found < _TOLERANCE else f"deviates by {found:.2g}"
 
-    _refuse("decodes", _problem(most))
+    _prove("decodes", most)
 
 
-def _problem(proof: Callable[[], str | None]) -> str | None:
+def _prove(verb: str, proof: Callable[[], str | None]) -> None:
+    """Raises UnsupportedPool for what the proof of a kernel that `verb` finds wrong."""
     try:
-        return proof()
+        problem = proof()
     except Exception as error:  # of any kind, from compilers and drivers
-        return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
-
-
-def _refuse(verb: str, problem: str | None) -> None:
+        problem = f"raises {type(error).__name__}: {str(error).strip()[:200]}"
     if problem is not None:
         told = f"attention_backend flashinfer: the kernel that {verb} {problem} on this GPU"
         raise UnsupportedPool(f"{told}: use --attention-backend torch")

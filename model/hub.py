@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from model.errors import ModelNotAvailable
 from protocol.settings.machine import CannotKeep, cache_dir
@@ -125,7 +125,12 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
     """
     if _is_built(target, key):
         return target
-    with _lock_file(target) as lock:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(target.parent / f".{target.name}.lock", "w")
+    except OSError as error:
+        raise CannotKeep("a converted model", target.parent, error) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(target, key):
             return target
@@ -143,14 +148,6 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
-
-
-def _lock_file(target: Path) -> TextIO:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return open(target.parent / f".{target.name}.lock", "w")
-    except OSError as error:
-        raise CannotKeep("a converted model", target.parent, error) from error
 
 
 def _is_built(target: Path, key: str) -> bool:

@@ -354,8 +354,8 @@ def load_biases(
     both, last = (f"{prefix}.{name}_bias" for name in names.stacked)
     turns = loader.load(both, (count, 2 * width), rows=own)
     halves = torch.stack((turns[:, ::2], turns[:, 1::2]), dim=1)  # [experts, 2, width]
-    place = parallel.rank % (parallel.size // parallel.ep)
-    share = width // (parallel.size // parallel.ep)
+    ranks = parallel.size // parallel.ep  # that share an expert
+    place, share = parallel.rank % ranks, width // ranks
     down = loader.load(last, (count, config.hidden_size), rows=own)
     gate_up = halves[:, :, place * share : (place + 1) * share].flatten(1)
     return gate_up, down if place == 0 else torch.zeros_like(down)

@@ -118,26 +118,24 @@ def _of_experts(
             size[names.shared_width] if names.shared_width else width * size["n_shared_experts"]
         )
         once |= _gated(names.shared, shared, hidden)
-    each: dict[str, Shape] = {}
-    whole: dict[str, Shape] = {}
-    if names.stacked:
-        shapes: list[Shape] = [(Size(2, "2") * width, hidden), (hidden, width)]
-        shapes = [shape[::-1] for shape in shapes] if names.transposed else shapes
-        found = zip(names.stacked_weights, shapes, strict=True)
-        whole = {name: (count, *shape) for name, shape in found}
-        if names.biased:
-            wide = Size(2, "2") * width, hidden
-            biases = zip(names.stacked, wide, strict=True)
-            whole |= {f"{name}_bias": (count, size) for name, size in biases}
-    else:
-        gate, up, down = (f"experts.0.{name}" for name in names.each)
-        each = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
 
     def of(count: Size, shapes: dict[str, Shape], kind: str = ".weight") -> list[Weights]:
         prefixed = {f"{names.prefix}.{name}": shape for name, shape in shapes.items()}
         return _of_layers(first, count, prefixed, kind)
 
-    return of(layers, once) + of(layers, whole, "") + of(layers * count, each)
+    if not names.stacked:
+        gate, up, down = (f"experts.0.{name}" for name in names.each)
+        each: dict[str, Shape] = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+        return of(layers, once) + of(layers * count, each)
+    wide = Size(2, "2") * width
+    shapes: list[Shape] = [(wide, hidden), (hidden, width)]
+    shapes = [shape[::-1] for shape in shapes] if names.transposed else shapes
+    found = zip(names.stacked_weights, shapes, strict=True)
+    whole: dict[str, Shape] = {name: (count, *shape) for name, shape in found}
+    if names.biased:
+        biases = zip(names.stacked, (wide, hidden), strict=True)
+        whole |= {f"{name}_bias": (count, size) for name, size in biases}
+    return of(layers, once) + of(layers, whole, "")
 
 
 def _sizes(config: ModelConfig) -> dict[str, Size]:
@@ -225,7 +223,7 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
     """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
     of ranks that hold the same KV heads its KV heads, and `ep` groups its experts. `dcp` and `ep`
     divide `size`."""
-    if (problem := _experts_problem(config, size, ep)) is not None:
+    if (problem := _experts_problem(config, ep)) is not None:
         raise InvalidParallelism(f"--ep {ep} {problem}")
     if problem := _problem(config, size, ep):
         sizes = " or ".join(map(str, tp_sizes(config, ep)))
@@ -248,7 +246,7 @@ def tp_sizes(config: ModelConfig, ep: int) -> list[int]:
     return [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
 
 
-def _experts_problem(config: ModelConfig, size: int, ep: int) -> str | None:
+def _experts_problem(config: ModelConfig, ep: int) -> str | None:
     if ep == 1:
         return None
     if config.moe is None:

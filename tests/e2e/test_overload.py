@@ -30,13 +30,14 @@ from tests.rigs.plain_http import http
 
 _WARM_S, _MEASURED_S = 15.0, 60.0
 _LIMITS = ("--max-queue-s", "6")
+_FEW_TOKENS = ("--kv-cache-tokens", "8192")  # of which each page is used before memory is measured
 
 
 @pytest.fixture
 def bounded(default_model: Path) -> Iterator[Cluster]:
     model = default_model
     p, d = (
-        start(model, "--max-num-seqs", "8", "--threads", "1", *_LIMITS)
+        start(model, "--max-num-seqs", "8", "--threads", "1", *_FEW_TOKENS, *_LIMITS)
         for start in (start_prefill, start_decode)
     )
     x = start_proxy([p], [d], *_LIMITS)
@@ -105,9 +106,7 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     url = bounded.url
     capacity = (await Offered(url).run(_WARM_S, clients=6)).num_served / _WARM_S
     calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
-    await Offered(url).run(
-        _WARM_S, rate=3.0 * capacity
-    )  # pages of the KV that are used for the first time
+    await Offered(url).run(_WARM_S, rate=3.0 * capacity)
     before = _rss_mb(bounded)
     much = await Offered(url).run(_MEASURED_S, rate=3.0 * capacity)
     after = _rss_mb(bounded)
@@ -117,7 +116,8 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     served = much.num_served
     assert served >= 0.5 * capacity * _MEASURED_S  # it goes on serving
     assert len(much.found) - served >= 0.3 * len(much.found)
-    assert all(now - then < 100 for then, now in zip(before, after, strict=True))
+    # oneDNN keeps what it has made for up to 1,024 sizes of steps, and P sees new ones.
+    assert all(now - then < 200 for then, now in zip(before, after, strict=True))
     assert_home(*bounded.servers()[1:])
 
 

@@ -21,18 +21,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2930,
-    "benchmarks": 2608,
+    "attention": 2927,
+    "benchmarks": 2600,
     "decode_server": 200,
     "deploy": 900,
     "engine": 11152,
-    "kvcache": 7656,
-    "kvcache/transfer": 5118,
+    "kvcache": 7642,
+    "kvcache/transfer": 5113,
     "model": 5303,
-    "prefill_server": 156,
+    "prefill_server": 149,
     "protocol": 6840,
-    "proxy": 5124,
-    "tests": 40470,
+    "proxy": 5082,
+    "tests": 40432,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

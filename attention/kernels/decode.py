@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.base import Kind
-from attention.kernels.launch import PDL, let_next_begin_and_wait
+from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 
 _LOG2_E: Final = 1.4426950408889634
 _MANY_PROGRAMS: Final = 1024  # that follow each other, and hide each other's waits
@@ -109,7 +109,10 @@ def _attend(  # type: ignore[no-untyped-def]
     place = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     # A tile's blocks are looked up a turn ahead: loads of keys that wait for others come too late.
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
-    let_next_begin_and_wait()
+    if FP8:
+        wait()
+    else:
+        let_next_begin_and_wait()
     if planned < 0:
         return
     query, factor = _query_and_factor(place, own[None, :], scale, FP8)
@@ -139,6 +142,8 @@ def _attend(  # type: ignore[no-untyped-def]
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
 
+    if FP8:
+        let_next_begin()  # not before: the products that follow would take longer
     found = top + tl.log2(total)
     acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:

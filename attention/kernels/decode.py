@@ -44,8 +44,10 @@ def _block_of(pages, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):  # typ
 _block_of_tile: Any = triton.jit(_block_of)
 
 
-def _extent(work, indptr, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece's first page, the tokens of its context, its own first and last of them; how many
+def _extent(  # type: ignore[no-untyped-def]
+    work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr
+):
+    """Where a context's pages are told, its tokens, a piece's first and last of them; how many
     pieces the context has."""
     first = tl.load(work + 1 + num_pieces + row)
     num_parts = tl.load(work + 2 + num_pieces + row) - first
@@ -53,7 +55,7 @@ def _extent(work, indptr, last_page_lens, num_pieces, piece, row, PAGE: tl.const
     length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + row)
     chunk = tl.load(work)
     begin = (piece - first) * chunk
-    return page, length, begin, tl.minimum(begin + chunk, length), num_parts
+    return indices + page, length, begin, tl.minimum(begin + chunk, length), num_parts
 
 
 _extent_of_piece: Any = triton.jit(_extent)
@@ -99,11 +101,9 @@ def _attend(  # type: ignore[no-untyped-def]
     piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
-    page, length, begin, end, num_parts = _extent_of_piece(
-        work, indptr, last_page_lens, num_pieces, piece, row, PAGE
+    pages, length, begin, end, num_parts = _extent_of_piece(
+        work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
     )
-    pages = indices + page
-
     head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
     own, q_heads = head < GROUP, kv_head * GROUP + head
     place = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]

@@ -12,6 +12,7 @@ What models write, by what their chat templates teach them:
                  ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
                  (version 3.1: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...})
     qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
+    glm45        text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
     pythonic     [f(a=1), g()]                                  nothing but calls
     required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
     named        {...}                                          the arguments alone
@@ -22,19 +23,19 @@ be no call becomes content, so nothing of an answer is lost. Each character is l
 however long blanks or brackets go on.
 """
 
-import ast
-import json
 import re
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_arguments import as_json, call_in, json_of_python, quoted
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
 
-Syntax = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"]
+Syntax = Literal[
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic"
+]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG, _PYTHON_START = "<|python_tag|>", "<|python_start|>"
@@ -45,9 +46,9 @@ _CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SPECIAL_TAGS: Final = (
     *(_OPEN, _CLOSE, _MISTRAL, "[ARGS]", "[CALL_ID]"),
     *(_CALLS, _END_CALLS, _CALL, _END_CALL, "<｜tool▁sep｜>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_FUNCTION = "<function="
 _BLANKS = " \t\r\n"
 _BETWEEN = _BLANKS + "[],;"
 _PLAIN = re.compile(rf".[^<\[{_BLANKS}]*", re.DOTALL)  # where no tag begins
@@ -65,13 +66,39 @@ _HEADS: Final = {
         rf"(\s*function<｜tool▁sep｜>)?{_NAME}(```json|<｜tool▁sep｜>)\s*\{{"
     ),
     "qwen3_coder": re.compile(f"{_NAME}>"),
+    "glm45": re.compile(f"{_NAME}<"),
     "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
 }
+
+
+class _Tags(NamedTuple):
+    """Of formats that write each parameter by itself."""
+
+    begin: tuple[str, ...]  # of a call
+    name_end: str  # perhaps of the next tag, too
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    margin: str  # beside a value, not of it
+    ends: tuple[str, ...]  # of a call
+
+
+_TAGS: Final = {
+    "qwen3_coder": _Tags(
+        (_OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", "\n",
+        ("</function>", _CLOSE),
+    ),
+    "glm45": _Tags(
+        (_OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", (_CLOSE,)
+    ),
+}  # fmt: skip
 # What a chat template shows of a format, the surest first, and the tokens that are its tags.
 _SHOWN: Final[dict[Syntax, str]] = {
     "mistral": r"\[TOOL_CALLS\]",
     "deepseek_v3": _CALL,
     "qwen3_coder": _FUNCTION,
+    "glm45": "<arg_key>",
     "hermes": _OPEN,
     "pythonic": r"func_name1\(",
     "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
@@ -79,12 +106,8 @@ _SHOWN: Final[dict[Syntax, str]] = {
 # What only a call begins with, in some formats with the name of a tool.
 _BEGINNINGS: Final[dict[Syntax, tuple[str, ...]]] = {
     "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
-    "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
+    "glm45": (_OPEN,), "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
     "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'),
-}  # fmt: skip
-_JSON_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
-    "integer": (int,), "number": (int, float),
 }  # fmt: skip
 
 # A reader asks for more text wherever it is, and returns what the last type says.
@@ -205,26 +228,31 @@ class ToolParser:
                 if (yield from self._skip(_END_CALLS)):
                     break
 
-    def _read_coder(self) -> _Reader[None]:
+    def _read_tagged(self) -> _Reader[None]:
         """Functions and parameters between tags; the outermost ones may be missing."""
+        tags = _TAGS[self._form]
         while True:
-            yield from self._content_to(_OPEN, _FUNCTION)
-            name = yield from self._head(">")
+            yield from self._content_to(*tags.begin)
+            name = yield from self._head(tags.name_end)
             if not self._begin_call(name):
                 self._let_go()
                 continue
+            if tags.key.startswith(tags.name_end):
+                self._text = tags.name_end + self._text
             types, before = self._types_of(name), "{"
-            while (yield from self._skip(_PARAMETER)):
+            while (yield from self._skip(tags.key)):
                 self._ends_call = True
-                key = (yield from self._to(">"))[:-1].strip()
-                value = (yield from self._to(_END_PARAMETER))[: -len(_END_PARAMETER)]
+                key = (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
+                if tags.value:
+                    yield from self._tag(tags.value)
+                value = (yield from self._to(tags.value_end))[: -len(tags.value_end)]
                 self._held = []
-                value = value.removeprefix("\n").removesuffix("\n")
-                self._tell(f"{before}{_json(key)}: {_as_json(value, types.get(key))}")
+                value = value.removeprefix(tags.margin).removesuffix(tags.margin)
+                self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
                 before = ", "
             self._tell("{}" if before == "{" else "}")
-            yield from self._skip(_END_FUNCTION)
-            yield from self._skip(_CLOSE)
+            for tag in tags.ends:
+                yield from self._skip(tag)
 
     def _read_pythonic(self) -> _Reader[None]:
         """A list of Python's calls; else all is content."""
@@ -233,7 +261,7 @@ class ToolParser:
         while is_list and (name := (yield from self._head("("))):
             at, self._depth = len(self._held), 1
             yield from self._until((0,), self._held.append)
-            arguments = _json_of_python("".join(self._held[at:]))
+            arguments = json_of_python("".join(self._held[at:]))
             if arguments is None or not self._begin_call(name):
                 break
             self._tell(arguments)
@@ -375,14 +403,14 @@ class ToolParser:
             yield from self._until((0, 2), self._held.append)
             text = "".join(self._held[at:])
             head = _HEAD.fullmatch(text)
-            if head and self._begin_call(_call_in(head[1] + "}")[0]):
+            if head and self._begin_call(call_in(head[1] + "}")[0]):
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
                 yield from self._until((0,), lambda text: None)
                 return True
             if self._depth:
                 yield from self._until((0,), self._held.append)
-            name, arguments = _call_in("".join(self._held[at:]))
+            name, arguments = call_in("".join(self._held[at:]))
             if self._begin_call(name):
                 self._tell(arguments)
                 return True
@@ -435,64 +463,9 @@ _READERS: Final = {
     "llama3_json": ToolParser._read_json,
     "mistral": ToolParser._read_mistral,
     "deepseek_v3": ToolParser._read_deepseek,
-    "qwen3_coder": ToolParser._read_coder,
+    "qwen3_coder": ToolParser._read_tagged,
+    "glm45": ToolParser._read_tagged,
     "pythonic": ToolParser._read_pythonic,
     "required": ToolParser._read_json,
     "named": ToolParser._read_named,
 }
-
-
-def _call_in(text: str) -> tuple[str | None, str]:
-    """A tool's name, None where `text` is no call, and the arguments."""
-    try:
-        found = json.loads(text)
-        # Some write the arguments as a string, or nothing where there are none.
-        name, given = found["name"], found.get("arguments", found.get("parameters")) or {}
-        arguments = (
-            given.strip() if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        )
-        (name + arguments).encode()
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return None, ""
-    return name, arguments
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _json_of_python(text: str) -> str | None:
-    """The arguments of Python's `f(a=1, b=[True])`, from behind the first bracket, as JSON."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model writes nobody's log need tell
-            call = ast.parse("f(" + text, mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        given = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
-        arguments = _json(given)
-        arguments.encode()  # half a surrogate pair cannot be sent
-        return None if "" in given else arguments
-    except (AssertionError, SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
-        return None
-
-
-def _as_json(text: str, schema: Any) -> str:
-    """A parameter's text: as it is where that is a value of a type that its schema allows, else a
-    text."""
-    said = schema if isinstance(schema, dict) else {}
-    several = [said]
-    for name in ("anyOf", "oneOf"):  # nobody has looked at a schema that no answer must match
-        several += more if isinstance(more := said.get(name), list) else []
-    found = (one.get("type") for one in several if isinstance(one, dict))
-    kinds = [kind for of in found for kind in (of if isinstance(of, list) else [of])]
-    names = [kind for kind in kinds if isinstance(kind, str)] or [*_JSON_TYPES]
-    given = text.strip()
-    given = {"True": "true", "False": "false", "None": "null"}.get(given, given)
-    try:
-        value = json.loads(given)
-        _json(value)  # no NaN
-        if any(type(value) in _JSON_TYPES.get(name, ()) for name in names):
-            return given
-    except (ValueError, RecursionError):
-        pass
-    return _json(text)

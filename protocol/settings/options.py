@@ -77,7 +77,14 @@ class ModelOptions(ModelName):
     served_model_name: str | None = None
     """model name that clients use (None: the value of --model)"""
     tool_call_parser: Literal[
-        "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "pythonic"
+        "auto",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "qwen3_coder",
+        "glm45",
+        "pythonic",
     ] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"

@@ -3,8 +3,10 @@
 import ast
 import json
 import warnings
+from functools import partial
 from typing import Any, Final
 
+quoted = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
     "integer": (int,), "number": (int, float),
@@ -24,10 +26,6 @@ def call_in(text: str) -> tuple[str | None, str]:
     except (LookupError, TypeError, ValueError, RecursionError):
         return None, ""
     return name, arguments
-
-
-def quoted(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def json_of_python(text: str) -> str | None:

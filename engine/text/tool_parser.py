@@ -78,19 +78,17 @@ class _Tags(NamedTuple):
     name_end: str  # perhaps of the next tag, too
     key: str
     key_end: str
-    value: str
+    value: str  # none: a line's ends around the value are not of it
     value_end: str
-    margin: str  # beside a value, not of it
     ends: tuple[str, ...]  # of a call
 
 
 _TAGS: Final = {
     "qwen3_coder": _Tags(
-        (_OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", "\n",
-        ("</function>", _CLOSE),
+        (_OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", ("</function>", _CLOSE)
     ),
     "glm45": _Tags(
-        (_OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", (_CLOSE,)
+        (_OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (_CLOSE,)
     ),
 }  # fmt: skip
 # What a chat template shows of a format, the surest first, and the tokens that are its tags.
@@ -243,11 +241,10 @@ class ToolParser:
             while (yield from self._skip(tags.key)):
                 self._ends_call = True
                 key = (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
-                if tags.value:
-                    yield from self._tag(tags.value)
+                margin = "" if tags.value and (yield from self._tag(tags.value)) else "\n"
                 value = (yield from self._to(tags.value_end))[: -len(tags.value_end)]
                 self._held = []
-                value = value.removeprefix(tags.margin).removesuffix(tags.margin)
+                value = value.removeprefix(margin).removesuffix(margin)
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
                 before = ", "
             self._tell("{}" if before == "{" else "}")

@@ -21,7 +21,7 @@ def test_reads_are_measured_against_bare_nixl(capfd):
     rows = rows_of(capfd, "--only", "BHLCND TP 1->2", "--transfer", "nixl")
     name = "BHLCND TP 1->2"
     (ours,) = {path for case, path in rows if case == name} - {"bare NIXL"}
-    assert ours in ("direct", "staged")  # by costs measured just before
+    assert ours in ("direct", "staged", "mixed")  # by costs that each rank has just measured
     assert rows[name, ours]["descriptors"] <= 2 * 128 // 64  # of each rank one per block
     assert rows[name, ours]["of_bare"] > 0
     assert rows[name, "bare NIXL"]["descriptors"] == 2 * 128 // 64

@@ -1,10 +1,11 @@
 """langchain-openai and litellm against the proxy: they read our answers, streams and errors."""
 
+import asyncio
 import enum
 import functools
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pydantic
@@ -63,12 +64,15 @@ def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def lite(tiny_cluster: Cluster) -> dict[str, Any]:
-    """litellm's arguments that name the proxy."""
-    return {
-        "model": f"openai/{MODEL}", "api_base": f"{tiny_cluster.url}/v1", "api_key": "unused",
-        "max_retries": 0, "timeout": 60, "temperature": 0, "max_tokens": _LIMIT,
-    }  # fmt: skip
+def lite(tiny_cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """litellm's arguments that name the proxy. It makes an event loop where it finds none, and
+    leaves it open, which whatever test comes then is blamed for."""
+    with asyncio.Runner() as runner:
+        asyncio.set_event_loop(runner.get_loop())
+        yield {
+            "model": f"openai/{MODEL}", "api_base": f"{tiny_cluster.url}/v1", "api_key": "unused",
+            "max_retries": 0, "timeout": 60, "temperature": 0, "max_tokens": _LIMIT,
+        }  # fmt: skip
 
 
 def test_langchain_chats(chat, answer):

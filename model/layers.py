@@ -16,6 +16,9 @@ from model.weights import WeightLoader
 
 # Rows for which oneDNN chooses the order of a packed weight: that for many is as good for few ones.
 _ROWS_HINT: Final = 512
+# oneDNN compiles a kernel for each number of rows, up to 0.7 MB of it: rows are rounded up to a
+# number of so many leading bits, at most an eighth more.
+_ROWS_BITS: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
 
 
@@ -47,8 +50,11 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_packed:
+            rows, step = len(x), 1 << max(0, len(x).bit_length() - _ROWS_BITS)
+            if -rows % step:
+                x = F.pad(x, (0, 0, 0, -rows % step))
             out: Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return out
+            return out[:rows]
         if isinstance(self.weight, Quantized):
             out = products.multiply(self.weight, x)
             return out if self.bias is None else out.add_(self.bias)

@@ -65,7 +65,8 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
     own = _own(group)
     told = own & SETTINGS[f"baton {kind}"].model_fields.keys() - {"threads", "devices"}
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
-    of_clients = ("max_body_bytes", "max_unfinished_bytes", "client_timeout_s", "shutdown_grace_s")
+    of_bodies = ("max_body_bytes", "max_unfinished_bytes", "max_held_bytes")
+    of_clients = (*of_bodies, "client_timeout_s", "shutdown_grace_s")
     return [
         *_changed(settings, ModelOptions.model_fields.keys() - own),
         *_changed(group, told),

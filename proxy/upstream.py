@@ -28,7 +28,7 @@ from yarl import URL
 
 from protocol.errors import InvalidRequest
 from protocol.http import sse
-from protocol.http.connections import Countdown
+from protocol.http.deadlines import Countdown
 from protocol.http.tls import trusted
 from protocol.ipc.wire import keep_alive
 

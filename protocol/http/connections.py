@@ -4,6 +4,7 @@
 - A client that owes the rest of a request and is silent, or slower than MIN_BODY_BYTES_PER_S: it is
   told so, or the connection is closed.
 - Many bodies that are not all there yet: beyond a sum, the one that began first is refused.
+- Many bodies whose requests are under way: beyond a sum, another one is refused.
 - A body that is declared too long, or a head that HTTP/1.1 forbids: refused before the body. Where
   two servers might not agree on its end, the connection is closed, too.
 - Trailers and what chunks say beside their sizes: dropped, and not without end.
@@ -34,6 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from protocol import errors
 from protocol.http.access import RATE_HEADERS
+from protocol.http.deadlines import Countdown
 from protocol.http.tls import Certificate
 from protocol.ipc.wire import keep_alive
 from protocol.process.logging import request_context
@@ -51,7 +53,6 @@ _EXPOSED = ["x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after", *RATE_H
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
-_PARTS = 4  # of a countdown
 _FRAMING = 8  # bytes that a byte of a body may need to come in a chunk
 _NAME = rb"[\w.~!$&'()*+,;=%-]"
 _HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_NAME, _NAME))
@@ -75,8 +76,8 @@ def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[Http
     """uvicorn's protocol for connections that keep to `options`. Its application answers with the
     `refusal` of a request, where there is one. A body may have `beside_bytes` more."""
     one_body = options.max_body_bytes + beside_bytes
-    unfinished = _Unfinished(max(options.max_unfinished_bytes, one_body))
-    members = {"options": options, "beside_bytes": beside_bytes, "unfinished": unfinished}
+    bodies = _Bodies(max(options.max_unfinished_bytes, one_body), options.max_held_bytes)
+    members = {"options": options, "beside_bytes": beside_bytes, "bodies": bodies}
     return type("BoundedHttp", (_BoundedHttp,), members)
 
 
@@ -108,10 +109,11 @@ async def read_body(
     receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
     limit_bytes: int,
 ) -> bytes:
-    """The whole body of a request of ASGI.
+    """The whole body of a request of ASGI, which the running task ends with.
 
     Raises:
         PayloadTooLarge: more than `limit_bytes`.
+        QueueFull: too much is held beside it.
         BatonError: the connection's `refusal`.
         ClientDisconnected: the client went away before it was complete.
     """
@@ -131,6 +133,8 @@ async def read_body(
     if error := refusal(scope):
         parts.clear()  # the connection keeps the error, which keeps this frame
         raise error
+    if bodies := _known(scope).get("bodies"):
+        bodies.hold(num_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -178,44 +182,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-class Countdown:
-    """Calls back when `timeout_s` are over, unless cancelled before.
+class _Bodies:
+    """Those that are not all there yet, and those whose requests are under way, over all
+    connections."""
 
-    After the process was stopped, or a long turn of its event loop, a timer is due before anybody
-    has looked whether the answer came meanwhile. So the time is over after a number of parts of it,
-    between any two of which the loop has looked; a last part that was late is repeated once.
-    """
-
-    __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
-    ) -> None:
-        self._loop = loop
-        self._part_s = timeout_s / _PARTS
-        self._callback = callback
-        self._left = _PARTS
-        self._timer = loop.call_later(self._part_s, self._part_is_over)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _part_is_over(self) -> None:
-        self._left -= 1
-        is_late = self._loop.time() > self._timer.when() + self._part_s
-        if self._left > 0 or (self._left == 0 and is_late):
-            self._timer = self._loop.call_later(self._part_s, self._part_is_over)
-        else:
-            self._callback()
-
-
-class _Unfinished:
-    """The bodies that are not all there yet, over all connections."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, unfinished_limit_bytes: int, held_limit_bytes: int) -> None:
+        self._limit_bytes, self._held_limit_bytes = unfinished_limit_bytes, held_limit_bytes
         self._bytes: dict[_BoundedHttp, int] = {}  # by connection, the first begun first
-        self._total_bytes = 0
+        self._total_bytes = self._held_bytes = 0
 
     def add(self, connection: "_BoundedHttp", num_bytes: int) -> None:
         """Counts what has come. The first begun is the one to go: a client that sends as fast as it
@@ -232,11 +206,25 @@ class _Unfinished:
     def remove(self, connection: "_BoundedHttp") -> None:
         self._total_bytes -= self._bytes.pop(connection, 0)
 
+    def hold(self, num_bytes: int) -> None:
+        """Counts a whole body until the running task, its request's, has ended. Raises QueueFull
+        where there are too many; if there is none, any may come."""
+        if self._held_bytes and self._held_bytes + num_bytes > self._held_limit_bytes:
+            told = f"requests of {self._held_bytes} bytes are under way (--max-held-bytes)"
+            raise errors.QueueFull(f"{told}; send it again")
+        request = asyncio.current_task()
+        assert request is not None
+        self._held_bytes += num_bytes
+        request.add_done_callback(lambda _: self._let_go(num_bytes))
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
 
 class _BoundedHttp(HttpToolsProtocol):
     options: ListenOptions
     beside_bytes: int
-    unfinished: _Unfinished
+    bodies: _Bodies
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -252,6 +240,7 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         known: dict[object, object] = {"transport": self.transport, "refusal": None}
+        known["bodies"] = self.bodies
         self.scope["extensions"] = {_CONNECTION: known}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -360,13 +349,13 @@ class _BoundedHttp(HttpToolsProtocol):
         if self.expect_100_continue:  # it sends without being told, or was
             self.expect_100_continue, self.cycle.keep_alive = False, True
         super().on_body(body)
-        self.unfinished.add(self, len(body))
+        self.bodies.add(self, len(body))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._in_body, self._dropped_bytes = False, 0
-        self.unfinished.remove(self)
+        self.bodies.remove(self)
         self._keeps_alive &= self.parser.should_keep_alive()  # a trailer may say that, too
         self.cycle.keep_alive = self._keeps_alive
         if self.cycle.response_complete and not self._keeps_alive:
@@ -379,7 +368,7 @@ class _BoundedHttp(HttpToolsProtocol):
             self._stop_expecting()
             self._time(0)
             if self.cycle.response_complete:
-                self.unfinished.remove(self)
+                self.bodies.remove(self)
 
     def give_up(self, error: errors.BatonError) -> None:
         """The rest of the body that is being sent is not waited for: `error` is the answer."""
@@ -434,7 +423,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
-        self.unfinished.remove(self)
+        self.bodies.remove(self)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True  # uvicorn tells the last of pipelined requests only
             self._running.message_event.set()

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,39 @@ from protocol.short_repr import short_repr
 HEADER = "x-request-timeout-s"
 MAX_S = 1_000_000  # eleven days, as of options
 _MARGIN_S = 1.0
+_PARTS = 4  # of a countdown
 _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
+
+
+class Countdown:
+    """Calls back when `timeout_s` are over, unless cancelled before.
+
+    After the process was stopped, or a long turn of its event loop, a timer is due before anybody
+    has looked whether the answer came meanwhile. So the time is over after a number of parts of it,
+    between any two of which the loop has looked; a last part that was late is repeated once.
+    """
+
+    __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._part_s = timeout_s / _PARTS
+        self._callback = callback
+        self._left = _PARTS
+        self._timer = loop.call_later(self._part_s, self._part_is_over)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _part_is_over(self) -> None:
+        self._left -= 1
+        is_late = self._loop.time() > self._timer.when() + self._part_s
+        if self._left > 0 or (self._left == 0 and is_late):
+            self._timer = self._loop.call_later(self._part_s, self._part_is_over)
+        else:
+            self._callback()
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,9 @@ class ListenOptions(AccessOptions):
     max_unfinished_bytes: int = Field(2**28, ge=1)
     """most of all request bodies together that are not all there yet (bytes); beyond it the one
     that began first is refused"""
+    max_held_bytes: int = Field(2**30, ge=1)
+    """most of all request bodies together whose requests are under way (bytes); what comes then is
+    refused with 429"""
     client_timeout_s: Seconds = 60.0
     """how long a client may neither send nor read what is due (s)"""
     request_timeout_s: Seconds | None = None

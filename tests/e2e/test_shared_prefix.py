@@ -38,8 +38,6 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
     return computed / (groups * (PREFIX + each * OWN))
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_prefills", [2, 0])

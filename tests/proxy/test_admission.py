@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from protocol.http.deadlines import MAX_S, Deadline
+from protocol.settings.sources import option_name
 from tests.proxy.fakes import (
     Behave,
     Call,
@@ -85,15 +86,16 @@ async def test_prompts_that_prefill_servers_have_yet_to_compute_are_a_queue():
         assert (await rig.complete()).status_code == 200
 
 
-async def test_only_so_many_requests_are_under_way():
+@pytest.mark.parametrize("bound", ["max_in_flight", "max_held_bytes"])
+async def test_only_so_many_requests_are_under_way(bound):
     waits = Waits(decodes)
-    async with Rig([], fleet(waits), max_in_flight=1) as rig:
+    async with Rig([], fleet(waits), **{bound: 1}) as rig:
         first = asyncio.create_task(rig.complete())
         await waits.begun.wait()
         for path in ("/v1/completions", "/tokenize"):
             refused = await rig.client.post(path, json={"prompt": "a"})
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-            assert "--max-in-flight" in refused.text
+            assert option_name([bound]) in refused.text
         waits.go.set()
         assert (await first).status_code == 200
         assert (await rig.complete()).status_code == 200

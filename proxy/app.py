@@ -91,7 +91,7 @@ class ProxyApp:
                     await Reply(send, _new_id()).fail(error)
                     return
                 with request_context(request_id.decode("latin-1")):
-                    await self._http(scope, receive, Reply(send, request_id))
+                    await self._http(scope, receive, Reply(send, request_id, scope["path"]))
             case "lifespan":
                 await self._lifespan(receive, send)
             case _:

@@ -180,11 +180,25 @@ def _is_error(event: bytes) -> bool:
     return bytes(said.get("error", b"")).startswith(b"{")
 
 
+class _Numbered(msgspec.Struct):
+    sequence_number: int
+
+
+def _next_number(sent: bytes) -> int:
+    """Of the event that follows those of /v1/responses which were sent."""
+    try:
+        last = (b"\n" + sent).rpartition(b"\ndata:")[2]
+        return msgspec.json.decode(last, type=_Numbered).sequence_number + 1
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+
+
 class Reply:
     """Answers one client request. Whatever happens, it sends one head and one end."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send = send
+    def __init__(self, send: Send, request_id: bytes, path: str = "") -> None:
+        self._send, self._path = send, path
+        self._sent = b""  # of a stream's events, the last ones
         self.request_id = request_id
         self.headers: Mapping[str, str] = {}  # beside an answer's own
         self.trace = RequestTrace()
@@ -218,7 +232,9 @@ class Reply:
             headers += [(name.encode(), text.encode()) for name, text in error.headers.items()]
             await self.answer_json(error.status, error.to_openai(), headers)
         else:
-            await self.break_off(sse.error_event(error))
+            is_numbered = self._path == "/v1/responses"
+            number = _next_number(self._sent) if is_numbered else None
+            await self.break_off(sse.error_event(error, number))
 
     async def relay(self, response: Response) -> bool:
         """Sends what a server answers: an event stream as it comes, perhaps as the rest of one that
@@ -251,6 +267,7 @@ class Reply:
                 if complete := events.feed(chunk):
                     await self._begin_stream(response)
                     await self._body(complete, more=True)
+                    self._sent = complete
                 is_sent = True
                 events.were_sent()
         except asyncio.CancelledError:

@@ -13,7 +13,11 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def error_event(error: BatonError) -> bytes:
+def error_event(error: BatonError, number: int | None = None) -> bytes:
     """The event that ends a stream which failed after its first byte; no [DONE] follows it. Readers
-    of /v1/responses know it by its `type`."""
-    return b"event: error\n" + event(msgspec.json.encode({"type": "error", **error.to_openai()}))
+    of /v1/responses know it by its `type`, and have the `number` of each event."""
+    said = error.to_openai()
+    if number is not None:
+        flat = {name: said["error"][name] for name in ("code", "message", "param")}
+        said = {"sequence_number": number, **flat, **said}
+    return b"event: error\n" + event(msgspec.json.encode({"type": "error", **said}))

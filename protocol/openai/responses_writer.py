@@ -96,11 +96,11 @@ class ResponsesWriter(ResponseWriter):
 
     def error(self, error: BatonError) -> bytes:
         """The event that clients raise, and the one that others wait for."""
-        told = error.to_openai()["error"]
-        flat = {name: told[name] for name in ("code", "message", "param")}
+        event = sse.error_event(error, self._num_events)
+        self._num_events += 1
         why = {"code": "server_error", "message": error.message}
         failed = {**self._response("failed"), "error": why}
-        return self._event("error", **flat, error=told) + self._event("failed", response=failed)
+        return event + self._event("failed", response=failed)
 
     def take(self, piece: ChoicePiece) -> None:
         _ = [*self._write(piece)]  # whose order joined pieces do not tell
@@ -151,7 +151,7 @@ class ResponsesWriter(ResponseWriter):
         self._output.append(shown)
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        name = kind if kind == "error" else f"response.{kind}"
+        name = f"response.{kind}"
         event = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))

@@ -6,6 +6,7 @@ import json
 from functools import partial
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from proxy import pd_request
 from proxy.health import SILENCES
@@ -32,22 +33,27 @@ _ONE = b"data: 1\n\n"
 
 
 @pytest.mark.parametrize(
-    "behave",
+    ("behave", "number"),
     [
-        streams(_ONE, ends=False),
-        streams(_ONE + b'data: {"half', ends=False),
-        streams(_ONE),  # without its last event
+        (streams(_ONE, ends=False), 0),
+        (streams(_ONE + b'data: {"half', ends=False), 0),
+        (streams(_ONE), 0),  # without its last event
+        (streams(_ONE + b'data: {"sequence_number": 6, "delta": "\\ndata: 1"}\n\n'), 7),
     ],
 )
-async def test_a_stream_that_breaks_ends_in_an_error_event(behave):
+async def test_a_stream_that_breaks_ends_in_an_error_event(behave, number):
     async with Rig(decode=[Fake(behave)]) as rig:
-        response = await rig.complete(stream=True)
-        assert response.status_code == 200
-        first, event, data = (line for line in response.text.split("\n") if line)
-        assert (first, event) == ("data: 1", "event: error")
-        error = json.loads(data.removeprefix("data: "))["error"]
-        assert (error["code"], error["phase"]) == ("decode_server_lost", "decode")
-        await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 1)
+        for path in ("completions", "responses"):
+            await until(lambda: rig.is_ready(1))
+            response = await rig.client.post(f"/v1/{path}", json={"stream": True})
+            assert response.status_code == 200
+            first, *_, event, data = (line for line in response.text.split("\n") if line)
+            assert (first, event) == ("data: 1", "event: error")
+            told = json.loads(data.removeprefix("data: "))
+            error = told["error"]
+            assert (error["code"], error["phase"]) == ("decode_server_lost", "decode")
+        assert ResponseErrorEvent.model_validate(told, strict=True).sequence_number == number
+        await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 
 
 async def test_an_error_event_of_the_decode_server_is_relayed_alone_and_kv_given_back():

@@ -31,7 +31,7 @@ def modules_for(wanted: Wanted, device: torch.device) -> dict[str, Any]:
     hopper = is_sm90a_supported(device)
     if wanted.is_latent:
         backend, sizes = "fa3" if hopper else "fa2", (LATENT_DIM, ROPE_DIM, False)
-        attention = gen_batch_mla_module(backend, q, kv, q, torch.int32, *sizes)
+        attention = gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes)
         return {f"{backend} for latents": attention}
     found = {}
     for window, soft_cap in wanted.kinds:

@@ -1,22 +1,27 @@
 """Multi-head latent attention over FlashInfer's kernels: DeepSeek's latent of 512 + 64 elements.
 
-One kernel serves prefill and decode; it takes latents in place, whatever the layout.
+One kernel serves prefill and decode; it takes latents in place, whatever the layout. It reads 16
+bits: of a pool in FP8, a layer's blocks that a step reads are widened before it reads them, into a
+copy that all layers share.
 """
 
 from typing import Any
 
 import flashinfer
+import numpy as np
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention.base import AttentionBatch, Kind, Pages
-from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
+from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
+from attention.kernels.latents import widen
 from attention.kernels.store import store
-from attention.proofs import prove_storing
+from attention.proofs import prove_storing, prove_widening
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
+from kvcache import fp8
 from kvcache.pool import KVPool
 
 
@@ -26,10 +31,16 @@ class FlashInferMLABackend(FlashInferBase):
     def __init__(self, pool: KVPool, **options: Any) -> None:
         super().__init__(pool, **options)
         latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
-        self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
         # [B, 9, N, 64]: as if heads, of which the store kernel knows
         self._parts = [_in_parts(rows).transpose(1, 2) for rows in latents]
-        prove_storing((self._parts[0],), (1.0,), self.dtype)
+        prove_storing((self._parts[0],), (pool.scale(0, 0),), self.dtype)
+        self._latents, self._wide = latents, None
+        if self.kv_dtype is fp8.DTYPE:
+            self._wide = torch.zeros(latents[0].shape, dtype=self.dtype, device=self.device)
+            prove_widening(latents[0], self._wide)
+            latents = [self._wide] * len(latents)
+        self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
+        self._read = (torch.empty(0), torch.empty(0))  # the step's blocks and their number
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
@@ -47,6 +58,10 @@ class FlashInferMLABackend(FlashInferBase):
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
         pages = batch.pages(self.block_size)
+        if self._wide is not None:
+            listed = np.concatenate((pages.indices, pages.indptr[-1:]))
+            read = pinned(listed.astype(np.int32)).to(self.device, non_blocking=True)
+            self._read = read, read[-1:]
         with self.planning():
             self._plan(self._eager, batch, pages)
 
@@ -87,13 +102,18 @@ class FlashInferMLABackend(FlashInferBase):
     def plan_captured_kernel(
         self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
+        buffers = self._buffers[kind]
+        self._read = buffers.indices, buffers.indptr[batch.num_seqs :]
         self._plan(kernel, batch, pages)
 
     def forward_latent(
         self, layer: int, q_latent: Tensor, q_rope: Tensor, latent: Tensor,
         *, lse: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        store(_in_parts(latent), None, self.slots, (self._parts[layer],))
+        scale = self.pool.scale(layer, 0)
+        store(_in_parts(latent), None, self.slots, (self._parts[layer],), (scale,))
+        if self._wide is not None:
+            widen(self._latents[layer], self._wide, *self._read, scale)
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
         wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}

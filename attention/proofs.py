@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Kind, Pages, Turn
+from attention.kernels.latents import widen
 from attention.kernels.store import store
 from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
@@ -49,6 +50,24 @@ def prove_decoding(
         return None if found < _TOLERANCE else f"deviates by {found:.2g}"
 
     _prove("decodes", most)
+
+
+def prove_widening(latents: Tensor, wide: Tensor) -> None:
+    """Of FP8, both [B, N, 576]; see `widen`.
+
+    Raises:
+        UnsupportedPool: something else is read.
+    """
+
+    def wrongly_read() -> str | None:
+        null, one = (torch.tensor([n], dtype=torch.int32, device=wide.device) for n in (0, 1))
+        with _borrowed([latents]) as (block,):
+            block.copy_(torch.randn(block.shape, device=wide.device))
+            widen(latents, wide, null, one, _SCALES[0])
+            wrong = (wide[0].float() != block.float() * _SCALES[0]).sum()
+        return f"deviates in {int(wrong)} elements" if wrong else None
+
+    _prove("reads latents of FP8", wrongly_read)
 
 
 def _prove(verb: str, proof: Callable[[], str | None]) -> None:

@@ -74,13 +74,20 @@ def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
         raise _refused(f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use")
 
 
+def copied_bytes(name: str, wanted: Wanted, block_size: int) -> int:
+    """Of a block of a pool, what the backend `name` keeps besides: one layer's latents of FP8 in
+    the queries' 16 bits."""
+    if not wanted.is_latent or wanted.kv_dtype != FP8 or chosen(name, wanted.device) == "torch":
+        return 0
+    return 2 * block_size * wanted.head_dim
+
+
 def _refused(why: str) -> UnsupportedPool:
     return UnsupportedPool(f"attention_backend flashinfer {why} --attention-backend torch")
 
 
 def _check_dtypes(wanted: Wanted) -> None:
-    kv_dtypes = [wanted.dtype] if wanted.is_latent else [wanted.dtype, FP8]
-    if wanted.dtype in _DTYPES and wanted.kv_dtype in kv_dtypes:
+    if wanted.dtype in _DTYPES and wanted.kv_dtype in (wanted.dtype, FP8):
         return
     kind = "latents" if wanted.is_latent else "KV"
     other_kv = " and --kv-cache-dtype auto" if wanted.kv_dtype == FP8 else ""

@@ -35,7 +35,7 @@ from torch.utils.benchmark import Timer
 
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
-from engine.worker.memory import size_pool
+from engine.worker.memory import block_bytes, size_pool
 from engine.worker.rehearsal import kv_budget_bytes
 from engine.worker.runner import ModelRunner
 from kvcache.blocks import NULL_BLOCK
@@ -217,7 +217,7 @@ def _start(
     runner = ModelRunner(_engine_config(args), config, ranks)
     size = size_pool(
         runner.config,
-        block_bytes=runner.layout(num_blocks=2).block_bytes,
+        block_bytes=block_bytes(runner.config, config),
         model_max_len=config.max_position,
         free_bytes=kv_budget_bytes(runner) if runner.device.type == "cuda" else 2**30,
         groups=runner.groups,

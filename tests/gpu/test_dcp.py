@@ -12,6 +12,7 @@ _GROUPS = {
     "KV heads for each rank": (2, gpu_shape(num_kv_heads=4, num_q_heads=8)),
     "four ranks": (4, gpu_shape(num_kv_heads=2, num_q_heads=16)),
     "latents": (2, latents(num_q_heads=16)),
+    "latents of 8 bits": (2, in_8_bits(latents(num_q_heads=16))),
     "8 bits": (2, in_8_bits(gpu_shape(num_kv_heads=4, num_q_heads=8))),
 }
 

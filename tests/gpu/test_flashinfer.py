@@ -67,6 +67,9 @@ SHAPES = {
     **{name: gpu_shape(num_q_heads=6, layers=layers) for name, layers in plain.SPECIAL.items()},
     **{f"latents, {order}, {heads} heads": latents(order=order, num_q_heads=heads)
        for order in ("BHLCND", "LCBHND", "LBCNHD") for heads in (4, 16)},
+    **{f"latents of 8 bits, {order}, blocks of {size}, {heads} heads":
+       latents(order=order, num_q_heads=heads, block_size=size, kv_dtype=FP8, scales=(0.02, 0.5))
+       for order, size, heads in (("BHLCND", 16, 4), ("LCBHND", 64, 16), ("LBCNHD", 48, 128))},
 }  # fmt: skip
 
 LENS = [70, 300, 17, 1, 40]
@@ -294,7 +297,6 @@ def test_the_workspace_is_what_prompts_need_or_more(num_kv_heads, num_cached, nu
     [
         (gpu_shape(dtype="float32"), r"float32.*--dtype bfloat16"),
         (gpu_shape(device="cpu"), r"GPU memory only"),
-        (latents(kv_dtype=FP8), r"latents of float8_e4m3fn.*--attention-backend torch"),
     ],
 )
 def test_what_the_kernels_lack_is_refused(shape, message):

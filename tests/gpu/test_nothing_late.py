@@ -106,6 +106,7 @@ def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
         pytest.param("gqa", _FP8, _FP8, id="fp8"),
         pytest.param("gqa", (*_FP8, *_NHD), ("--kv-convert",), id="fp8 to bfloat16"),
         pytest.param("mla", (), (), id="latents"),
+        pytest.param("mla", _FP8, _FP8, id="latents, fp8"),
         pytest.param("moe", (), (), id="experts"),
         pytest.param("gqa", _TWO, _TWO, id="tp 2", marks=_gpus(2)),
         pytest.param("gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)),

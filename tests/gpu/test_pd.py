@@ -57,6 +57,7 @@ _CELLS = [
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_FP8), id="fp8"),
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"),
     pytest.param("mla", _NHD, _ONE, id="latents, NHD blocks of 16"),
+    pytest.param("mla", on_gpus(options=_FP8), on_gpus("0", 16, options=_FP8), id="latents, fp8"),
     pytest.param("moe", _NHD, _EXPERTS, id="experts, NHD blocks of 16"),
     pytest.param("moe", _EXPERTS, _TWO, id="experts, tp 1 to 2", marks=_gpus(2)),
     pytest.param("moe", _TWO, on_gpus("1"), id="experts, tp 2 to 1", marks=_gpus(2)),

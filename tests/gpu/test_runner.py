@@ -129,9 +129,8 @@ def assert_same_but_for_ties(
 def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(name, backend, bits):
     options: dict[str, Any] = {}
     if bits == 8:
-        if "mla" in name:
-            pytest.skip("latents are not read in 8 bits")
-        scales = [0.03] * 2 * load_config(MODELS[name]).num_layers
+        model = load_config(MODELS[name])
+        scales = [0.03] * model.kv_components * model.num_layers
         options = {"kv_cache_dtype": "float8_e4m3fn", "scales": scales}
     with runner_for(MODELS[name], **options) as runner:
         assert runner.graphs is not None

@@ -6,6 +6,7 @@ FlashInfer, whose place something takes that does nothing.
 
 import importlib
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -23,8 +24,9 @@ from tests.attention import reference as plain
 from tests.rigs.examples import examples
 from tests.rigs.interpreted import interpreter
 
-dcp, decode, storing = (
-    importlib.import_module(f"attention.kernels.{name}") for name in ("dcp", "decode", "store")
+dcp, decode, latents_of, storing = (
+    importlib.import_module(f"attention.kernels.{name}")
+    for name in ("dcp", "decode", "latents", "store")
 )
 SCALES = (0.02, 0.5, 0.003, 1.0)
 
@@ -153,6 +155,20 @@ def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed,
     assert torch.equal(*(each.tensor.view(torch.uint8) for each in (pool, expected)))
 
 
+@pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "BNHLCD"])
+@pytest.mark.parametrize("block_size", [1, 16, 40])
+def test_listed_latents_are_widened_and_no_others(block_size, order):
+    pool = KVPool(KVLayout(order, 6, 1, 2, 1, block_size, 576, plain.FP8), "cpu", (0.5, 0.3))
+    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    wide, listed = torch.full((6, block_size, 576), 7.0).bfloat16(), torch.tensor([3, 1, 3, 5])
+    expected = wide.clone()
+    stored = pool.component(1, 0)[:, 0]
+    for block in (1, 3):
+        expected[block] = (stored[block].float() * 0.3).bfloat16()
+    latents_of.widen(stored, wide, listed.int(), torch.tensor([3, 0]).int(), pool.scale(1, 0))
+    assert torch.equal(wide, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "own_heads", "dim"), [(2, 3, 64), (4, 1, 96)])
 def test_what_ranks_found_apart_is_put_together(size, own_heads, dim, dtype):
@@ -174,7 +190,8 @@ def test_a_kernel_that_does_not_prove_itself_is_refused(monkeypatch):
     latents = plain.Shape(
         dtype="bfloat16", num_q_heads=4, num_kv_heads=1, head_dim=576, rope_dim=64
     )
-    for shape in (eight_bits(num_q_heads=4, num_kv_heads=1), latents):
+    small_latents = replace(latents, kv_dtype=plain.FP8)
+    for shape in (eight_bits(num_q_heads=4, num_kv_heads=1), latents, small_latents):
         pool = plain.make_pool(shape)
         before = pool.tensor.clone().view(torch.uint8)
         plain.make(shape, "flashinfer", pool=pool)
@@ -190,6 +207,10 @@ def test_a_kernel_that_does_not_prove_itself_is_refused(monkeypatch):
         monkeypatch.setattr(decode, "attend", wrong)
         with pytest.raises(UnsupportedPool, match=f"decodes {told}.*--attention-backend torch"):
             plain.make(shape, "flashinfer")
+    with monkeypatch.context() as patch:
+        patch.setattr("attention.proofs.widen", lambda *args, **named: None)
+        with pytest.raises(UnsupportedPool, match=r"reads latents .*--attention-backend torch"):
+            plain.make(small_latents, "flashinfer")
     monkeypatch.setattr("attention.proofs.store", lambda *args, **named: None)
     for shape in (eight_bits(), plain.Shape(dtype="float16"), latents):
         with pytest.raises(UnsupportedPool, match=r"deviates .* --attention-backend torch"):

@@ -31,6 +31,7 @@ def test_kernels_compile_and_fit(capability):
     wanted = {"_attend", "_merge", "_rotate_and_store", "_rms_norm", "_one_row", "_multiply"}
     assert wanted <= kernels
     assert ("_grouped" in kernels) == (capability == 90)
+    assert ("_widen" in kernels) == (capability >= 89)
 
 
 def _compile_for(capability: int) -> None:
@@ -66,10 +67,13 @@ def _attention(dtype, kv_dtype, dim) -> None:
 
     from attention import pieces
     from attention.base import Kind, Pages, Turn
-    from attention.kernels import store
+    from attention.kernels import latents, store
 
     caches = tuple(torch.zeros(6, 2, 16, dim).to(kv_dtype) for _ in range(2))
     q, k, v = (torch.zeros(3, heads, dim, dtype=dtype) for heads in (8, 2, 2))
+    if kv_dtype != dtype:
+        small, wide = (torch.zeros(6, 16, 576, dtype=each) for each in (kv_dtype, dtype))
+        latents.widen(small, wide, torch.zeros(3).int(), torch.ones(1).int(), 0.5)
     slots, norms = torch.zeros(3, dtype=torch.int32), (torch.ones(dim), torch.ones(dim))
     turn = Turn(torch.zeros(3, dim), norms, 1e-6)
     store.store(k, v, slots, caches, (0.5, 0.25), q=q, turn=turn, read_back=True)

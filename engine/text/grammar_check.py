@@ -32,7 +32,7 @@ _QUICK_CPU_S = 0.1
 _NUM_QUICK = 4
 _NUM_SLOW = 1
 _MAX_KNOWN = 8192  # more than a request can have
-_MAX_WAIT_S = 10.0  # for a turn
+_MAX_WAIT_S = 10.0  # for a turn, and for a child to begin
 _START_TIMEOUT_S = 60.0  # of the process; it takes a second for a large vocabulary
 
 
@@ -126,9 +126,7 @@ class GrammarChecker:
                 told = "Too many schemas and grammars are being compiled; try again soon."
                 raise Overloaded(told) from None
             try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._try(left, cpu_s)
+                await self._try(left, cpu_s)
             finally:
                 turns.release()
             left = self._unknown(left)
@@ -150,22 +148,24 @@ class GrammarChecker:
         return [g for g, known in zip(all_guided, verdicts, strict=True) if known is None]
 
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
-        """Remembers the verdicts that come, until a grammar is too much for the child."""
+        """Remembers the verdicts that come in time, until a grammar is too much for the child."""
         asked = Try([guided.grammar for guided in all_guided], MEMORY_BYTES, cpu_s, self._timeout_s)
         reader, writer = await self._child(asked)
         try:
-            for guided in all_guided:
-                if not (line := await _line(reader)):
-                    return
-                self._known[_key(guided.grammar)] = msgspec.json.decode(line, type=Verdict)
-                self._unknown([guided])  # a mistake is told before the next one is tried
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    for guided in all_guided:
+                        if not (line := await _line(reader)):
+                            return
+                        self._known[_key(guided.grammar)] = msgspec.json.decode(line, type=Verdict)
+                        self._unknown([guided])  # a mistake is told before the next one is tried
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         finally:
             writer.transport.abort()
 
     async def _child(self, asked: Try) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A new child that has begun; of a new process where the old one was killed."""
+        """A new child that has begun; of a new process where the old one was killed or hangs."""
         for _ in range(2):
             await self.start()
             process, control = self._process, self._control
@@ -174,10 +174,11 @@ class GrammarChecker:
             with theirs, contextlib.suppress(OSError):  # nobody is there: ours reads as ended
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
-            has_begun = False
+            has_begun = b""
             try:
                 writer.write(line_of(asked))
-                has_begun = bool(await _line(reader))
+                with contextlib.suppress(TimeoutError):
+                    has_begun = await asyncio.wait_for(_line(reader), _MAX_WAIT_S)
             finally:
                 if not has_begun:
                     writer.transport.abort()

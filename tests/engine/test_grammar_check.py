@@ -4,7 +4,6 @@ refused in time, and hold up nobody else's."""
 import asyncio
 import contextlib
 import json
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar
 from protocol.openai.structured import GuidedDecoding
+from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import saying, serving
 
@@ -87,11 +87,13 @@ async def test_others_get_their_turn_beside_slow_ones(tokenizer):
         assert {type(error) for error in refused} <= {InvalidRequest, Overloaded}
 
 
-async def test_a_killed_process_is_replaced(tokenizer):
-    async with checking(tokenizer, 30.0) as checker:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_is_gone_or_hangs_is_replaced(tokenizer, monkeypatch, number):
+    monkeypatch.setattr(grammar_check, "_MAX_WAIT_S", 2.0)
+    async with checking(tokenizer, 2.0) as checker:
         before = checker.pid
         assert before is not None
-        os.kill(before, signal.SIGKILL)
+        stopping.send(before, number)
         await checker.check([regex("a")])
         assert checker.pid != before
 

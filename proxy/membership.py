@@ -8,7 +8,7 @@ have ended; so it is with one that is drained, but that it stays.
 import bisect
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
@@ -332,6 +332,13 @@ class Fleet(Pool):
     # what is heard of them
 
     def polled(self, server: Server, said: Said, started_at: float) -> None:
+        known, channel = server.health, said.side_channel
+        if channel and not (known.ready and known.side_channel == channel):
+            for other in self.of[server.kind]:
+                is_used = other is not server and other.health.ready and other.sources
+                if is_used and other.health.side_channel == channel:
+                    reason = f"it is {other.name}, by another address"
+                    said = replace(said, ready=False, reason=reason)
         self._set(server, health.polled(server.health, said, started_at))
         if said.ready and not server.has_left:
             self._twin(server, said.is_both and bool(server.sources))

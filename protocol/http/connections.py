@@ -183,13 +183,13 @@ class HttpServer(uvicorn.Server):
 
 
 class _Bodies:
-    """Those that are not all there yet, and those whose requests are under way, over all
-    connections."""
+    """Those that are not all there yet, and those of requests under way, over all connections."""
 
     def __init__(self, unfinished_limit_bytes: int, held_limit_bytes: int) -> None:
         self._limit_bytes, self._held_limit_bytes = unfinished_limit_bytes, held_limit_bytes
         self._bytes: dict[_BoundedHttp, int] = {}  # by connection, the first begun first
-        self._total_bytes = self._held_bytes = 0
+        self._total_bytes = 0
+        self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}  # by a request's task
 
     def add(self, connection: "_BoundedHttp", num_bytes: int) -> None:
         """Counts what has come. The first begun is the one to go: a client that sends as fast as it
@@ -209,16 +209,12 @@ class _Bodies:
     def hold(self, num_bytes: int) -> None:
         """Counts a whole body until the running task, its request's, has ended. Raises QueueFull
         where there are too many; if there is none, any may come."""
-        if self._held_bytes and self._held_bytes + num_bytes > self._held_limit_bytes:
-            told = f"requests of {self._held_bytes} bytes are under way (--max-held-bytes)"
-            raise errors.QueueFull(f"{told}; send it again")
-        request = asyncio.current_task()
-        assert request is not None
-        self._held_bytes += num_bytes
-        request.add_done_callback(lambda _: self._let_go(num_bytes))
-
-    def _let_go(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
+        held = sum(self._held_bytes.values())
+        if held and held + num_bytes > self._held_limit_bytes:
+            raise errors.QueueFull(f"requests of {held} bytes are under way (--max-held-bytes)")
+        if request := asyncio.current_task():
+            self._held_bytes[request] = num_bytes
+            request.add_done_callback(self._held_bytes.pop)
 
 
 class _BoundedHttp(HttpToolsProtocol):
@@ -239,8 +235,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        known: dict[object, object] = {"transport": self.transport, "refusal": None}
-        known["bodies"] = self.bodies
+        known: dict[object, object] = {"transport": self.transport, "bodies": self.bodies}
         self.scope["extensions"] = {_CONNECTION: known}
 
     def on_header(self, name: bytes, value: bytes) -> None:

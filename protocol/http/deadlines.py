@@ -24,14 +24,11 @@ class Countdown:
     between any two of which the loop has looked; a last part that was late is repeated once.
     """
 
-    __slots__ = ("_callback", "_left", "_loop", "_part_s", "_timer")
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
     ) -> None:
-        self._loop = loop
+        self._loop, self._callback = loop, callback
         self._part_s = timeout_s / _PARTS
-        self._callback = callback
         self._left = _PARTS
         self._timer = loop.call_later(self._part_s, self._part_is_over)
 

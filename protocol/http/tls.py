@@ -10,6 +10,7 @@ from protocol.settings.options import AccessOptions
 logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 60.0
+_trusted: dict[str, ssl.SSLContext] = {}  # by file; whoever connects has one of these
 
 
 class Certificate:
@@ -21,6 +22,7 @@ class Certificate:
 
     def __init__(self, options: AccessOptions) -> None:
         self._files = [file for file in (options.tls_cert, options.tls_key) if file]
+        self._ca_file = options.tls_ca
         self._newest = _load(*self._files) if self._files else None
         self.scheme = "https" if self._files else "http"
 
@@ -36,13 +38,16 @@ class Certificate:
         return {"ssl_context_factory": lambda *_: first}
 
     async def keep_new(self, interval_s: float = RENEW_INTERVAL_S) -> None:
-        """New connections get what is in the files by then, unless it is wrong."""
-        while self._newest is not None:
+        """New connections get what is in the files by then, --tls-ca's too, unless it is wrong."""
+        while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
             try:
-                self._newest = await asyncio.to_thread(_load, *self._files)
+                if self._ca_file:
+                    await asyncio.to_thread(trusted, self._ca_file)
+                if self._files:
+                    self._newest = await asyncio.to_thread(_load, *self._files)
             except ValueError as error:
-                logger.error("the certificate stays as it was: %s", error)
+                logger.error("what TLS uses stays as it was: %s", error)
 
 
 def _load(cert: str, key: str) -> ssl.SSLContext:
@@ -59,10 +64,14 @@ def _load(cert: str, key: str) -> ssl.SSLContext:
 
 
 def trusted(ca_file: str | None) -> ssl.SSLContext:
-    """For connections to servers that `ca_file`, or the system's store, vouches for. Raises
-    ValueError if it cannot be used."""
+    """For connections to servers that `ca_file`, as it was at any call, or the system's store
+    vouches for. Raises ValueError if it cannot be used."""
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        if ca_file is None:
+            return ssl.create_default_context()
+        context = _trusted.setdefault(ca_file, ssl.create_default_context(cafile=ca_file))
+        context.load_verify_locations(ca_file)
+        return context
     except OSError as error:
         fix = "give a PEM file of authorities"
         raise ValueError(f"--tls-ca {ca_file}: {_why(error)}; {fix}") from None

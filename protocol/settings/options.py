@@ -335,8 +335,7 @@ class ListenOptions(AccessOptions):
     """most of all request bodies together that are not all there yet (bytes); beyond it the one
     that began first is refused"""
     max_held_bytes: int = Field(2**30, ge=1)
-    """most of all request bodies together whose requests are under way (bytes); what comes then is
-    refused with 429"""
+    """most of the bodies of all requests under way (bytes); what comes then is refused with 429"""
     client_timeout_s: Seconds = 60.0
     """how long a client may neither send nor read what is due (s)"""
     request_timeout_s: Seconds | None = None

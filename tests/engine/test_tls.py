@@ -3,6 +3,7 @@ may show."""
 
 import asyncio
 import json
+import shutil
 import ssl
 import subprocess
 from pathlib import Path
@@ -131,15 +132,14 @@ async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(token
 
 async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, caplog):
     cert, key = made(tmp_path, "old")
-    certificate = Certificate(AccessOptions(**tls((cert, key))))
+    ca = str(shutil.copy(cert, tmp_path / "ca"))
+    certificate, verified = Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca)), trusted(ca)
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
     server = await asyncio.start_server(lambda _, w: w.close(), "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
 
     async def served() -> bytes:
-        stranger = ssl.create_default_context()
-        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=stranger)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verified)
         found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         writer.close()
         return bytes(found)
@@ -151,6 +151,7 @@ async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, 
     old = pem(cert)
     assert await served() == old
     new_cert, new_key = made(tmp_path, "new")
+    shutil.copy(new_cert, ca)
     Path(new_cert).replace(cert)
     await until(lambda: "stays as it was" in caplog.text)
     assert await served() == old

@@ -29,9 +29,9 @@ SECRET = "the secret of these servers"
 BODY = {"prompt": "p", "max_tokens": 7, "temperature": 0}
 
 
-def fake(behave: Behave, name: str = "engine", **told: Any) -> Fake:
-    channel = {"engine_id": name, "incarnation": "i", "side_channel_host": "h"}
-    return Fake(behave, told={**channel, "side_channel_port": 5, "subscribes": 1, **told})
+def fake(behave: Behave, name: str = "", **told: Any) -> Fake:
+    own = {"engine_id": name or str(time.monotonic_ns()), "incarnation": "i", "subscribes": 1}
+    return Fake(behave, told={**own, "side_channel_host": "h", "side_channel_port": 5, **told})
 
 
 def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:

@@ -200,10 +200,6 @@ def test_kinds_do_not_mix_and_servers_tried_before_are_left_out():
     assert fleet.choose(Kind.PREFILL) == p1
 
 
-def test_a_url_given_twice_is_one_server():
-    assert [str(server) for server in fleet_of("aba").servers] == ["prefill-0 a", "prefill-1 b"]
-
-
 def test_changes_of_readiness_and_of_what_bars_it_are_told_once():
     told: list[tuple[bool, bool, str]] = []
     watch = Watch(on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason)))

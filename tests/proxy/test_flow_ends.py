@@ -50,8 +50,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(behave, number):
             first, *_, event, data = (line for line in response.text.split("\n") if line)
             assert (first, event) == ("data: 1", "event: error")
             told = json.loads(data.removeprefix("data: "))
-            error = told["error"]
-            assert (error["code"], error["phase"]) == ("decode_server_lost", "decode")
+            assert [told["error"][n] for n in ("code", "phase")] == ["decode_server_lost", "decode"]
         assert ResponseErrorEvent.model_validate(told, strict=True).sequence_number == number
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 

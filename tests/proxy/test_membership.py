@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ModelNotFound
-from proxy.health import LONG_SILENCE, MAX_PAUSE, Health, Said, pause_s, polled, silent
+from proxy.health import LONG_SILENCE, MAX_PAUSE, Health, Said, SideChannel, pause_s, polled, silent
 from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
 
@@ -95,6 +95,20 @@ def test_a_server_of_both_roles_is_a_member_of_both_kinds_as_long_as_it_is_one(k
     says(both)
     fleet.leave(server, "listed")
     assert members() == []
+
+
+def test_a_url_given_twice_is_one_server_and_one_of_two_addresses_is_given_requests_at_one():
+    fleet = Fleet({Kind.DECODE: "aba"})
+    first, second = fleet.servers
+    assert list(map(str, fleet.servers)) == ["decode-0 a", "decode-1 b"]
+    said = Said(True, side_channel=SideChannel("engine", "start", "host", 1))
+    for server in (first, second, first, second):
+        fleet.polled(server, said, 0.0)
+        assert fleet.ready(Kind.DECODE) == [first]
+    assert second.health.reason == "it is decode-0, by another address"
+    fleet.leave(first, "listed")
+    fleet.polled(second, said, 0.0)
+    assert fleet.ready(Kind.DECODE) == [second]
 
 
 def test_who_answers_nothing_for_a_while_is_asked_less_often():

@@ -37,7 +37,6 @@ async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
 @pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
 async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(error, is_told):
     told: list[bool] = []
-
     fleet = Fleet(DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long)))
     (server,) = fleet.servers
     fleet.polled(server, Said(True), 0.0)

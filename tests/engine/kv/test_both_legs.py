@@ -53,18 +53,13 @@ def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair):
     assert pair.answer(theirs) == expected_output(PROMPT, 6)
 
 
-def test_a_token_drawn_otherwise_is_drawn_again(pair):
-    """A router between the two has changed P's body: only the KV is used."""
-    _, name = pair.both(PROMPT, p_sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0))
-    assert pair.answer(name) == expected_output(PROMPT, 6)
-    assert pair.d.kv(name) == (44, 1, 0)
-    assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1
-
-
-def test_of_a_reference_that_cannot_be_read_the_kv_is_used(pair, monkeypatch):
-    """P has another version: that must not end the engine, and with it all streams."""
-    monkeypatch.setattr("engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"})
-    _, name = pair.both(PROMPT)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_of_a_token_drawn_otherwise_or_told_unreadably_the_kv_is_used(pair, monkeypatch, is_read):
+    """A router has changed P's body. Or P has another version, which must not end all streams."""
+    changed = {"p_sampling": SamplingParams(temperature=0.0, repetition_penalty=2.0)}
+    if not is_read:
+        monkeypatch.setattr("engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"})
+    _, name = pair.both(PROMPT, **(changed if is_read else {}))
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name) == (44, 1, 0)
     assert pair.d.core.stats()["baton_kv_first_tokens_redrawn"] == 1

@@ -23,8 +23,9 @@ class Grammar(msgspec.Struct, frozen=True):
     kind: GrammarKind
     text: str = ""
     allowed: tuple[int, ...] = ()  # the tokens that may be drawn; none: all of them
-    # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>.
-    reasoning: Literal["", "open", "perhaps"] = ""
+    # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>;
+    # "harmony": in messages of gpt-oss, and the output is the final one.
+    reasoning: Literal["", "open", "perhaps", "harmony"] = ""
     banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
     # What calls of tools begin with, texts and special tokens: one may come instead, then anything.
     calls: tuple[str | int, ...] = ()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from engine.http.request_stats import ServerMetrics
-from engine.http.text_encoder import TextEncoder
+from engine.http.text_encoder import TextEncoder, check_parsers
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
@@ -114,7 +114,9 @@ class Api:
         fingerprint: str | None = None,
         generation_config: GenerationConfig | None = None,
     ) -> None:
-        """What is known once the model's files were read."""
+        """What is known once the model's files were read. Raises ValueError where they have not
+        what an option needs."""
+        check_parsers(self.settings, tokenizer)
         self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self.generation_config = generation_config or GenerationConfig()
         self.texts = TextEncoder(tokenizer)

@@ -9,6 +9,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from engine.text.detokenizer import StopFinder, create_detokenizer
+from engine.text.harmony import HarmonyParser, head_of, tags_of
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
@@ -58,12 +59,16 @@ class PromptGeneration:
         self._found: list[TokenLogprobs | None] = []
         self._told: tuple[list[Any] | None, str, list[TokenReport] | None] | None = None
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
-        begins = reasoning_begins(reasoning_parser, request, add.token_ids, tokenizer)
+        options = reasoning_parser, tool_call_parser
+        begins = reasoning_begins(*options, request, add.token_ids, tokenizer)
+        if begins == "harmony":
+            tool_call_parser, head = begins, head_of(add.token_ids, tokenizer)
+            how_told = head, tags_of(tokenizer), tools.mode == "auto"
         self.choices = []
         for index in range(first, first + add.num_choices):
             how = tool_call_parser, tokenizer.chat_template, f"{answer_id}-{index}"
             parser = create_tool_parser(tools, *how)
-            thinks = ReasoningParser(begins)
+            thinks = HarmonyParser(*how_told) if begins == "harmony" else ReasoningParser(begins)
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
@@ -283,7 +288,10 @@ class ChoiceStream:
         self.num_tokens += 1
         self._last_id = token_id
         piece.token_ids.append(token_id)
-        text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
+        if tag := self._reasoning.tags.get(token_id):
+            text = self._detokenizer.flush() + tag
+        else:
+            text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
         if logprobs is not None:
             self._sum_logprobs += logprobs.logprob
             if piece.logprobs is not None:
@@ -291,8 +299,9 @@ class ChoiceStream:
                 report = self._prompt.report(token_id, logprobs, num_top, self._offset)
                 piece.logprobs.append(report)
         self._offset += len(text)
-        thinks = not self._reasoning.is_over
-        if self.num_tokens > self._request.min_tokens:  # else no stop string begins or ends in it
+        thinks = self._reasoning.may_think
+        # Before min_tokens no stop string begins or ends, nor in what the client does not see.
+        if self.num_tokens > self._request.min_tokens and not self._reasoning.is_in_head:
             text, self.stop_found = self._stops.push(text)
         self._write(piece, text)
         self.num_reasoning += thinks and self._reasoning.is_inside

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.http.limits import too_long
+from engine.text.harmony import MESSAGE, head_of, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import call_beginnings
@@ -44,6 +45,13 @@ _HOW_TO_CALL = {
 }
 
 
+def check_parsers(settings: EngineSettings, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where the options name what the model cannot write."""
+    named = settings.reasoning_parser, settings.tool_call_parser
+    if "harmony" in named and not tags_of(tokenizer):
+        raise ValueError("harmony as parser: the model has no token <|channel|>; take another")
+
+
 def given_texts(parsed: GenerationRequest) -> list[str | None]:
     """Each prompt as the client wrote it; None where it is ids, or a chat's."""
     if not isinstance(parsed, CompletionRequest):
@@ -61,9 +69,13 @@ def grammar_of(
     """`grammar` with the reasoning that may go before it and the calls that may take its place, and
     with what the request says of single tokens and words."""
     if grammar is not None:
-        begins = reasoning_begins(settings.reasoning_parser, parsed, prompt_ids, tokenizer)
+        options = settings.reasoning_parser, settings.tool_call_parser
+        begins = reasoning_begins(*options, parsed, prompt_ids, tokenizer)
         tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
-        calls = call_beginnings(tools, settings.tool_call_parser, tokenizer)
+        is_harmony = begins == "harmony"
+        calls = call_beginnings(tools, "harmony" if is_harmony else options[1], tokenizer)
+        if is_harmony and MESSAGE in head_of(prompt_ids, tokenizer):
+            begins, calls = None, ()  # the final message has begun
         grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
     banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
     if not (parsed.allowed_token_ids or banned):

@@ -40,6 +40,7 @@ class ChatTemplate:
         self.source: str = source + (tool_use.source if tool_use else "")
         self._knows_developer = "developer" in self.source
         self.knows_tools = "tools" in self.source
+        self.is_harmony = "<|channel|>" in self.source  # gpt-oss: see engine/text/harmony.py
 
     def render(
         self,

@@ -125,6 +125,16 @@ def _to_llguidance(grammar: Grammar) -> str:
 
 _BLANKS = r"/[ \n\r\t]{0,4}/"
 _THOUGHTS = {"": "", "open": "thoughts ", "perhaps": f'{_BLANKS} ("<think>" thoughts)? '}
+# Of gpt-oss: tags are tokens, and a call's recipient stands before its channel or behind it.
+_HARMONY = r"""start: (<|start|> "assistant")? thought* said
+thought: <|channel|> "analysis" <|message|> /(.|\n)*/ <|end|> <|start|> "assistant"
+said: <|channel|> "final" type <|message|> @answer%s
+type: (" "? <|constrain|> /[a-z]+/)?
+"""
+_HARMONY_CALL = r"""
+call: (to channel | channel to) /( [a-z]+)?/ type <|message|> /(.|\n)*/
+channel: <|channel|> /analysis|commentary/
+to: """
 
 
 def _with_others(source: str, grammar: Grammar) -> str:
@@ -132,12 +142,15 @@ def _with_others(source: str, grammar: Grammar) -> str:
     if not (grammar.reasoning or grammar.calls):
         return source
     tags = [json.dumps(tag) if isinstance(tag, str) else f"<[{tag}]>" for tag in grammar.calls]
-    calls = f" | {_BLANKS} ({' | '.join(tags)}) /(.|\\n)*/" if tags else ""
     is_lark = not source.lstrip().startswith("{")
     first, *others = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
-    lark = f"start: {_THOUGHTS[grammar.reasoning]}said\nsaid: @answer{calls}\n" + (
-        'thoughts: until_end /[ \\n\\r\\t]{0,8}/\nuntil_end[suffix="</think>"]: /(.|\\n)*/'
-    )
+    if grammar.reasoning == "harmony":
+        lark = _HARMONY % (" | call" + _HARMONY_CALL + " | ".join(tags) if tags else "")
+    else:
+        calls = f" | {_BLANKS} ({' | '.join(tags)}) /(.|\\n)*/" if tags else ""
+        lark = f"start: {_THOUGHTS[grammar.reasoning]}said\nsaid: @answer{calls}\n" + (
+            'thoughts: until_end /[ \\n\\r\\t]{0,8}/\nuntil_end[suffix="</think>"]: /(.|\\n)*/'
+        )
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 

@@ -4,6 +4,7 @@ A chat template may write the first tag itself, or both for a model that is not 
 prompt ends with it. Blanks around the two texts belong to neither. Each character is read once.
 """
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 from engine.text.detokenizer import overlap
@@ -11,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
 from protocol.openai.sampling import GenerationRequest
 
-Begins = Literal["open", "perhaps"]
+Begins = Literal["open", "perhaps", "harmony"]
 
 OPEN, CLOSE = SPECIAL_TAGS = ("<think>", "</think>")
 _TAIL_TOKENS = 16  # of a prompt, which hold a tag and blanks
@@ -20,17 +21,25 @@ _OPENS: Final[dict[str, Begins]] = {"deepseek_r1": "open", "qwen3": "perhaps"}
 
 
 def reasoning_begins(
-    option: str, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer
+    option: str,
+    calls_option: str,
+    request: GenerationRequest,
+    prompt_ids: list[int],
+    tokenizer: Tokenizer,
 ) -> Begins | None:
-    """Whether an answer is in its reasoning from the start, or may begin one; None: it has none.
+    """Whether an answer is in its reasoning from the start, or may begin one; None: it has none;
+    harmony: its reasoning and its calls are as engine/text/harmony.py reads them.
 
     Args:
         option: `--reasoning-parser`; auto: the tags, where the chat template knows them.
+        calls_option: `--tool-call-parser`.
     """
     if option == "none" or not isinstance(request, ChatRequest):
         return None
+    options, template = {option, calls_option}, tokenizer.chat_template
+    if "harmony" in options or (options == {"auto"} and template and template.is_harmony):
+        return "harmony"
     if option == "auto":
-        template = tokenizer.chat_template
         option = "qwen3" if template is not None and CLOSE in template.source else ""
     if not option:
         return None
@@ -54,6 +63,9 @@ class ReasoningParser:
         is_inside: the first tag is there, or will not come.
     """
 
+    tags: Mapping[int, str] = {}  # the tokens that are tags, and what they are in the text
+    is_in_head = False  # what comes is neither reasoning nor answer
+
     def __init__(self, begins: Begins | None) -> None:
         self.is_over = begins is None
         self._begins = begins
@@ -61,6 +73,11 @@ class ReasoningParser:
         self._blanks: list[str] = []  # that a text may follow
         self._has_text = False  # of the part that is being read
         self._tail = ""  # the beginning of a tag, perhaps
+
+    @property
+    def may_think(self) -> bool:
+        """Whether what comes may be of the reasoning."""
+        return not self.is_over
 
     def feed(self, text: str) -> tuple[str, str]:
         """What it adds to the reasoning and to the answer."""

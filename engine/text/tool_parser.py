@@ -14,6 +14,7 @@ What models write, by what their chat templates teach them:
     qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
     glm45        text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
     pythonic     [f(a=1), g()]                                  nothing but calls
+    harmony      to=functions.f<|message|>{...}                 as engine/text/harmony.py tells it
     required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
     named        {...}                                          the arguments alone
 
@@ -29,12 +30,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.harmony import END, MESSAGE, START
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_arguments import as_json, call_in, json_of_python, quoted
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
 
 Syntax = Literal[
-    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic"
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic", "harmony"
 ]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -105,7 +107,7 @@ _SHOWN: Final[dict[Syntax, str]] = {
 _BEGINNINGS: Final[dict[Syntax, tuple[str, ...]]] = {
     "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
     "glm45": (_OPEN,), "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
-    "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'),
+    "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'), "harmony": (" to=functions.{}",),
 }  # fmt: skip
 
 # A reader asks for more text wherever it is, and returns what the last type says.
@@ -276,6 +278,20 @@ class ToolParser:
         while (yield from self._call(between)):
             self._ends_call, between = True, _BETWEEN
         yield from self._all_the_rest()
+
+    def _read_harmony(self) -> _Reader[None]:
+        """START name MESSAGE arguments END, and text around them."""
+        is_call = False
+        while True:
+            text, tag, self._text = self._text.partition(END if is_call else START)
+            if is_call:
+                self._tell(text)
+            else:
+                self._parsed.content += text
+            if not tag:
+                self._text = yield
+            elif is_call := not is_call:
+                self._begin_call((yield from self._to(MESSAGE))[:-1])
 
     def _all_the_rest(self) -> _Reader[None]:
         """Is content."""
@@ -463,6 +479,7 @@ _READERS: Final = {
     "qwen3_coder": ToolParser._read_tagged,
     "glm45": ToolParser._read_tagged,
     "pythonic": ToolParser._read_pythonic,
+    "harmony": ToolParser._read_harmony,
     "required": ToolParser._read_json,
     "named": ToolParser._read_named,
 }

@@ -85,11 +85,25 @@ class ModelOptions(ModelName):
         "qwen3_coder",
         "glm45",
         "pythonic",
+        "harmony",
     ] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = "auto"
     """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>
-    to </think>; auto: as qwen3, where the chat template knows these tags"""
+    to </think>; harmony: gpt-oss's channels, calls too; auto: as qwen3 or harmony, where the chat
+    template knows these tags"""
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _is_of_the_calls_format(cls, name: str, info: ValidationInfo) -> str:
+        calls = info.data.get("tool_call_parser", "auto")
+        if "harmony" in (name, calls) and not {name, calls} <= {"harmony", "auto"}:
+            raise ValueError(
+                f"harmony is a format of reasoning and calls alike: {name} cannot go with "
+                f"--tool-call-parser {calls}; give harmony for both, or for neither"
+            )
+        return name
+
     chat_template: str | None = Field(None, min_length=1)
     """file with a Jinja chat template (None: the model's own)"""
     hf_overrides: Annotated[str | None, AfterValidator(_is_object)] = None

@@ -1,8 +1,10 @@
 """Fixtures of the engine's tests."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -13,21 +15,81 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from tests.make_models import ensure_model
 
+# Of the model's own what answers depend on: it refuses and leaves out the same.
+HARMONY_TEMPLATE = """
+{{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") + "<|end|>" }}
+{%- set has_system = messages[0].role in ["developer", "system"] %}
+{%- if has_system or tools %}
+    {{- "<|start|>developer<|message|>" }}
+    {%- if has_system %}{{ messages[0].content }}{% endif %}
+    {%- if tools %}{{ "namespace functions " + tools | tojson }}{% endif %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set turns = messages[1:] if has_system else messages %}
+{%- set called = namespace(name=none) %}
+{%- for message in turns %}
+    {%- if message.role == "assistant" and "tool_calls" in message %}
+        {%- set later = namespace(is_final=false) %}
+        {%- for after in turns[loop.index:] %}
+            {%- if after.role == "assistant" and "tool_calls" not in after %}
+                {%- set later.is_final = true %}
+            {%- endif %}
+        {%- endfor %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception("Cannot pass both content and thinking") }}
+        {%- elif (message.content or message.thinking) and not later.is_final %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" }}
+            {{- (message.content or message.thinking) + "<|end|>" }}
+        {%- endif %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json" }}
+        {{- "<|message|>" + call.arguments | tojson + "<|call|>" }}
+        {%- set called.name = call.name %}
+    {%- elif message.role == "assistant" %}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}
+        {{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}
+        {%- set called.name = none %}
+    {%- elif message.role == "tool" %}
+        {%- if called.name is none %}{{ raise_exception("no tool call before") }}{% endif %}
+        {{- "<|start|>functions." + called.name + " to=assistant<|channel|>commentary" }}
+        {{- "<|message|>" + message.content | tojson + "<|end|>" }}
+    {%- elif message.role == "user" %}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+"""
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and <end>."""
-    folder = tmp_path_factory.mktemp("tokenizer")
+
+def _bytewise(folder: Path, special: Sequence[str], **config: Any) -> Tokenizer:
+    """One token per byte, and special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(["<end>"])
+    inner.add_special_tokens([*special])
     inner.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    config = {"eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, and <end>."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return _bytewise(folder, ["<end>"], eos_token="<end>", chat_template=template)
+
+
+@pytest.fixture(scope="session")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, and gpt-oss's tags; its chat template, without what it says of tools."""
+    folder = tmp_path_factory.mktemp("harmony")
+    tags = "return constrain channel start end message call".split()
+    names = [f"<|{tag}|>" for tag in tags]
+    ends = {"eos_token_id": [256, 262]}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    return _bytewise(folder, names, eos_token=names[0], chat_template=HARMONY_TEMPLATE)
 
 
 @pytest.fixture(params=[0, 1])

@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,10 +16,20 @@ from engine.http.resume import Framing
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
 from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
+from tests.engine.test_harmony import CALL as HARMONY_CALL
+from tests.engine.test_harmony import FINAL, START, THINK
 from tests.engine.test_http_responses import FLAT, SHOWS
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
-from tests.rigs.http_server import READY, SECRET, Server, serving, serving_4k, with_template
+from tests.rigs.http_server import (
+    READY,
+    SECRET,
+    Server,
+    serving,
+    serving_4k,
+    serving_harmony,
+    with_template,
+)
 from tests.rigs.scripted_engine import hang
 
 _CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
@@ -114,17 +125,33 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"prompt": "äb", "echo": True, "logprobs": 1, "return_token_ids": True, "n": 2},
         ["cé", "d"],
     ),
+    "harmony": (
+        _CHAT,
+        {**_HI, "stop": ["!!", "analysis"]},
+        [f"{THINK}I thî!{START}{THINK}so{START}{FINAL}Yes! <|end|>Yes!! more"],
+    ),
+    "harmony's calls": (
+        _CHAT,
+        {**_HI, "tools": [TOOL], "n": 2},
+        [f"{THINK}I{START}{HARMONY_CALL}{{}}<|call|> so", f"{FINAL}Yes"],
+    ),
+    "harmony's items": (
+        _RESPONSES,
+        {"input": "Hi", "tools": [FLAT]},
+        [f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}{HARMONY_CALL}{{}}"],
+    ),
     "several prompts": (_COMPLETIONS, {"prompt": ["ab", "cde"], "n": 2}, ["é", "xyz"]),
 }
 
 
 @pytest.mark.parametrize("name", _STREAMS)
-async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer):
+async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer, harmony):
     path, body, said = _STREAMS[name]
-    body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 90, **body}
-    knowing = with_template(tokenizer, SHOWS)
+    body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 200, **body}
+    knowing = harmony if "harmony" in name else with_template(tokenizer, SHOWS)
+    serve = partial(serving_harmony, knowing)
     scripts = _script(knowing, said), _script(knowing, said, 1)
-    async with serving_4k(knowing, scripts[0]) as first, serving_4k(knowing, scripts[1]) as other:
+    async with serve(scripts[0]) as first, serve(scripts[1]) as other:
         whole = await _frames(first, path, body)
         assert len(whole) >= 3
         plain = await first.http.post(path, json={"model": "m", "stream": True, **body})

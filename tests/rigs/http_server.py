@@ -125,6 +125,7 @@ async def serving(
 
 
 serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
+serving_harmony = partial(serving, ready=replace(READY, max_model_len=4096, vocab_size=280))
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:

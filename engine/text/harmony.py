@@ -1,0 +1,159 @@
+"""Tells apart what gpt-oss thinks, says and calls: OpenAI's harmony format. Pure.
+
+    <|start|>assistant                                              the end of the prompt
+    <|channel|>analysis<|message|>I add.<|end|>                     reasoning
+    <|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>  content
+    <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>2<|return|>        content
+
+An answer is messages, each with a head up to <|message|>. The recipient of a call may also stand
+before the channel. What models write amiss in a head is passed over where a message follows; text
+that no head explains is content.
+
+Tags are tokens. An answer may also spell one out, which is text like any other, so a tag is here a
+character that no text has: half a surrogate pair.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from engine.text.reasoning import ReasoningParser
+from engine.text.tokenizer import Tokenizer
+
+START, END, MESSAGE, CHANNEL, CONSTRAIN = _CHARS = "\ud800\ud801\ud802\ud803\ud804"
+_TAGS: Final = {
+    "<|start|>": START, "<|end|>": END, "<|call|>": END, "<|return|>": END,
+    "<|message|>": MESSAGE, "<|channel|>": CHANNEL, "<|constrain|>": CONSTRAIN,
+}  # fmt: skip
+_PIECE = re.compile(f"[{_CHARS}]|[^{_CHARS}]+")
+_MAX_HEAD = 512  # characters
+_ROLE = START + "assistant"
+_CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
+_RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
+_NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{_CHARS}]")
+_BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")  # as it begins, up to a tag
+_WORDS = ("assistant", "analysis", "commentary", "final", "to=", "json", "code")  # of a head
+
+
+def tags_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """The tokens that are tags, and what they are here."""
+    found = ((tokenizer.id_of(name), tag) for name, tag in _TAGS.items())
+    return {token_id: tag for token_id, tag in found if token_id is not None}
+
+
+def head_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """What a prompt says of the message that its answer goes on with, behind the role: nothing,
+    or the head through MESSAGE where the message has begun."""
+    tags = tags_of(tokenizer)
+    ends = (at for at in reversed(range(len(prompt_ids))) if tags.get(prompt_ids[at]) == START)
+    last = prompt_ids[next(ends, len(prompt_ids)) :]
+    kinds = [tags.get(token_id) for token_id in last]
+    if END in kinds:
+        return ""
+    size = kinds.index(MESSAGE) + 1 if MESSAGE in kinds else len(kinds)
+    texts = (tags.get(token_id) or tokenizer.decode([token_id]) for token_id in last[:size])
+    return "".join(texts).removeprefix(_ROLE)
+
+
+class HarmonyParser(ReasoningParser):
+    """One choice's answer; where its calls are told, each is START name MESSAGE arguments END in
+    the text, for ToolParser.
+
+    Args:
+        head: as of `head_of`.
+        tags: as of `tags_of`.
+        tells_calls: else they are content, or in the channel for it, reasoning.
+    """
+
+    may_think = True
+
+    def __init__(self, head: str, tags: Mapping[int, str], tells_calls: bool) -> None:
+        super().__init__("perhaps")
+        self.tags = tags
+        self._tells_calls = tells_calls
+        self.is_in_head, self._head = True, ""
+        self._part: Literal["reasoning", "content", "call"] = "content"  # that a message is of
+        self._parts = set[str]()  # that have text
+        self._gap = ""  # before a message's text
+        self._told = "", ""
+        self.feed(head)
+
+    def feed(self, text: str) -> tuple[str, str]:
+        self._told = "", ""
+        for piece in _PIECE.findall(text):
+            if not self.is_in_head and piece in (START, END, CHANNEL):
+                self._end()
+            if not self.is_in_head:
+                self._tell(piece.strip(_CHARS))
+            elif piece == MESSAGE:
+                self._begin_message(is_whole=True)
+            elif piece in (START, END):
+                self._let_go()
+                self._head = piece if piece == START else ""
+            else:
+                self._head += piece
+                self._look()
+        return self._told
+
+    def finish(self) -> tuple[str, str]:
+        self._told = "", ""
+        self._let_go()
+        return self._told
+
+    @property
+    def _has_tags(self) -> bool:
+        return START in self._head or CHANNEL in self._head
+
+    def _look(self) -> None:
+        """Whether a head may go on so; else it is text."""
+        if not (self._has_tags or _BARE_HEAD.fullmatch(self._head)):
+            text, self._head = self._head, ""
+            self._begin_message(is_whole=True)
+            self._tell(text)
+        elif len(self._head) > _MAX_HEAD:
+            self._begin_message()
+
+    def _let_go(self) -> None:
+        """Ends a head that has no message. What it has beside a head's words is text."""
+        text = _NO_TEXT.sub("", self._head).strip()
+        if text and not (self._has_tags and any(word.startswith(text) for word in _WORDS)):
+            self._begin_message()
+            self._end()
+
+    def _begin_message(self, *, is_whole: bool = False) -> None:
+        """What its head has beside a head's words is text; of one that is whole, from two on."""
+        head, self._head, self.is_in_head = self._head, "", False
+        recipient = _RECIPIENT.search(head)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        channel = _CHANNEL.search(_RECIPIENT.sub("", head))
+        text = _NO_TEXT.sub("", head)
+        self._part = "reasoning" if channel and channel[1] == "analysis" else "content"
+        self._gap = "\n\n" * (self._part in self._parts)
+        if is_whole and len(text.split()) > 1:
+            self._tell(text)
+        if name not in ("", "assistant", "user") and self._tells_calls:
+            self._part, self._gap = "call", ""
+            self._parts.discard("call")
+            self._put(START + name + MESSAGE)
+        self.is_inside = self._part == "reasoning"
+        self.is_over |= not self.is_inside
+        if not is_whole:
+            self._tell(text)
+
+    def _end(self) -> None:
+        if self._part == "call":
+            self._put(END if "call" in self._parts else "{}" + END)
+        self.is_in_head, self.is_inside = True, False
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self._put(self._gap + text)
+            self._gap = ""
+            if text.strip():
+                self._parts.add(self._part)
+
+    def _put(self, text: str) -> None:
+        thought, said = self._told
+        thinks = self._part == "reasoning"
+        self._told = (thought + text, said) if thinks else (thought, said + text)

@@ -25,14 +25,14 @@ MAX_LINES = {
     "benchmarks": 2600,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11388,
+    "engine": 11417,
     "kvcache": 7642,
     "kvcache/transfer": 5113,
     "model": 5303,
     "prefill_server": 149,
     "protocol": 6855,
     "proxy": 5082,
-    "tests": 40910,
+    "tests": 40955,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

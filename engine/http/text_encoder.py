@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.http.limits import too_long
-from engine.text.harmony import MESSAGE, head_of, tags_of
+from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import call_beginnings
@@ -175,6 +175,8 @@ def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
         told = message.pop("reasoning", "") or message.pop("reasoning_content", "")
         if told:
             message |= {"reasoning_content": told, "thinking": told}  # as gpt-oss reads it
+    if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
+        messages = one_call_each(messages)
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)
     told = {"messages": messages, "field": parsed.prompt_field}
     return {**told, **parsed.template_options, "tools": tools}

@@ -16,7 +16,7 @@ character that no text has: half a surrogate pair.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from engine.text.reasoning import ReasoningParser
 from engine.text.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
 _NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{_CHARS}]")
 _BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")  # as it begins, up to a tag
+_SYSTEM = ("system", "developer")
 _WORDS = ("assistant", "analysis", "commentary", "final", "to=", "json", "code")  # of a head
 
 
@@ -157,3 +158,29 @@ class HarmonyParser(ReasoningParser):
         thought, said = self._told
         thinks = self._part == "reasoning"
         self._told = (thought + text, said) if thinks else (thought, said + text)
+
+
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as the chat template takes it, which has one call in a turn, its tools'
+    answers behind it, and one system message. Thoughts and a text before a call come as one, as
+    the model wrote them."""
+    groups: list[list[dict[str, Any]]] = [[]]  # turns with their tools' answers
+    group_of: dict[str, list[dict[str, Any]]] = {}  # by the id of a call
+    for message in messages:
+        if message["role"] == "tool":
+            group_of.get(message.get("tool_call_id", ""), groups[-1]).append(message)
+            continue
+        calls, group_of, before = message.get("tool_calls", ()), {}, groups[-1]
+        thought, said = message.get("thinking"), message.get("content")
+        if calls and thought and said:
+            said = f"<|end|><|start|>assistant<|channel|>commentary<|message|>{said}"
+            message = {**message, "thinking": thought + said, "content": ""}
+        for call in calls:
+            groups.append([{**message, "tool_calls": [call]}])
+            group_of[call["id"]] = groups[-1]
+            message = {"role": "assistant", "content": ""}
+        if message["role"] in _SYSTEM and before and before[0]["role"] in _SYSTEM:
+            before[0] = {**before[0], "content": f"{before[0]['content']}\n\n{said}"}
+        elif not calls:
+            groups.append([message])
+    return [message for group in groups for message in group]

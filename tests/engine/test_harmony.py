@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from engine.http.text_encoder import grammar_of
 from engine.text.grammar import COMPLETE, GrammarCompiler
-from engine.text.harmony import HarmonyParser, tags_of
+from engine.text.harmony import HarmonyParser, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
@@ -227,9 +227,54 @@ async def test_responses_have_items_of_what_was_thought_said_and_called(harmony)
         thought, told, call = whole["output"]
         assert (thought["content"][0]["text"], told["content"][0]["text"]) == ("I.", "Wait.")
         assert (call["name"], call["arguments"]) == ("add", "{}")
+        # And back: the next turn's prompt has them as the model wrote them.
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        again = {**asked, "input": [{"role": "user", "content": "Hi"}, *whole["output"], output]}
+        assert (await server.http.post("/v1/responses", json=again)).status_code == 200
+        prompt = harmony.decode_all(server.engine.added[-1].token_ids)
+        wrote = text.replace("<|channel|>commentary to=functions.add <|constrain|>",
+                             " to=functions.add<|channel|>commentary ")  # fmt: skip
+        result = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+        assert prompt.endswith(f"<|start|>assistant{wrote}{result}<|start|>assistant")
 
 
 # -- the prompt ------------------------------------------------------------------------------------
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_one_system_message_has_the_text_of_several(harmony):
+    """As a response's instructions come before a developer's message."""
+    turns = [{"role": role, "content": role} for role in ("system", "developer", "user", "system")]
+    found = one_call_each(turns)
+    assert found == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
+    prompt = harmony.render_chat(found)
+    assert "system\n\ndeveloper" in prompt
+
+
+async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
+    """As a grammar for `tool_choice` lets the model write them, or another model did."""
+    calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "I.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "sub", "content": "s"},
+        {"role": "tool", "tool_call_id": "add", "content": "a"},
+        {"role": "tool", "tool_call_id": "?", "content": "o"},
+    ]
+    async with serving_harmony(harmony, saying(harmony, "x")) as server:
+        assert (await server.chat(messages=turns)).status_code == 200
+        prompt = harmony.decode_all(server.engine.added[0].token_ids)
+    answers = [
+        f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"{said}"<|end|>'
+        for name, said in (("add", "a"), ("sub", "s"), ("sub", "o"))
+    ]
+    head = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
+    told = f"<|start|>assistant{THINK}I.<|end|>" + head.format("add", '{"a": 1}') + answers[0]
+    told += head.format("sub", '{"b": 2}') + "".join(answers[1:])
+    assert prompt.endswith(f"Hi<|end|>{told}<|start|>assistant")
 
 
 @pytest.mark.parametrize(("say", "expected"), [

@@ -229,9 +229,10 @@ class LatentAttention:
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        key_rope = self._rope.rotate(compressed[:, None, mla.kv_lora_rank :], angles)[:, 0]
-        latent = torch.cat((self._latent_norm(compressed[:, : mla.kv_lora_rank]), key_rope), dim=-1)
-        q_rope = self._rope.rotate(q_rope, angles)
+        key_rope = compressed[:, None, mla.kv_lora_rank :]
+        q_rope, key_rope = self._rope.rotate_pair(q_rope, key_rope, angles)
+        normed = self._latent_norm(compressed[:, : mla.kv_lora_rank])
+        latent = torch.cat((normed, key_rope[:, 0]), dim=-1)
         attended = yield Query(self._layer, (q_latent, q_rope, latent), is_latent=True)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import fused_ops
-from model.architectures.experts import MoEConfig
 from model.config import ModelConfig
 from model.errors import ModelLoadError
 from model.layers import GatedMLP, Join, Linear, RMSNorm, gated
@@ -25,6 +24,7 @@ _log = get_logger(__name__)
 _MAX_TOKENS = 4096
 _PROVED_TOKENS = 24
 _TOLERANCE = 0.02  # of a proof: twice the norm of what 16 bits make of both sides
+_NEARLY_EQUAL = 1e-3  # times the tolerance: of what experts are chosen by
 _NOT_ZERO = 1e-20  # sums of weights are divided by
 _ALIGNMENT_BYTES = 16  # of the rows that a grouped product reads
 _PROVED: dict[tuple[object, ...], bool] = {}  # whether kernels of ours take experts of a kind
@@ -43,19 +43,8 @@ class MoELayer:
     ) -> None:
         moe, declared = config.moe, config.declared.mixture
         assert moe is not None and declared is not None
-        self._moe, hidden_size = moe, config.hidden_size
         self._parallel, self._join = parallel, join or Join()
-        self._group_best = declared.group_best
-
-        name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, hidden_size)
-        self._router = loader.load(name, shape)
-        self._router_bias = self._correction = None
-        if declared.biased:
-            name = f"{prefix}.{declared.router}.bias"
-            self._router_bias = loader.load(name, shape[:1], dtype=torch.float32)
-        if declared.correction:
-            name = f"{prefix}.{declared.correction}"
-            self._correction = loader.load(name, shape[:1], dtype=torch.float32)
+        self._router = Router(loader, prefix, config)
         share = moe.num_experts // parallel.ep
         first = parallel.rank * parallel.ep // parallel.size * share
         own = range(first, first + share)  # experts that this rank has a part of
@@ -70,27 +59,107 @@ class MoELayer:
             width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
             self._shared = GatedMLP(loader, f"{prefix}.{name}", config, parallel, width=width)
         if declared.shared_gate:
-            gate = loader.load(f"{prefix}.{declared.shared_gate}.weight", (1, hidden_size))
+            gate = loader.load(f"{prefix}.{declared.shared_gate}.weight", (1, config.hidden_size))
             self._shared_gate = Linear(gate)
 
         self._takes_one = (
             self._experts.has_kernels and self._shared is None and parallel.size == 1
-            and self._join.is_plain and self._correction is None and _is_by_largest(moe)
-            and fused_ops.kernels().one_row_works(self._router)
+            and self._join.is_plain and fused_ops.kernels().one_row_works(self._router.weight)
         )  # fmt: skip
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """hidden [T, hidden], changed in place and returned."""
         if self._takes_one and len(hidden) == 1 and norm is not None:
-            return self._experts.of_one(hidden, norm, self._router, self._moe)
+            return self._experts.of_one(hidden, norm, self._router)
         x = hidden if norm is None else norm(hidden)
-        which = self._router, self._moe, self._correction, self._group_best, self._router_bias
-        routed = route(x, *which, by_kernel=self._experts.has_kernels)
-        out = self._experts(x, *routed)
+        out = self._experts(x, *self._router(x))
         if self._shared is not None:
             gate = self._shared_gate(x).sigmoid_() if self._shared_gate else None
             self._shared.add_share(x, out, gate)
         return self._join(self._parallel.all_reduce(out), hidden)
+
+
+class Router:
+    """Chooses the experts that a token goes through, and weighs them."""
+
+    def __init__(self, loader: WeightLoader, prefix: str, config: ModelConfig) -> None:
+        moe, declared = config.moe, config.declared.mixture
+        assert moe is not None and declared is not None
+        self._moe, self._group_best = moe, declared.group_best
+        name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, config.hidden_size)
+        self.weight = loader.load(name, shape)
+        self._bias = self._correction = None
+        if declared.biased:
+            name = f"{prefix}.{declared.router}.bias"
+            self._bias = loader.load(name, shape[:1], dtype=torch.float32)
+        if declared.correction:
+            name = f"{prefix}.{declared.correction}"
+            self._correction = loader.load(name, shape[:1], dtype=torch.float32)
+        self._is_fused = fused_ops.works(self.weight.device, self.weight.dtype)
+        self._has_kernel = self._is_fused and self._is_proved()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x [T, hidden]; see `choose`."""
+        if self._is_fused:  # sums in float32 of what is exact in it
+            logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            logits = logits if self._bias is None else logits.add_(self._bias)
+        else:
+            logits = F.linear(x.float(), self.weight.float(), self._bias)
+        return self.choose(logits)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and expert ids int64, both [T, experts_per_token], of [T, experts]."""
+        choose = self._by_kernel if self._has_kernel else self._choose
+        return choose(logits, self._correction)
+
+    def _by_kernel(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        which = logits, correction, self._moe, self._group_best
+        return fused_ops.experts().choose(*which)  # type: ignore[no-any-return]
+
+    def _choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        config, num = self._moe, self._moe.experts_per_token
+        scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+        choice = scores if correction is None else scores + correction
+        if choice is scores and config.scoring == "softmax" and config.num_groups == 1:
+            choice = logits  # the same order, without scores that are too small to differ
+        if config.num_groups > 1:
+            groups = choice.view(len(logits), config.num_groups, -1)
+            of_group = groups.topk(self._group_best, dim=-1).values.sum(-1)
+            best = of_group.topk(config.topk_groups, dim=-1).indices
+            outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
+            choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(scores)
+        experts = choice.topk(num, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if config.is_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _NOT_ZERO)
+        return weights * config.routed_scaling_factor, experts
+
+    def _is_proved(self) -> bool:
+        """Whether a kernel of ours chooses as it should: of the first router of a kind it is
+        proved, by unlike logits; what is wrong is told in the log."""
+        total, device = self._moe.num_experts, self.weight.device
+        kind = (self._moe, self._group_best, self._correction is None, device)
+        if kind not in _PROVED:
+            turns = torch.Generator().manual_seed(0)
+            each = (torch.randperm(total, generator=turns) for _ in range(_PROVED_TOKENS))
+            logits = (torch.stack([*each]).to(device) - total / 2) * (8 / total)
+
+            flaw = fused_ops.flaw(lambda: self._deviation(logits), _TOLERANCE)
+            _PROVED[kind] = not flaw
+            if flaw:
+                _log.warning("the kernel that chooses experts %s: another way is used", flaw)
+        return _PROVED[kind]
+
+    def _deviation(self, logits: Tensor) -> Tensor:
+        """Of the kernel's weights; and of what is chosen by, where others are chosen."""
+        ways = (self._by_kernel, self._choose)
+        (weights, experts), (right, best) = (way(logits, self._correction) for way in ways)
+        choice = (
+            logits.sigmoid() if self._correction is None else logits.sigmoid() + self._correction
+        )
+        apart = choice.gather(1, experts) - choice.gather(1, best)  # 0, but for ties that round
+        error: Tensor = (weights - right).norm() / right.norm() + apart.norm() / _NEARLY_EQUAL
+        return error
 
 
 class Experts:
@@ -155,15 +224,14 @@ class Experts:
         return _PROVED.get(kind, False)
 
     def _deviations(self, chosen: int) -> Tensor:
-        """Of the choice, and of each tile's sums: norms of differences by those of results."""
+        """Of each tile's sums: norms of differences by those of results."""
         (count, width, _), kernels, like = self._down.shape, fused_ops.experts(), self._down
         logits = torch.randn(_PROVED_TOKENS, self._num, device=like.device)
         logits[::2, self._first : self._first + count] += 9  # as many as can be are this rank's
-        (weights, experts), (best, which) = kernels.choose(logits, chosen, 2.0), logits.topk(chosen)
-        choice = (weights - 2 * best.softmax(-1)).norm() + (experts != which).sum()
+        weights, experts = logits.topk(chosen)
         x = torch.randn(_PROVED_TOKENS, width, device=like.device)
         x = F.rms_norm(x, (width,)).to(like.dtype)
-        routed = x, weights, experts
+        routed = x, 2 * weights.softmax(-1), experts
         found = [
             (self._by_kernels(*routed, tiles), self._sum(*routed)) for _, tiles in kernels.TILES
         ]
@@ -174,15 +242,13 @@ class Experts:
         errors: list[Tensor] = [
             (ours.float() - sums.float()).norm() / sums.float().norm() for ours, sums in found
         ]
-        return torch.stack(errors).add_(choice)
+        return torch.stack(errors)
 
-    def of_one(self, x: Tensor, norm: RMSNorm, router: Tensor, config: MoEConfig) -> Tensor:
+    def of_one(self, x: Tensor, norm: RMSNorm, router: Router) -> Tensor:
         """Adds to one token what these make of it, normed: all there are, without biases."""
         which: dict[str, Any] = {"norm": norm.weight, "eps": norm.eps}
-        logits = fused_ops.kernels().one_row(x, router, dtype=torch.float32, **which)
-        num, scale = config.experts_per_token, config.routed_scaling_factor
-        routed = fused_ops.experts().choose(logits, num, scale)
-        return self._of_one(x, *routed, residual=x, **which)
+        logits = fused_ops.kernels().one_row(x, router.weight, dtype=torch.float32, **which)
+        return self._of_one(x, *router.choose(logits), residual=x, **which)
 
     def _of_one(self, x: Tensor, weights: Tensor, experts: Tensor, **which: Any) -> Tensor:
         """See `mixture_of_one`."""
@@ -258,50 +324,6 @@ def _can_group(weight: Weight) -> bool:
         return True
     is_fast = torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))
     return is_fast and weight.dtype == torch.bfloat16
-
-
-def _is_by_largest(config: MoEConfig) -> bool:
-    """Whether weights are the softmax of the largest logits, which choose."""
-    return config.scoring == "softmax" and config.is_normalized and config.num_groups == 1
-
-
-def route(
-    x: Tensor,
-    router: Tensor,
-    config: MoEConfig,
-    correction: Tensor | None = None,
-    group_best: int = 1,
-    bias: Tensor | None = None,
-    *,
-    by_kernel: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Weights float32 and expert ids int64, both [T, experts_per_token], of x [T, hidden]. See
-    Mixture for `correction` [experts] and `group_best`; `bias` [experts] is of the logits.
-    `by_kernel`: by one of ours, where the largest logits choose."""
-    if fused_ops.works(x.device, x.dtype):  # sums in float32 of what is exact in it
-        logits = torch.mm(x, router.t(), out_dtype=torch.float32)
-        logits = logits if bias is None else logits.add_(bias)
-    else:
-        logits = F.linear(x.float(), router.float(), bias)
-    num = config.experts_per_token
-    if _is_by_largest(config):
-        if by_kernel:
-            return fused_ops.experts().choose(logits, num, config.routed_scaling_factor)  # type: ignore[no-any-return]
-        best, experts = logits.topk(num, dim=-1)  # the same, in fewer kernels
-        return best.softmax(dim=-1) * config.routed_scaling_factor, experts
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
-    choice = scores if correction is None else scores + correction
-    if config.num_groups > 1:
-        groups = choice.view(x.shape[0], config.num_groups, -1)
-        of_group = groups.topk(group_best, dim=-1).values.sum(-1)
-        best = of_group.topk(config.topk_groups, dim=-1).indices
-        outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
-        choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(scores)
-    experts = choice.topk(num, dim=-1).indices
-    weights = scores.gather(1, experts)
-    if config.is_normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + _NOT_ZERO)
-    return weights * config.routed_scaling_factor, experts
 
 
 def load_experts(

@@ -98,8 +98,7 @@ class Rope:
     """One rotation on one device.
 
     Args:
-        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated,
-            by `rotate` alone.
+        head_dim: of heads in `halves_order`; None: of elements in their own order, all rotated.
 
     The angles of a step are computed from its positions, not looked up: a table for a context of
     131,072 tokens would take more memory than some models.
@@ -120,10 +119,11 @@ class Rope:
         self._scaling = None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved and head_dim is None
-        self._is_fused = head_dim in _FUSED_DIMS and fused_ops.works(torch.device(device), dtype)
+        is_served = (head_dim or config.dim) in _FUSED_DIMS
+        self._is_fused = is_served and fused_ops.works(torch.device(device), dtype)
 
     def angles(self, positions: Tensor) -> Angles:
-        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate`.
+        """cos and signed sin [T, 1, dim] of positions [T], ready for `rotate_pair`.
 
         Where the rotation is fused: cosines beside sines, float32 [T, dim], twice.
         """
@@ -148,13 +148,11 @@ class Rope:
     def rotate_pair(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotates q and k [T, heads, dim], in place where that is faster."""
         if self._is_fused:
-            fused_ops.rotation().rotate(q, k, angles[0])
+            fused_ops.rotation().rotate(q, k, angles[0], interleaved=self._interleaved)
             return q, k
-        return self.rotate(q, angles), self.rotate(k, angles)
+        return self._rotate(q, angles), self._rotate(k, angles)
 
-    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """Rotates x [T, heads, dim]."""
-        assert not self._is_fused, "the angles are those of rotate_pair"
+    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
         cos, sin = angles
         if not self._interleaved:
             return (x * cos).addcmul_(x.roll(self._half, dims=-1), sin)

@@ -13,42 +13,86 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
+from model.architectures.experts import MoEConfig
 from model.quantization.kernels import tile_of
 
 
+def _of_kept_groups(  # type: ignore[no-untyped-def]
+    choice, index, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
+    BEST: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """What experts are chosen by, less those outside the groups whose best add up to the most."""
+    group, of_expert = tl.arange(0, PADDED), index // SIZE
+    members = tl.where(of_expert[None, :] == group[:, None], choice[None, :], float("-inf"))
+    sums = tl.where(group < GROUPS, 0.0, float("-inf"))
+    for _ in tl.static_range(BEST):
+        sums += tl.max(members, 1)
+        best = tl.argmax(members, 1)
+        members = tl.where(index[None, :] == best[:, None], float("-inf"), members)
+    kept = index < 0
+    for _ in tl.static_range(KEPT):
+        best_group = tl.argmax(sums, 0)
+        kept = kept | (of_expert == best_group)
+        sums = tl.where(group == best_group, float("-inf"), sums)
+    return tl.where(kept, choice, float("-inf"))
+
+
+_kept_groups: Any = triton.jit(_of_kept_groups)
+
+
 def _choose(  # type: ignore[no-untyped-def]
-    logits, weights, chosen, num_experts, scale,
-    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    logits, correction, weights, chosen, num_experts, scale,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
+    BEST: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row, index, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
     let_next_begin_and_wait()
-    at = logits + row * num_experts + index
-    left = tl.load(at, mask=index < num_experts, other=float("-inf"))
-    best, expert = tl.full((SLOTS,), float("-inf"), tl.float32), tl.zeros((SLOTS,), tl.int64)
+    is_one = index < num_experts
+    logit = tl.load(logits + row * num_experts + index, mask=is_one, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - tl.max(logit, 0))
+        score = score / tl.sum(score, 0)
+    left = score
+    if correction is not None:
+        left += tl.load(correction + index, mask=is_one, other=0.0)
+    elif GROUPS == 1 and not SIGMOID:
+        left = logit  # the same order, without scores that are too small to differ
+    left = tl.where(is_one, left, float("-inf"))
+    if GROUPS > 1:
+        left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
+    weight, expert = tl.zeros((SLOTS,), tl.float32), tl.zeros((SLOTS,), tl.int64)
     for place in tl.static_range(CHOSEN):
         which = tl.minimum(tl.argmax(left, 0), num_experts - 1)  # of no numbers, too
-        best = tl.where(slot == place, tl.max(left, 0), best)
+        weight = tl.where(slot == place, tl.sum(tl.where(index == which, score, 0.0), 0), weight)
         expert = tl.where(slot == place, which.to(tl.int64), expert)
         left = tl.where(index == which, float("-inf"), left)
-    weight = tl.exp(best - tl.max(best, 0))
-    weight = weight / tl.sum(weight, 0) * scale
-    tl.store(weights + row * CHOSEN + slot, weight, mask=slot < CHOSEN)
+    if NORMALIZED:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    tl.store(weights + row * CHOSEN + slot, weight * scale, mask=slot < CHOSEN)
     tl.store(chosen + row * CHOSEN + slot, expert, mask=slot < CHOSEN)
 
 
 _choose_kernel: Any = triton.jit(_choose)
 
 
-def choose(logits: Tensor, chosen: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The softmax of the `chosen` largest of float32 [T, experts], times `scale`, float32, and
-    their experts, int64, both [T, chosen]; of equal ones the first."""
-    num_rows, num_experts = logits.shape
-    weights = logits.new_empty(num_rows, chosen)
-    ids = logits.new_empty(num_rows, chosen, dtype=torch.int64)
-    sizes = chosen, triton.next_power_of_2(chosen), triton.next_power_of_2(num_experts)
+def choose(
+    logits: Tensor, correction: Tensor | None, config: MoEConfig, group_best: int
+) -> tuple[Tensor, Tensor]:
+    """See Router.choose: of float32 [T, experts] and of [experts]; of equal ones the first."""
+    (num_rows, num_experts), num = logits.shape, config.experts_per_token
+    weights = logits.new_empty(num_rows, num)
+    ids = logits.new_empty(num_rows, num, dtype=torch.int64)
+    groups, padded = config.num_groups, triton.next_power_of_2(num_experts)
     _choose_kernel[(num_rows,)](
-        logits, weights, ids, num_experts, scale, *sizes, num_warps=1, launch_pdl=PDL
-    )
+        logits, correction, weights, ids, num_experts, config.routed_scaling_factor, CHOSEN=num,
+        SLOTS=triton.next_power_of_2(num), EXPERTS=padded, SIGMOID=config.scoring == "sigmoid",
+        NORMALIZED=config.is_normalized, GROUPS=groups, SIZE=num_experts // groups,
+        KEPT=config.topk_groups, BEST=group_best, PADDED=triton.next_power_of_2(groups),
+        num_warps=1 if groups == 1 else 4, launch_pdl=PDL,
+    )  # fmt: skip
     return weights, ids
 
 

@@ -20,6 +20,8 @@ from attention.support import UnsupportedPool
 from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
+from model.architectures.rotation import RopeConfig
+from model.rope import Rope
 from tests.attention import reference as plain
 from tests.rigs.examples import examples
 from tests.rigs.interpreted import interpreter
@@ -153,6 +155,26 @@ def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed,
             right = (stored.float() * scales[i - 1]).bfloat16() if back else old
         assert torch.equal(found, right)
     assert torch.equal(*(each.tensor.view(torch.uint8) for each in (pool, expected)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pairs_are_turned_in_place(interleaved, monkeypatch):
+    """A part of each head of queries, and of a row of latents."""
+    config = RopeConfig(dim=64, theta=500.0, interleaved=interleaved)
+    q, latent, positions = torch.randn(5, 9, 192), torch.randn(5, 576), torch.arange(0, 500, 100)
+    plain_rope = Rope(config, dtype=torch.float32, device="cpu")
+    parts = q[..., 128:], latent[:, None, 512:]
+    right = plain_rope.rotate_pair(*parts, plain_rope.angles(positions))
+    monkeypatch.setattr("model.fused_ops.works", lambda device, dtype: True)
+    rope = Rope(config, dtype=torch.bfloat16, device="cpu")
+    small_q, small_latent = q.bfloat16(), latent.bfloat16()
+    parts = small_q[..., 128:], small_latent[:, None, 512:]
+    rotated = rope.rotate_pair(*parts, rope.angles(positions))
+    for found, part, expected in zip(rotated, parts, right, strict=True):
+        assert found.data_ptr() == part.data_ptr()
+        torch.testing.assert_close(found.float(), expected, atol=4e-2, rtol=1e-2)
+    assert torch.equal(small_q[..., :128], q[..., :128].bfloat16())
+    assert torch.equal(small_latent[:, :512], latent[:, :512].bfloat16())
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "BNHLCD"])

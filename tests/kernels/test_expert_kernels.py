@@ -5,7 +5,11 @@ import torch
 
 import tests.rigs.interpreted  # noqa: F401
 from model import fused_ops
-from model.moe import Experts
+from model.config import parse_config
+from model.moe import Experts, Router
+from model.weights import DummySource, WeightLoader
+from tests.model.test_config import DEEPSEEK
+from tests.model.test_moe import ROUTERS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what is left undefined
 HIDDEN, TOTAL, CHOSEN, BF16 = 128, 6, 2, torch.bfloat16
@@ -22,13 +26,46 @@ def experts_of(own, width, monkeypatch):
 
 @pytest.mark.parametrize("own", [range(6), range(2, 5), range(5, 6)], ids=str)
 def test_kernels_sum_what_is_this_ranks(monkeypatch, own):
-    """One expert gets nothing. The choice and all tiles were proved before."""
+    """One expert gets nothing. All tiles were proved before."""
     ours, plain = experts_of(own, 64, monkeypatch)
     assert ours.has_kernels and not plain.has_kernels
     x = torch.randn(7, HIDDEN).to(BF16)
-    weights, chosen = kernels.choose(torch.randn(7, TOTAL - 1), CHOSEN, 2.5)
+    weights, chosen = torch.randn(7, TOTAL - 1).topk(CHOSEN)
     expected = plain(x.float(), weights, chosen)
     assert (ours(x, weights, chosen) - expected).norm() <= 0.01 * expected.norm()
+
+
+def router_of(name, num_experts, monkeypatch):
+    monkeypatch.setattr(fused_ops, "works", lambda device, dtype: True)
+    raw = {**DEEPSEEK, **ROUTERS[name]}
+    raw |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), num_experts)
+    there = {"dtype": BF16, "device": "cpu"}
+    return Router(WeightLoader(DummySource(0, "cpu"), **there), "mlp", parse_config(raw))
+
+
+@pytest.mark.parametrize("num_experts", [8, 20, 64])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_kernel_chooses_and_weighs_as_every_router_does(name, num_experts, monkeypatch):
+    router = router_of(name, num_experts, monkeypatch)
+    assert router._has_kernel
+    logits = 3 * torch.randn(50, num_experts)
+    (weights, experts), right = router.choose(logits), router._choose(logits, router._correction)
+    assert torch.equal(experts, right[1])
+    torch.testing.assert_close(weights, right[0])
+
+
+def test_of_equal_logits_the_first_are_chosen_however_small_their_scores(monkeypatch):
+    logits = torch.zeros(1, 20)
+    logits[0, 7] = 200.0
+    weights, experts = router_of("normalised", 20, monkeypatch).choose(logits)
+    assert experts[0].tolist() == [7, *range(experts.shape[1] - 1)] and weights[0, 0] == 1.0
+
+
+def test_a_kernel_that_chooses_otherwise_is_not_used_and_told_of(monkeypatch, caplog):
+    choose = kernels.choose
+    monkeypatch.setattr(kernels, "choose", lambda *which: [x.flip(1) for x in choose(*which)])
+    assert not router_of("groups", 28, monkeypatch)._has_kernel
+    assert "the kernel that chooses experts deviates" in caplog.text
 
 
 @pytest.mark.parametrize(("flaw", "told"), [(lambda x: 1 / 0, "raises Zero"), (torch.log, "nan")])

@@ -28,7 +28,15 @@ def test_kernels_compile_and_fit(capability):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     kernels = {line.split()[0] for line in ran.stdout.splitlines()}
-    wanted = {"_attend", "_merge", "_rotate_and_store", "_rms_norm", "_one_row", "_multiply"}
+    wanted = {
+        "_attend",
+        "_merge",
+        "_rotate_and_store",
+        "_rms_norm",
+        "_one_row",
+        "_multiply",
+        "_choose",
+    }
     assert wanted <= kernels
     assert ("_grouped" in kernels) == (capability == 90)
     assert ("_widen" in kernels) == (capability >= 89)
@@ -76,6 +84,7 @@ def _attention(dtype, kv_dtype, dim) -> None:
         latents.widen(small, wide, torch.zeros(3).int(), torch.ones(1).int(), 0.5)
     slots, norms = torch.zeros(3, dtype=torch.int32), (torch.ones(dim), torch.ones(dim))
     turn = Turn(torch.zeros(3, dim), norms, 1e-6)
+    store.rotate(q, k, torch.zeros(3, dim), interleaved=True)
     store.store(k, v, slots, caches, (0.5, 0.25), q=q, turn=turn, read_back=True)
     heads, one = (8, 2, dim), pieces.np.ones(3, "int32")
     pages = Pages(pieces.np.arange(4, dtype="int32"), one, one)
@@ -91,8 +100,10 @@ def _model(dtype, capability) -> None:
     import torch
 
     from model import fused_kernels
+    from model.config import parse_config
     from model.quantization.products import example
     from tests.gpu.test_quantization import LIKE
+    from tests.model.test_config import DEEPSEEK, V3
 
     kernels = importlib.import_module("model.quantization.kernels")
     x, weight, norm = torch.zeros(3, 512), torch.zeros(1024, 512), torch.ones(512)
@@ -107,12 +118,14 @@ def _model(dtype, capability) -> None:
         quantised = example((*like, dtype, torch.device("cpu")))
         for rows in (3, 40):
             kernels.multiply(quantised, torch.zeros(rows, quantised.shape[1], dtype=dtype))
+    experts, which = importlib.import_module("model.kernels.experts"), (torch.ones(8), None)
+    for raw, correction in zip(({**DEEPSEEK, **V3}, DEEPSEEK), which, strict=True):
+        experts.choose(torch.zeros(3, 8), correction, parse_config(raw).moe, 2)
     if capability == 90:
         fused_kernels._num_programs = lambda device: 132
         fused_kernels.gated_rows(x, weight)
-        experts = importlib.import_module("model.kernels.experts")
         gate_up, down = (torch.zeros(4, *size, dtype=dtype) for size in ((512, 512), (512, 256)))
-        weights, chosen = experts.choose(torch.zeros(3, 4), 2, 1.0)
+        weights, chosen = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)
         experts.mixture(x, gate_up, down, weights, chosen, 4)
         experts.mixture_of_one(x[:1], gate_up, down, weights[:1], chosen[:1])
 

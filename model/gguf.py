@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 
 # What a conversion depends on besides its input; a new number makes directories anew.
-CONVERTER_VERSION: Final = 2
+CONVERTER_VERSION: Final = 3
 
 _ARCHITECTURES: Final = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -276,8 +276,11 @@ def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str
         "model_input_names": ["input_ids", "attention_mask"],
         **special,
     }
-    template = get("tokenizer.chat_template", None)
-    return config if template is None else {**config, "chat_template": template}
+    keys = {"default": "", **{name: f".{name}" for name in get("tokenizer.chat_templates", [])}}
+    named = {name: get(f"tokenizer.chat_template{key}", None) for name, key in keys.items()}
+    found = {name: text for name, text in named.items() if text is not None}
+    templates = [{"name": name, "template": text} for name, text in found.items()]
+    return {**config, "chat_template": templates} if templates else config
 
 
 def _byte_level(get: _Get, tokens: list[str]) -> Tokenizer:

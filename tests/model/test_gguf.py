@@ -18,6 +18,7 @@ BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 2
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 TOKENS = ["<unk>", "<s>", "</s>", "Ġ", "Ċ", *BYTES][: 131 - len(MERGES)]
 TOKENS += [merge.replace(" ", "") for merge in MERGES]
+TEMPLATES = [{"name": name, "template": f"of {name}"} for name in ("default", "tool_use")]
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -83,7 +84,7 @@ def write_vocabulary(writer, pre: str) -> None:
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+    writer.add_chat_template(TEMPLATES)
 
 
 def convert(path, target):
@@ -145,7 +146,7 @@ def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (config["eos_token"], config["bos_token"]) == ("</s>", "<s>")
-    assert config["chat_template"] == "{{ messages[0]['content'] }}"
+    assert config["chat_template"] == TEMPLATES
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 2
 

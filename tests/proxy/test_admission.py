@@ -7,7 +7,6 @@ import socket
 import pytest
 
 from protocol.http.deadlines import MAX_S, Deadline
-from protocol.settings.sources import option_name
 from tests.proxy.fakes import (
     Behave,
     Call,
@@ -95,7 +94,7 @@ async def test_only_so_many_requests_are_under_way(bound):
         for path in ("/v1/completions", "/tokenize"):
             refused = await rig.client.post(path, json={"prompt": "a"})
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-            assert option_name([bound]) in refused.text
+            assert f"--{bound}".replace("_", "-") in refused.text
         waits.go.set()
         assert (await first).status_code == 200
         assert (await rig.complete()).status_code == 200

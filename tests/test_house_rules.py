@@ -25,7 +25,7 @@ MAX_LINES = {
     "benchmarks": 2600,
     "decode_server": 200,
     "deploy": 900,
-    "engine": 11417,
+    "engine": 11406,
     "kvcache": 7642,
     "kvcache/transfer": 5113,
     "model": 5345,

@@ -58,10 +58,9 @@ class HttpRequestState:
         self.framing = framing
         origin = framing.origin
         self.writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
-        how = api.settings.tool_call_parser, api.settings.reasoning_parser, origin.id
-        n = parsed.num_candidates
+        n, how = parsed.num_candidates, (api.tokenizer, api.settings)
         self._prompts = {
-            add.request_id: PromptGeneration(parsed, add, text, api.tokenizer, at * n, *how)
+            add.request_id: PromptGeneration(parsed, add, text, *how, at * n, origin.id)
             for at, (add, text) in enumerate(zip(adds, given_texts(parsed), strict=True))
         }
         self.subscription = subscription

@@ -20,6 +20,7 @@ from protocol.openai.chat import ChatRequest
 from protocol.openai.responses import ChoicePiece, TokenReport, TokenText
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
+from protocol.settings.options import ModelOptions
 
 INLINE_LOGPROBS = 1 << 12  # more are written off the event loop: 4 us for each
 _encode = msgspec.json.Encoder().encode  # a fifth of the memory of what it writes
@@ -33,9 +34,9 @@ class PromptGeneration:
     Args:
         add: the engine's request.
         given: the text that the client sent, or None where it sent token ids.
+        options: how the model writes calls and what it thinks; see tool_parser.tool_syntax and
+            reasoning.reasoning_begins.
         first: index in the answer of the first of the choices.
-        tool_call_parser: how the model writes calls; see tool_parser.tool_syntax.
-        reasoning_parser: how it writes what it thinks; see reasoning.reasoning_begins.
         answer_id: from which the ids of calls follow.
     """
 
@@ -45,9 +46,8 @@ class PromptGeneration:
         add: AddRequest,
         given: str | None,
         tokenizer: Tokenizer,
+        options: ModelOptions,
         first: int = 0,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
         answer_id: str = "",
     ) -> None:
         self.ids = add.token_ids
@@ -59,14 +59,14 @@ class PromptGeneration:
         self._found: list[TokenLogprobs | None] = []
         self._told: tuple[list[Any] | None, str, list[TokenReport] | None] | None = None
         tools = request.toolset if isinstance(request, ChatRequest) else Tools()
-        options = reasoning_parser, tool_call_parser
-        begins = reasoning_begins(*options, request, add.token_ids, tokenizer)
+        begins = reasoning_begins(options, request, add.token_ids, tokenizer)
+        option = begins if begins == "harmony" else options.tool_call_parser
         if begins == "harmony":
-            tool_call_parser, head = begins, head_of(add.token_ids, tokenizer)
+            head = head_of(add.token_ids, tokenizer)
             how_told = head, tags_of(tokenizer), tools.mode == "auto"
         self.choices = []
         for index in range(first, first + add.num_choices):
-            how = tool_call_parser, tokenizer.chat_template, f"{answer_id}-{index}"
+            how = option, tokenizer.chat_template, f"{answer_id}-{index}"
             parser = create_tool_parser(tools, *how)
             thinks = HarmonyParser(*how_told) if begins == "harmony" else ReasoningParser(begins)
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))

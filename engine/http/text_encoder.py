@@ -69,12 +69,11 @@ def grammar_of(
     """`grammar` with the reasoning that may go before it and the calls that may take its place, and
     with what the request says of single tokens and words."""
     if grammar is not None:
-        options = settings.reasoning_parser, settings.tool_call_parser
-        begins = reasoning_begins(*options, parsed, prompt_ids, tokenizer)
+        begins = reasoning_begins(settings, parsed, prompt_ids, tokenizer)
         tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
-        is_harmony = begins == "harmony"
-        calls = call_beginnings(tools, "harmony" if is_harmony else options[1], tokenizer)
-        if is_harmony and MESSAGE in head_of(prompt_ids, tokenizer):
+        option = begins if begins == "harmony" else settings.tool_call_parser
+        calls = call_beginnings(tools, option, tokenizer)
+        if option == "harmony" and MESSAGE in head_of(prompt_ids, tokenizer):
             begins, calls = None, ()  # the final message has begun
         grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
     banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))

@@ -11,37 +11,28 @@ from engine.text.detokenizer import overlap
 from engine.text.tokenizer import Tokenizer
 from protocol.openai.chat import ChatRequest
 from protocol.openai.sampling import GenerationRequest
+from protocol.settings.options import ModelOptions
 
 Begins = Literal["open", "perhaps", "harmony"]
 
 OPEN, CLOSE = SPECIAL_TAGS = ("<think>", "</think>")
 _TAIL_TOKENS = 16  # of a prompt, which hold a tag and blanks
 # Whether an answer thinks from its start although neither it nor the prompt has the first tag.
-_OPENS: Final[dict[str, Begins]] = {"deepseek_r1": "open", "qwen3": "perhaps"}
+_OPENS: Final[dict[str, Begins]] = {"deepseek_r1": "open", "qwen3": "perhaps", "auto": "perhaps"}
 
 
 def reasoning_begins(
-    option: str,
-    calls_option: str,
-    request: GenerationRequest,
-    prompt_ids: list[int],
-    tokenizer: Tokenizer,
+    options: ModelOptions, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer
 ) -> Begins | None:
     """Whether an answer is in its reasoning from the start, or may begin one; None: it has none;
-    harmony: its reasoning and its calls are as engine/text/harmony.py reads them.
-
-    Args:
-        option: `--reasoning-parser`; auto: the tags, where the chat template knows them.
-        calls_option: `--tool-call-parser`.
-    """
+    harmony: its reasoning and its calls are as engine/text/harmony.py reads them."""
+    option, template = options.reasoning_parser, tokenizer.chat_template
     if option == "none" or not isinstance(request, ChatRequest):
         return None
-    options, template = {option, calls_option}, tokenizer.chat_template
-    if "harmony" in options or (options == {"auto"} and template and template.is_harmony):
+    both = {option, options.tool_call_parser}
+    if "harmony" in both or (both == {"auto"} and template and template.is_harmony):
         return "harmony"
-    if option == "auto":
-        option = "qwen3" if template is not None and CLOSE in template.source else ""
-    if not option:
+    if option == "auto" and not (template and CLOSE in template.source):
         return None
     tail = tokenizer.decode_all(prompt_ids[-_TAIL_TOKENS:]).rstrip()
     if request.continue_final_message:

@@ -16,6 +16,7 @@ from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
 from protocol.openai.chat import ChatRequest
 from protocol.openai.tools import Tools, join_pieces
+from protocol.settings.options import ModelOptions
 from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
@@ -344,7 +345,8 @@ def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, t
 )  # fmt: skip
 def test_the_format_is_the_options_or_the_template_s(harmony, reasoning, calls, begins):
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}])
-    assert reasoning_begins(reasoning, calls, request, [1], harmony) == begins
+    options = ModelOptions(reasoning_parser=reasoning, tool_call_parser=calls)
+    assert reasoning_begins(options, request, [1], harmony) == begins
 
 
 @pytest.mark.parametrize(("reasoning", "calls"), [("none", "harmony"), ("harmony", "hermes")])

@@ -12,6 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, KVUsage, SamplingParams, TokenDelta, TokenLogprobs
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
+from protocol.settings.options import ModelOptions
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving, serving_4k
 
@@ -292,7 +293,7 @@ def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
             request_id="a", token_ids=[5] * size, sampling=SamplingParams(), max_tokens=1
         )
         asked = validate(CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True})
-        prompt = PromptGeneration(asked, add, None, tokenizer)
+        prompt = PromptGeneration(asked, add, None, tokenizer, ModelOptions())
         assert prompt.takes_long == (size == 5000)
         assert len(prompt.tell()[1]) == size and not prompt.takes_long
 

@@ -50,10 +50,8 @@ def _choose(  # type: ignore[no-untyped-def]
     let_next_begin_and_wait()
     is_one = index < num_experts
     logit = tl.load(logits + row * num_experts + index, mask=is_one, other=float("-inf"))
-    if SIGMOID:
-        score = tl.sigmoid(logit)
-    else:
-        score = tl.exp(logit - tl.max(logit, 0))
+    score = tl.sigmoid(logit) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
+    if not SIGMOID and (correction is not None or not NORMALIZED):
         score = score / tl.sum(score, 0)
     left = score
     if correction is not None:
@@ -63,12 +61,12 @@ def _choose(  # type: ignore[no-untyped-def]
     left = tl.where(is_one, left, float("-inf"))
     if GROUPS > 1:
         left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
-    weight, expert = tl.zeros((SLOTS,), tl.float32), tl.zeros((SLOTS,), tl.int64)
+    expert = tl.zeros((SLOTS,), tl.int32)
     for place in tl.static_range(CHOSEN):
         which = tl.minimum(tl.argmax(left, 0), num_experts - 1)  # of no numbers, too
-        weight = tl.where(slot == place, tl.sum(tl.where(index == which, score, 0.0), 0), weight)
-        expert = tl.where(slot == place, which.to(tl.int64), expert)
+        expert = tl.where(slot == place, which, expert)
         left = tl.where(index == which, float("-inf"), left)
+    weight = tl.where(slot < CHOSEN, tl.gather(score, expert, 0), 0.0)
     if NORMALIZED:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     tl.store(weights + row * CHOSEN + slot, weight * scale, mask=slot < CHOSEN)
@@ -91,7 +89,7 @@ def choose(
         SLOTS=triton.next_power_of_2(num), EXPERTS=padded, SIGMOID=config.scoring == "sigmoid",
         NORMALIZED=config.is_normalized, GROUPS=groups, SIZE=num_experts // groups,
         KEPT=config.topk_groups, BEST=group_best, PADDED=triton.next_power_of_2(groups),
-        num_warps=1 if groups == 1 else 4, launch_pdl=PDL,
+        num_warps=1, launch_pdl=PDL,
     )  # fmt: skip
     return weights, ids
 

@@ -1,0 +1,92 @@
+"""gpt-oss's messages through a prefill and a decode server."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.text.tokenizer import Tokenizer
+from tests.rigs.client import answer_of, post, sse_events
+from tests.rigs.cluster import Cluster, assert_home, cluster
+
+_TAGS = [f"<|{tag}|>" for tag in "return call constrain channel start end message".split()]
+_TEMPLATE = (
+    "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
+)
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_TOOL = {"type": "function", "function": {"name": "add", "parameters": _PARAMETERS}}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": _PARAMETERS}}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, whose last tokens are tags."""
+    folder = tmp_path_factory.mktemp("harmony") / "model"
+    shutil.copytree(tiny_model, folder)
+    said = json.loads((folder / "tokenizer.json").read_text())
+    vocab, merges = said["model"]["vocab"], said["model"]["merges"]
+    last = sorted(vocab, key=vocab.get)[-len(_TAGS) :]
+    said["model"]["merges"] = [m for m in merges if "".join(m) not in last]
+    for piece, tag in zip(last, _TAGS, strict=True):
+        vocab[tag] = vocab.pop(piece)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        said["added_tokens"].append({"id": vocab[tag], "content": tag, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [505, 506]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path) -> Iterator[Cluster]:
+    with cluster(model) as running:
+        yield running
+        assert_home(*running.servers()[1:], timeout_s=45)
+
+
+def _said(message: dict[str, Any]) -> list[str]:
+    """What was thought, what was said, and the arguments of calls."""
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    arguments = "".join(call["arguments"] for call in calls)
+    return [message.get("reasoning_content", ""), message.get("content") or "", arguments]
+
+
+@pytest.mark.parametrize(
+    ("likely", "fields", "finish_reason"),
+    [
+        ("final", {"response_format": _FORMAT}, "stop"),
+        ("final", {"tool_choice": "required"}, "tool_calls"),
+        ("analysis", {"response_format": _FORMAT}, "length"),
+        (" to=functions.add<|call|>", {"response_format": _FORMAT}, "tool_calls"),
+    ],
+)
+def test_a_grammar_has_the_model_write_messages(servers, model, likely, fields, finish_reason):
+    """The first token, drawn on the prefill server, is a part of a head."""
+    fields = fields | ({"tools": [_TOOL]} if finish_reason == "tool_calls" else {})
+    favoured = Tokenizer(model).encode(f"{likely}<|message|>", add_special_tokens=False)
+    bias = {str(favoured[0]): 60, **dict.fromkeys(map(str, favoured[-2:]), 60)}
+    asked: dict[str, Any] = {
+        "path": "/v1/chat/completions", "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 200, "temperature": 0, "logit_bias": bias, "parallel_tool_calls": False,
+        **fields,
+    }  # fmt: skip
+    answer = answer_of(servers.url, **asked)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == finish_reason
+    said = _said(choice["message"])
+    alone = answer_of(servers.decode[0].url, **asked)
+    assert _said(alone["choices"][0]["message"]) == said
+    events = [text for _, text in sse_events(post(servers.url, stream=True, **asked).text)][:-1]
+    deltas = [_said(json.loads(text)["choices"][0]["delta"]) for text in events]
+    assert ["".join(parts) for parts in zip(*deltas, strict=True)] == said
+    thought, content, arguments = said
+    assert bool(thought) == (likely == "analysis")
+    assert finish_reason == "length" or json.loads(content or arguments) in ({}, {"a": 1}, {"a": 2})

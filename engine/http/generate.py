@@ -132,10 +132,10 @@ async def _engine_requests(
         async with cancelled_on_disconnect(receive):
             await api.grammars.check(all_guided)
     prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
-    for ids in prompts:
-        check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     room, default = ready.max_model_len, api.generation_config.max_new_tokens
     limits = [token_limit(parsed, len(ids), room, default) for ids in prompts]
+    for ids in prompts:  # none of which is too long to look through here
+        check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
     check_logprobs(parsed, sum(map(len, prompts)), sum(limits) * parsed.num_candidates)

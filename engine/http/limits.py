@@ -42,7 +42,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequest for an empty prompt and for ids that the model does not have."""
     if not ids:
         raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
-    wrong = min(ids) if min(ids) < 0 else max(ids)
+    wrong = least if (least := min(ids)) < 0 else max(ids)
     if not 0 <= wrong < vocab_size:
         raise InvalidRequest(
             f"`{param}` has the token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param

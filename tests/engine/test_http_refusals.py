@@ -34,7 +34,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (TEXT, {"prompt": [260]}, 400, "prompt", "token id 260; ids are from 0 to 259"),
         (TEXT, {"prompt": "x" * 64}, 400, "prompt", "length is 64 .* too long: it has 64. "),
         (TEXT, {"prompt": "x" * 17_000}, 400, "prompt", r"64 tokens and .* at least \d+"),
-        (TEXT, {"prompt": [5] * 65, "max_tokens": 0}, 400, "prompt", "too long: it has 65"),
+        (TEXT, {"prompt": [260] * 65, "max_tokens": 0}, 400, "prompt", "too long: it has 65"),
         (TEXT, {"n": 9}, 400, "n", "9 .* 8 sequences"),
         (TEXT, {"best_of": 9}, 400, "best_of", "9 .* 8 sequences"),
         (TEXT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "id 260"),

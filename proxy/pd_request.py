@@ -157,8 +157,12 @@ class PDRequest:
         self._trace.decode_only = "-"
         if loss.params is None:
             avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
-            is_any = loss.has_begun or all(server in avoided for server in servers)
-            await self._until_ready(() if is_any else avoided)
+            if loss.has_begun:  # all but its own model's would refuse the rest
+                like = loss.server.health.kv_digest
+                avoided = [s for s in servers if s.health.kv_digest != like]
+            elif all(server in avoided for server in servers):
+                avoided = []
+            await self._until_ready(avoided)
         self._pool = self._own_pool()
         if loss.params is None:
             await self._generate_once(is_scored)

@@ -11,7 +11,7 @@ from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
 from proxy.membership import LISTED
 from proxy.relay import MAX_MOVES
-from tests.proxy.fakes import LENT, Behave, Call, Drop, Fake, Rig, decodes, fails, until
+from tests.proxy.fakes import LENT, Behave, Call, Drop, Fake, Rig, breaks_off, decodes, fails, until
 
 _SECRET = "a secret of sixteen bytes"
 _ORIGIN = {"id": "x", "created": 1, "seed": 2, "limits": [9], "digest": "d"}
@@ -125,9 +125,19 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another():
 
 
 @pytest.mark.parametrize("given", [b"r", b"\xc3\xa9", b"\xe9"])  # which is no UTF-8
-async def test_a_server_that_only_broke_a_connection_goes_on_itself(given):
-    async with Rig(decode=_of(_in_turn(_DROPS, _GOES_ON)), cluster_secret=_SECRET) as rig:
-        answer = await rig.complete(stream=True, headers={"x-request-id": given})
+@pytest.mark.parametrize("others", [[], ["x.b.c"]])  # of another model
+async def test_a_server_that_only_broke_a_connection_goes_on_itself(given, others):
+    async def drops(call: Call) -> None:
+        own.ready, own.polls = False, 0
+        await _DROPS(call)
+
+    (own,) = _of(_in_turn(drops, _GOES_ON))
+    fakes = [own, *(Fake(_REFUSES, told={"kv_digest": each}) for each in others)]
+    async with Rig(decode=fakes, cluster_secret=_SECRET, routing="round_robin") as rig:
+        asked = asyncio.create_task(rig.complete(stream=True, headers={"x-request-id": given}))
+        await until(lambda: not own.ready and own.polls > 2)
+        own.ready = True
+        answer = await asked
         assert answer.content == b"".join(_EVENTS)
         assert (b"x-request-id", given) in answer.headers.raw
 
@@ -162,12 +172,9 @@ async def test_losses_have_a_limit(stream):
         start = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1
         if stream:
             await _sends(_framed(start, start + 1), drops=True)(call)
-        await call.start(200, {"content-type": "application/json", "content-length": "9"})
-        await call.write(b"{")
-        raise Drop
+        await breaks_off(call)
 
-    fakes = _of(*[breaks] * 6)
-    async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=2) as rig:
+    async with Rig(decode=_of(*[breaks] * 6), cluster_secret=_SECRET, max_resumes=2) as rig:
         answer = await rig.complete(stream=stream)
         assert sum(len(fake.calls) for fake in rig.decode) == 3
         assert '"decode_server_lost"' in answer.text
@@ -177,29 +184,25 @@ async def test_losses_have_a_limit(stream):
         await until(lambda: len(rig.prefill[0].releases) == 3)
 
 
-async def test_an_answer_that_breaks_off_is_had_again(monkeypatch):
-    async def breaks(call: Call) -> None:
-        await call.start(200, {"content-type": "application/json", "content-length": "99"})
-        raise Drop
-
-    both = _in_turn(breaks, decodes)
+async def test_an_answer_that_breaks_off_is_had_again():
+    both = _in_turn(breaks_off, decodes)
     async with Rig(decode=_of(both, both)) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
 
 
 _REFERENCE = {"do_remote_prefill": True, "remote_num_tokens": 7}
+_MOVED = resume.MOVED + json.dumps(_REFERENCE).encode()
 
 
 def _moves(start: int, stop: int) -> Behave:
-    text = resume.MOVED + json.dumps(_REFERENCE).encode()
-    return _sends(_framed(start, stop) + resume.frame(text, _ERROR))
+    return _sends(_framed(start, stop) + resume.frame(_MOVED, _ERROR))
 
 
 def _moves_whole() -> Behave:
     """What is told of an answer that is no stream."""
-    told = [json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2))]
-    moved = resume.frame(resume.MOVED + json.dumps(_REFERENCE).encode(), _ERROR)
-    return _sends(b"".join([*(resume.frame(each, b"") for each in told), moved]))
+    told = (json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2)))
+    frames = [resume.frame(each, b"") for each in told]
+    return _sends(b"".join([*frames, resume.frame(_MOVED, _ERROR)]))
 
 
 @pytest.mark.parametrize("others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []])
@@ -237,8 +240,7 @@ async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_h
 @pytest.mark.parametrize("is_refused", [False, True])
 async def test_so_does_an_answer_that_is_no_stream(is_refused):
     """Or it begins anew, where nobody goes on."""
-    refusals = [fails(503, "resume_refused")] * 2 * is_refused
-    both = _in_turn(_moves_whole(), *refusals, decodes)
+    both = _in_turn(_moves_whole(), *[_REFUSES] * 2 * is_refused, decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
@@ -286,21 +288,20 @@ _REFUSES = fails(503, "resume_refused")
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "settings", "outcome", "told"),
+    ("first", "then", "outcome", "told"),
     [
-        (_DROPS, _GOES_ON, {"max_resumes": 0}, None, b"decode_server_lost"),
-        (_DROPS, _REFUSES, {}, "failed", b"decode_server_lost"),
-        (_DROPS, decodes, {}, "failed", b"decode_server_lost"),  # not the rest of it
-        (_DROPS, fails(400, "resume_rejected"), {}, "failed", b"decode_server_lost"),
-        (_sends(_framed(0, 2) + resume.frame(DIED, _ERROR)), _REFUSES, {}, "failed", _ERROR),
-        (_DROPS, _GOES_ON, {"kept": 40}, "unkept", b"decode_server_lost"),
+        (_DROPS, _GOES_ON, None, b"decode_server_lost"),
+        (_DROPS, _REFUSES, "failed", b"decode_server_lost"),
+        (_DROPS, decodes, "failed", b"decode_server_lost"),  # not the rest of it
+        (_DROPS, fails(400, "resume_rejected"), "failed", b"decode_server_lost"),
+        (_sends(_framed(0, 2) + resume.frame(DIED, _ERROR)), _REFUSES, "failed", _ERROR),
+        (_DROPS, _GOES_ON, "unkept", b"decode_server_lost"),
     ],
 )
-async def test_what_cannot_go_on_has_one_error(first, then, settings, outcome, told, monkeypatch):
-    if kept := settings.get("kept"):
-        monkeypatch.setattr(resume, "MAX_KEPT_BYTES", kept)
-    options = {name: value for name, value in settings.items() if name != "kept"}
-    if options:  # nobody asks for frames
+async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monkeypatch):
+    if outcome == "unkept":
+        monkeypatch.setattr(resume, "MAX_KEPT_BYTES", 40)
+    if outcome is None:  # nobody asks for frames
 
         async def drops(call: Call) -> None:
             assert HEADER not in call.headers
@@ -310,17 +311,16 @@ async def test_what_cannot_go_on_has_one_error(first, then, settings, outcome, t
 
         first = drops
     both = _in_turn(first, then)
-    async with Rig(decode=_of(both, both), cluster_secret=_SECRET, **options) as rig:
+    async with Rig(
+        decode=_of(both, both), cluster_secret=_SECRET, max_resumes=3 * bool(outcome)
+    ) as rig:
         answer = await rig.complete(stream=True)
         events = answer.content.split(b"\n\n")
         assert events[:2] == [b"data: 0", b"data: 1"]
         assert events[2].startswith(b"event: error") and told.strip() in events[2]
         assert events[3:] == [b""]
-        total = {
-            name: rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
-            for name in ("resumed", "failed", "unkept")
-            for reason in ("lost", "died")
-            if rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
-        }
-        assert total == ({outcome: 1} if outcome else {})
+        for name in ("resumed", "failed", "unkept"):
+            for reason in ("lost", "died"):
+                num = rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
+                assert num == (name == outcome and (reason == "died") == (told == _ERROR))
         assert rig.in_flight() == 0

@@ -109,15 +109,14 @@ class Router:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and expert ids int64, both [T, experts_per_token], of [T, experts]."""
-        choose = self._by_kernel if self._has_kernel else self._choose
-        return choose(logits, self._correction)
+        return self._by_kernel(logits) if self._has_kernel else self._choose(logits)
 
-    def _by_kernel(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        which = logits, correction, self._moe, self._group_best
+    def _by_kernel(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        which = logits, self._correction, self._moe, self._group_best
         return fused_ops.experts().choose(*which)  # type: ignore[no-any-return]
 
-    def _choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        config, num = self._moe, self._moe.experts_per_token
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        config, num, correction = self._moe, self._moe.experts_per_token, self._correction
         scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
         choice = scores if correction is None else scores + correction
         if choice is scores and config.scoring == "softmax" and config.num_groups == 1:
@@ -152,8 +151,7 @@ class Router:
 
     def _deviation(self, logits: Tensor) -> Tensor:
         """Of the kernel's weights; and of what is chosen by, where others are chosen."""
-        ways = (self._by_kernel, self._choose)
-        (weights, experts), (right, best) = (way(logits, self._correction) for way in ways)
+        (weights, experts), (right, best) = self._by_kernel(logits), self._choose(logits)
         choice = (
             logits.sigmoid() if self._correction is None else logits.sigmoid() + self._correction
         )

@@ -77,11 +77,10 @@ class HarmonyParser(ReasoningParser):
         self._part: Literal["reasoning", "content", "call"] = "content"  # that a message is of
         self._parts = set[str]()  # that have text
         self._gap = ""  # before a message's text
-        self._told = "", ""
-        self.feed(head)
+        self._told = "", ""  # since it was last asked
+        self._told = self.feed(head)
 
     def feed(self, text: str) -> tuple[str, str]:
-        self._told = "", ""
         for piece in _PIECE.findall(text):
             if not self.is_in_head and piece in (START, END, CHANNEL):
                 self._end()
@@ -95,16 +94,16 @@ class HarmonyParser(ReasoningParser):
             else:
                 self._head += piece
                 self._look()
-        return self._told
+        told, self._told = self._told, ("", "")
+        return told
 
     def finish(self) -> tuple[str, str]:
-        self._told = "", ""
         self._let_go()
-        return self._told
+        return self.feed("")
 
     @property
     def _has_tags(self) -> bool:
-        return START in self._head or CHANNEL in self._head
+        return not {*_CHARS}.isdisjoint(self._head)
 
     def _look(self) -> None:
         """Whether a head may go on so; else it is text."""

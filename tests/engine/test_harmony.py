@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,19 +72,15 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("<|channel|>Yes<|return|>", "", "Yes", []),
     (f"{FINAL}2<|channel|>analysis<|message|>a<|constrain|>b<|message|>c", "abc", "2", []),
     (f"{FINAL}2<|return|><|start|>user<|message|>3", "", "2\n\n3", []),
+    (" to=functions.add <|constrain|>json<|message|>{}<|call|>", "", "", [("add", "{}")]),
 ]  # fmt: skip
 
 
 def tagged(text: str) -> list[str]:
     """Characters, where a tag is one."""
-    for name, tag in tags_of(_Names()).items():  # type: ignore[arg-type]
+    for name, tag in tags_of(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
         text = text.replace(name, tag)
     return list(text)
-
-
-class _Names:
-    def id_of(self, name: str) -> str:
-        return name
 
 
 def read(pieces: list[str], tools: Tools = TOOLS) -> tuple[str, str, list[tuple[str, str]]]:
@@ -113,7 +110,7 @@ def test_whatever_a_model_writes_is_read_the_same_and_no_tag_is_text():
     rng = random.Random(1)
     words = [*map("".join, map(tagged, (
         THINK, START, FINAL, CALL, "<|channel|>", "<|message|>", "<|start|>", "<|call|>", " Xy zw",
-        "assistant", "analysis", " to=functions.add", "\n", "{}", "<|end|>"
+        "assistant", "analysis", " to=functions.add", "\n", "{}", "<|end|>", "<|constrain|>"
     )))]  # fmt: skip
     for _ in range(3000):
         text = "".join(rng.choices(words, k=rng.randrange(9)))
@@ -252,8 +249,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
     turns = [{"role": role, "content": role} for role in ("system", "developer", "user", "system")]
     found = one_call_each(turns)
     assert found == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
-    prompt = harmony.render_chat(found)
-    assert "system\n\ndeveloper" in prompt
+    assert "system\n\ndeveloper" in harmony.render_chat(found)
 
 
 async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
@@ -279,16 +275,18 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
     assert prompt.endswith(f"Hi<|end|>{told}<|start|>assistant")
 
 
-@pytest.mark.parametrize(("say", "expected"), [
-    ("more", (None, "more")), (f"more{START}{THINK}I", ("I", "more")),
+@pytest.mark.parametrize(("before", "say", "expected"), [
+    ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
+    (f"So{START}{CALL}", "{}<|call|>", (None, None)),  # spelled out by a client, tags are tags
 ])  # fmt: skip
-async def test_a_final_message_is_continued(harmony, say, expected):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
-    asked = {"messages": turns, "continue_final_message": True}
+async def test_a_final_message_is_continued(harmony, before, say, expected):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": before}]
+    asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
     async with serving_harmony(harmony, saying(harmony, say)) as server:
         (choice,) = (await server.chat(**asked)).json()["choices"]
         assert said(choice) == expected
-        await server.chat(**asked, structured_outputs={"regex": "a"}, tools=[TOOL])
+        assert expected[1] or call_of(choice) == ("add", "{}")
+        await server.chat(**asked, structured_outputs={"regex": "a"})
         assert server.engine.added[1].sampling.grammar == Grammar("regex", "a")
 
 

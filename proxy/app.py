@@ -112,7 +112,8 @@ class ProxyApp:
 
     def shut_down(self, grace_s: float) -> None:
         """Is not ready from now on; requests still running after `grace_s` end with an error."""
-        self.shutting_down = self._members.is_ending = True
+        self.shutting_down = True
+        self._members.end()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
 
     def _stop_all(self) -> None:

@@ -34,9 +34,6 @@ class Members:
 
     Args:
         on_silence: see Watch.
-
-    Attributes:
-        is_ending: with the proxy, servers may end unremarked.
     """
 
     open_paths = frozenset((Registry.path,))  # signed
@@ -57,7 +54,7 @@ class Members:
             max_blocks=settings.prefix_blocks,
             step_s=settings.itl_target_s,
         )
-        self.is_ending = False
+        self._is_ending = False
         self._created = int(time.time())
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
@@ -69,6 +66,11 @@ class Members:
 
     def start(self) -> None:
         self._discovery.start()
+
+    def end(self) -> None:
+        """With the proxy servers may end unremarked, and who can register no more stays."""
+        self._is_ending = True
+        self._registry.close()
 
     async def close(self) -> None:
         self._registry.close()
@@ -128,6 +130,6 @@ class Members:
             self._poller.hurry(server)
         # All may end together, one that leaves was to, and one that starts tells how far it is.
         is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub("", new.reason)
-        is_expected = self.is_ending or not server.sources or is_as_before
+        is_expected = self._is_ending or not server.sources or is_as_before
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

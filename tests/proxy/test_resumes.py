@@ -117,9 +117,8 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another():
         rig.decode[0].silent = True
         await _silent(_framed(0, 3))(call)
 
-    fakes = _of(stops, _GOES_ON)
     settings = {"health_timeout_s": 0.05, "read_timeout_s": 3600.0, "cluster_secret": _SECRET}
-    async with Rig(decode=fakes, **settings) as rig:
+    async with Rig(decode=_of(stops, _GOES_ON), **settings) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
 

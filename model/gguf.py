@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 
 # What a conversion depends on besides its input; a new number makes directories anew.
-CONVERTER_VERSION: Final = 3
+CONVERTER_VERSION: Final = 4
 
 _ARCHITECTURES: Final = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -279,6 +279,8 @@ def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str
     keys = {"default": "", **{name: f".{name}" for name in get("tokenizer.chat_templates", [])}}
     named = {name: get(f"tokenizer.chat_template{key}", None) for name, key in keys.items()}
     found = {name: text for name, text in named.items() if text is not None}
+    if list(found) == ["default"]:
+        return {**config, "chat_template": found["default"]}
     templates = [{"name": name, "template": text} for name, text in found.items()]
     return {**config, "chat_template": templates} if templates else config
 

@@ -63,7 +63,7 @@ class MoELayer:
             self._shared_gate = Linear(gate)
 
         self._takes_one = (
-            self._experts.has_kernels and self._shared is None and parallel.size == 1
+            self._experts.takes_one and self._shared is None and parallel.size == 1
             and self._join.is_plain and fused_ops.kernels().one_row_works(self._router.weight)
         )  # fmt: skip
 
@@ -194,15 +194,18 @@ class Experts:
         count = down.shape[0]
         self._total, self._num = None if total == count else total, total or count
         self._ids = torch.arange(count, device=down.device)
+        self._are_codes = any(isinstance(w, Quantized) for w in (self._gate_up, self._down))
         is_plain = activation == "silu" and clamps is None
         self._is_fused = is_plain and fused_ops.works(down.device, down.dtype)
         self._sum, self._most = self._grouped if are_grouped else self._each, _MAX_TOKENS
-        self.has_kernels = self._is_fused and biases is None and self._are_proved(chosen)
-        if self.has_kernels:
+        self.takes_one = self._is_fused and biases is None and self._are_proved(chosen)
+        if self.takes_one and not self._are_codes:
             self._sum, self._most = self._by_kernels, 2 * _MAX_TOKENS  # which copy less
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
+        if self.takes_one and len(x) == 1:
+            return self._of_one(x, weights, experts)
         parts = zip(*(torch.split(each, self._most) for each in (x, weights, experts)), strict=True)
         found = [self._sum(*part) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -210,16 +213,16 @@ class Experts:
     def _are_proved(self, chosen: int) -> bool:
         """Whether kernels of ours take its matrices: of the first layer of a kind they are proved,
         with each tile, against the other way; what is wrong is told in the log."""
-        gate_up, down = self._gate_up, self._down
-        if isinstance(gate_up, Quantized) or isinstance(down, Quantized):
-            return False
-        kind = (gate_up.shape, down.shape, down.dtype, down.device, self._num, chosen)
-        if kind not in _PROVED and (works := fused_ops.experts().works(gate_up, down)):
+        gate_up, down, kernels = self._gate_up, self._down, fused_ops.experts()
+        works = (kernels.takes_one if self._are_codes else kernels.works)(gate_up, down)
+        groups = [w.group for w in (gate_up, down) if isinstance(w, Quantized)]
+        kind = (gate_up.shape, down.shape, down.dtype, down.device, self._num, chosen, *groups)
+        if works and kind not in _PROVED:
             flaw = fused_ops.flaw(lambda: self._deviations(chosen), _TOLERANCE)
-            _PROVED[kind] = works and not flaw
+            _PROVED[kind] = not flaw
             if flaw:
                 _log.warning("the kernels for mixtures of experts: one %s: others are used", flaw)
-        return _PROVED.get(kind, False)
+        return works and _PROVED[kind]
 
     def _deviations(self, chosen: int) -> Tensor:
         """Of each tile's sums: norms of differences by those of results."""
@@ -230,13 +233,12 @@ class Experts:
         x = torch.randn(_PROVED_TOKENS, width, device=like.device)
         x = F.rms_norm(x, (width,)).to(like.dtype)
         routed = x, 2 * weights.softmax(-1), experts
-        found = [
-            (self._by_kernels(*routed, tiles), self._sum(*routed)) for _, tiles in kernels.TILES
-        ]
+        right, each_tiles = self._sum(*routed), [] if self._are_codes else kernels.TILES
+        found = [(self._by_kernels(*routed, tiles), right) for _, tiles in each_tiles]
         few = [*zip(*(torch.split(part[:2], 1) for part in routed), strict=True)]
         alone = [self._of_one(*one) for one in few]
         added = [self._of_one(*one, norm=torch.ones_like(x[0]), residual=0 * one[0]) for one in few]
-        found += [(torch.cat(each), found[0][1][:2]) for each in (alone, added)]
+        found += [(torch.cat(each), right[:2]) for each in (alone, added)]
         errors: list[Tensor] = [
             (ours.float() - sums.float()).norm() / sums.float().norm() for ours, sums in found
         ]
@@ -255,8 +257,6 @@ class Experts:
 
     def _by_kernels(self, x: Tensor, weights: Tensor, experts: Tensor, tiles: Any = None) -> Tensor:
         """As `_grouped`, of which the kernels gather, multiply and scatter at once."""
-        if len(x) == 1:
-            return self._of_one(x, weights, experts)
         matrices, chosen = (self._gate_up, self._down), self._ids_here(experts)
         return fused_ops.experts().mixture(x, *matrices, weights, chosen, self._num, tiles)  # type: ignore[no-any-return]
 

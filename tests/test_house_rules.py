@@ -28,11 +28,11 @@ MAX_LINES = {
     "engine": 11406,
     "kvcache": 7642,
     "kvcache/transfer": 5113,
-    "model": 5345,
+    "model": 5405,
     "prefill_server": 149,
     "protocol": 6855,
     "proxy": 5082,
-    "tests": 41123,
+    "tests": 41180,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

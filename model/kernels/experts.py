@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 from model.architectures.experts import MoEConfig
 from model.quantization.kernels import tile_of
+from model.quantization.quantized import FP8, Quantized, Weight
 
 
 def _of_kept_groups(  # type: ignore[no-untyped-def]
@@ -194,9 +195,25 @@ def _combine(  # type: ignore[no-untyped-def]
 _combine_kernel: Any = triton.jit(_combine)
 
 
+# Of codes, groups of columns have scales: of each, GROUP columns of a tile are summed (0: of no
+# codes), and a row has GROUPS of them.
+def _products(  # type: ignore[no-untyped-def]
+    tile, value, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr
+):
+    """[ROWS, COLUMNS] by [ROWS or 1, COLUMNS], scaled and summed by groups, if they have scales."""
+    product = tile.to(tl.float32) * value
+    if GROUP:
+        product = tl.sum(tl.reshape(product, (ROWS, COLUMNS // GROUP, GROUP)), 2) * scales
+    return product
+
+
+_scaled_products: Any = triton.jit(_products)
+
+
 def _one_gated(  # type: ignore[no-untyped-def]
-    x, weight, norm, chosen, inner, eps, num_experts, NUM_OUT: tl.constexpr, WIDTH: tl.constexpr,
-    NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, weight, scales, norm, chosen, inner, eps, num_experts, NUM_OUT: tl.constexpr,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one token's gate and up products, by one of its experts."""
     slot, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -205,8 +222,11 @@ def _one_gated(  # type: ignore[no-untyped-def]
     expert = tl.load(chosen + slot)
     let_next_begin()  # not before: see _one_down
     if expert < num_experts:
-        at = weight + (expert * 2 * NUM_OUT + row[:, None]) * WIDTH + column[None, :]
-        gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+        of_expert = expert * 2 * NUM_OUT + row[:, None]
+        at = weight + of_expert * WIDTH + column[None, :]
+        sums: tl.constexpr = COLUMNS // GROUP if GROUP else COLUMNS
+        gate, up = tl.zeros((ROWS, sums), tl.float32), tl.zeros((ROWS, sums), tl.float32)
+        by_gate, by_up, group = 1.0, 1.0, tl.arange(0, sums)[None, :]
         squares = tl.zeros((COLUMNS,), tl.float32)
         for start in tl.static_range(0, WIDTH, COLUMNS):
             gates = tl.load(at + start, eviction_policy="evict_first")
@@ -215,8 +235,11 @@ def _one_gated(  # type: ignore[no-untyped-def]
             if NORM:
                 squares += value * value
                 value *= tl.load(norm + start + column).to(tl.float32)
-            gate += gates.to(tl.float32) * value[None, :]
-            up += ups.to(tl.float32) * value[None, :]
+            if GROUP:
+                of_tile = scales + of_expert * GROUPS + (start // GROUP + group) % GROUPS
+                by_gate, by_up = tl.load(of_tile), tl.load(of_tile + NUM_OUT * GROUPS)
+            gate += _scaled_products(gates, value[None, :], by_gate, ROWS, COLUMNS, GROUP)
+            up += _scaled_products(ups, value[None, :], by_up, ROWS, COLUMNS, GROUP)
         size = tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
         gated, other = tl.sum(gate, 1) / size, tl.sum(up, 1) / size
         gated = gated / (1 + tl.exp(-gated)) * other
@@ -224,9 +247,9 @@ def _one_gated(  # type: ignore[no-untyped-def]
 
 
 def _one_down(  # type: ignore[no-untyped-def]
-    inner, weight, weights, chosen, residual, out, num_experts, NUM_OUT: tl.constexpr,
+    inner, weight, scales, weights, chosen, residual, out, num_experts, NUM_OUT: tl.constexpr,
     WIDTH: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one token's result. All programs of the kernel before it have seen the choice,
     which is read without waiting for them, and so is the first of the matrices."""
@@ -239,11 +262,18 @@ def _one_down(  # type: ignore[no-untyped-def]
     at = weight + place * WIDTH + column[None, None, :]
     tile = tl.load(at, mask=own, other=0.0, eviction_policy="evict_first")
     let_next_begin_and_wait()
-    sums = tl.zeros((SLOTS, ROWS, COLUMNS), tl.float32)
+    count: tl.constexpr = COLUMNS // GROUP if GROUP else COLUMNS
+    sums = tl.zeros((SLOTS, ROWS, count), tl.float32)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         of_x = inner + slot[:, None] * WIDTH + start + column[None, :]
         value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)
-        sums += tile.to(tl.float32) * value[:, None, :]
+        if GROUP:
+            group = (start // GROUP + tl.arange(0, count)) % GROUPS
+            by = tl.load(scales + place * GROUPS + group[None, None, :], mask=own, other=0.0)
+            product = tile.to(tl.float32) * value[:, None, :]
+            sums += tl.sum(tl.reshape(product, (SLOTS, ROWS, count, GROUP)), 3) * by
+        else:
+            sums += tile.to(tl.float32) * value[:, None, :]
         if start + COLUMNS < WIDTH:
             after = at + start + COLUMNS
             tile = tl.load(after, mask=own, other=0.0, eviction_policy="evict_first")
@@ -257,28 +287,55 @@ def _one_down(  # type: ignore[no-untyped-def]
 _one_gated_kernel: Any = triton.jit(_one_gated)
 _one_down_kernel: Any = triton.jit(_one_down)
 _GATED_OF_ONE: Final = 2, 1024, 2  # rows of a program, columns at a time, warps
+_GATED_OF_CODES: Final = 8, 512, 4
 _DOWN_OF_ONE: Final = 8, 256, 8
 
 
+def _tile_of(weight: Weight, most: int) -> dict[str, int]:
+    """Columns of a row that a program takes at a time; see _products for their groups."""
+    width, group, groups = weight.shape[2], 0, 1
+    columns = min(width & -width, most)
+    if isinstance(weight, Quantized):
+        group, groups = min(weight.group, columns), weight.scales.shape[2]
+    return {"WIDTH": width, "COLUMNS": columns, "GROUP": group, "GROUPS": groups}
+
+
+def takes_one(*weights: Weight) -> bool:
+    """Whether `mixture_of_one` takes these, on a GPU: on Hopper, and of codes those of FP8."""
+    for weight in weights:
+        if isinstance(weight, Quantized):
+            tile = _tile_of(weight, 256)
+            is_whole = tile["GROUPS"] == 1 or tile["COLUMNS"] % weight.group == 0
+            if weight.kind != "fp8" or weight.scales.dtype != torch.float32 or not is_whole:
+                return False
+    is_hopper = torch.cuda.get_device_capability(weights[0].device)[0] == 9
+    return is_hopper and all(weight.shape[2] % 64 == 0 for weight in weights)
+
+
+def _matrix(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    if isinstance(weight, Tensor):
+        return weight, None
+    return weight.codes.view(FP8), weight.scales
+
+
 def mixture_of_one(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor,
+    x: Tensor, gate_up: Weight, down: Weight, weights: Tensor, chosen: Tensor,
     *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mixture` of one token, normed first; `residual` [1, hidden] is added to, and returned."""
     (count, width, num), each = down.shape, chosen.shape[1]
     inner = x.new_empty(each, num)
     out = torch.empty_like(x) if residual is None else residual
-    rows, most, warps = _GATED_OF_ONE
+    rows, most, warps = _GATED_OF_ONE if isinstance(gate_up, Tensor) else _GATED_OF_CODES
     _one_gated_kernel[(num // rows, each)](
-        x, gate_up, norm, chosen, inner, eps, count, NUM_OUT=num, WIDTH=width,
-        NORM=norm is not None, ROWS=rows, COLUMNS=min(width & -width, most), num_warps=warps,
-        launch_pdl=PDL,
+        x, *_matrix(gate_up), norm, chosen, inner, eps, count, NUM_OUT=num, ROWS=rows,
+        NORM=norm is not None, **_tile_of(gate_up, most), num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
     rows, most, warps = _DOWN_OF_ONE
     _one_down_kernel[(width // rows,)](
-        inner, down, weights, chosen, residual, out, count, NUM_OUT=width, WIDTH=num, CHOSEN=each,
+        inner, *_matrix(down), weights, chosen, residual, out, count, NUM_OUT=width, CHOSEN=each,
         SLOTS=triton.next_power_of_2(each), ADD=residual is not None, ROWS=rows,
-        COLUMNS=min(num & -num, most), num_warps=warps, launch_pdl=PDL,
+        **_tile_of(down, most), num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
     return out
 

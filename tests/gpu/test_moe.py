@@ -6,11 +6,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.core.batch import StepInput
 from model.moe import Experts
+from model.quantization.quantized import quantise
 from tests.gpu.test_runner import GREEDY, LOGIT_TOLERANCE, runner_for
 from tests.make_models import ensure_model
+from tests.model.quantised_files import in_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +51,7 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
     expected = Experts(gate_up.float(), down.float(), **part)(x.float(), weights, chosen)
     inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
     experts = Experts(gate_up.cuda(), down.cuda(), **part)
-    assert experts.has_kernels == (way == "kernels")
+    assert experts.takes_one == (way == "kernels")
     experts(*inputs)  # loads what there is to load
     with waiting_is_an_error():
         eager = experts(*inputs)
@@ -59,6 +62,26 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
     graph.replay()
     torch.testing.assert_close(captured, eager)
     torch.testing.assert_close(captured.float().cpu(), expected, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("size", [None, 64])
+@torch.inference_mode()
+def test_one_token_through_experts_of_fp8_in_a_graph(size):
+    both = torch.randn(16, 2 * WIDTH, HIDDEN) / 16, torch.randn(16, HIDDEN, WIDTH) / 11
+    small = [quantise(w.to(BF16)) if size is None else in_groups(w.to(BF16), size) for w in both]
+    plain = Experts(*(w.dequantise().float() for w in small))
+    experts = Experts(*(w.each(Tensor.cuda) for w in small), chosen=CHOSEN)
+    assert experts.takes_one
+    x, weights = torch.randn(1, HIDDEN).to(BF16), torch.rand(1, CHOSEN)
+    inputs = [each.cuda() for each in (x, weights, torch.randperm(16)[None, :CHOSEN])]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts(*inputs)
+    for _ in range(3):
+        inputs[2].copy_(torch.randperm(16)[None, :CHOSEN])
+        graph.replay()
+        expected = plain(x.float(), weights, inputs[2].cpu())
+        assert (captured.float().cpu() - expected).norm() <= 0.01 * expected.norm()
 
 
 def one_token_each() -> StepInput:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model.quantization.quantized import Quantized, quantise
+
 GROUP = 32
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 # What a writer makes of a weight [out, in]: tensors by the end of their names, and the weight that
 # they stand for, in float64.
 Written = tuple[dict[str, Tensor], Tensor]
+
+
+def in_groups(weight: Tensor, size: int) -> Quantized:
+    """FP8 codes of weights [n, out, in], with a scale for every `size` columns of a row."""
+    each = quantise(weight.unflatten(2, (-1, size)).flatten(1, 2))
+    parts = [part.unflatten(1, (weight.shape[1], -1)) for part in (each.codes, each.scales)]
+    codes, scales = (part.flatten(2) for part in parts)
+    return replace(each, codes=codes, scales=scales, group=size)
 
 
 def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

@@ -405,10 +405,9 @@ class PDRequest:
             self.upstreams.failed(server, failure, "no last event", None)
             error = DecodeServerLost(f"the {kind} server ended the stream before its last event")
         except UpstreamError as broken:
+            failure = broken.failure
             if isinstance(broken, HandedBack):
-                failure, event, params = broken.why, broken.event, broken.params
-            else:
-                failure = broken.failure
+                event, params = broken.event, broken.params
             if params is None:
                 self.upstreams.failed(server, failure, str(broken), None)
             told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost

@@ -131,10 +131,10 @@ class HandedBack(UpstreamError):
 
     def __init__(self, text: bytes, event: bytes) -> None:
         super().__init__("its engine ended" if text == DIED else "it does not go on with this")
-        self.why = Failure.DIED if text == DIED else Failure.BUSY
+        self.failure = Failure.DIED if text == DIED else Failure.BUSY
         self.event, self.params = event, None
         if text.startswith(MOVED):
-            self.why, self.params = Failure.MOVED, msgspec.Raw(text[len(MOVED) :])
+            self.failure, self.params = Failure.MOVED, msgspec.Raw(text[len(MOVED) :])
 
 
 class FramedEvents(EventBuffer):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -59,7 +59,7 @@ class Failure(Enum):
 class UpstreamError(Exception):
     """The server could not be talked to."""
 
-    failure: ClassVar[Failure]
+    failure: Failure
     told = property(str)  # to clients: without addresses
 
 

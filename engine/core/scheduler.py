@@ -90,8 +90,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> None:
         self.limits = limits
         self.allocator = allocator = BlockAllocator(num_blocks)
-        index = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
-        self.prefix = index
+        self.prefix = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
         self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -371,10 +370,8 @@ class Scheduler:
         """What the prompt holds of its last block the child computes by itself, and the last token
         where it has no output yet while its parent has."""
         child.fork_from(parent)
-        size, num_tokens = (
-            self.limits.block_size,
-            parent.num_prompt_tokens - (not child.num_outputs),
-        )
+        size = self.limits.block_size
+        num_tokens = parent.num_prompt_tokens - (not child.num_outputs)
         child.num_computed = num_tokens // size * size
         child.block_ids = self.limits.groups.of_prefix(parent.block_ids, child.num_computed, size)
         self.allocator.share(held(child.block_ids))

@@ -134,9 +134,8 @@ class Framing:
                 digest=_digest(api, endpoint, adds) if is_asked else "",
             )
         )
-        made = cls(origin, is_asked, resumed, is_movable, is_stream)
-        made._num_bytes = len(resume.text_of(resumed.frames)) if resumed and is_movable else 0
-        return made
+        num = len(resume.text_of(resumed.frames)) if resumed and is_movable else 0
+        return cls(origin, is_asked, resumed, is_movable, is_stream, _num_bytes=num)
 
     @property
     def may_move(self) -> bool:

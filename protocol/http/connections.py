@@ -108,8 +108,11 @@ async def read_body(
     scope: Mapping[str, Any],
     receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
     limit_bytes: int,
+    *,
+    is_held: bool = True,
 ) -> bytes:
-    """The whole body of a request of ASGI, which the running task ends with.
+    """The whole body of a request of ASGI, which the running task ends with. One that is not held
+    is soon let go of, and is taken beside any number of others.
 
     Raises:
         PayloadTooLarge: more than `limit_bytes`.
@@ -133,7 +136,7 @@ async def read_body(
     if error := refusal(scope):
         parts.clear()  # the connection keeps the error, which keeps this frame
         raise error
-    if bodies := _known(scope).get("bodies"):
+    if is_held and (bodies := _known(scope).get("bodies")):
         bodies.hold(num_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from protocol.http.access import check_operator
@@ -80,11 +81,12 @@ class Members:
     async def answer(self, scope: dict[str, Any], receive: Any, reply: Reply) -> None:
         """Answers a POST to one of `paths`, or a GET to one of `read_paths`. Raises BatonError."""
         path, is_read = scope["path"], scope["method"] != "POST"
+        read = partial(read_body, scope, receive, is_held=False)
         if path == Registry.path:  # signed
-            told = self._registry.take(await read_body(scope, receive, MAX_RECORD_BYTES))
+            told = self._registry.take(await read(MAX_RECORD_BYTES))
         else:
             check_operator(scope)
-            body = b"" if is_read else await read_body(scope, receive, admin.MAX_BODY_BYTES)
+            body = b"" if is_read else await read(admin.MAX_BODY_BYTES)
             told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
         await reply.answer_json(200, told)
 

@@ -57,7 +57,7 @@ def ready(rig: Rig, *urls: str) -> Callable[[], bool]:
 
 async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream():
     slow, other = Fake(ends()), Fake(decodes)
-    async with rig_of(fixed_series=False) as rig:
+    async with rig_of(fixed_series=False, max_held_bytes=100) as rig:  # three requests'
         for fake in (slow, other):
             fake.start()
         told = Registrar([rig.url], record(slow.url), SECRET.encode())

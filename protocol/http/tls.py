@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from protocol.process.logging import get_logger
@@ -41,13 +42,19 @@ class Certificate:
         """New connections get what is in the files by then, --tls-ca's too, unless it is wrong."""
         while self._files or self._ca_file:
             await asyncio.sleep(interval_s)
-            try:
-                if self._ca_file:
-                    await asyncio.to_thread(trusted, self._ca_file)
-                if self._files:
-                    self._newest = await asyncio.to_thread(_load, *self._files)
-            except ValueError as error:
-                logger.error("what TLS uses stays as it was: %s", error)
+            await _renewed(trusted, self._ca_file)
+            self._newest = await _renewed(_load, *self._files) or self._newest
+
+
+async def _renewed(
+    load: Callable[..., ssl.SSLContext], *files: str | None
+) -> ssl.SSLContext | None:
+    """None where there are no files, or wrong ones, which is told in the log."""
+    try:
+        return await asyncio.to_thread(load, *files) if any(files) else None
+    except ValueError as error:
+        logger.error("what TLS uses stays as it was: %s", error)
+        return None
 
 
 def _load(cert: str, key: str) -> ssl.SSLContext:

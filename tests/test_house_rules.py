@@ -30,7 +30,7 @@ MAX_LINES = {
     "kvcache/transfer": 5113,
     "model": 5405,
     "prefill_server": 149,
-    "protocol": 6855,
+    "protocol": 6865,
     "proxy": 5082,
     "tests": 41180,
 }

@@ -1,9 +1,8 @@
-"""The interface to whatever moves bytes between address spaces: register, add a peer, read, poll;
-and the bounds of what is read.
+"""The interface of a transport (register memory, add a peer, read, poll) and the size of its READs.
 
-An agent belongs to one thread at a time; it may be handed to another, which calls `bind_thread`
-first. A post is one READ handed to the agent. It is bounded in bytes, because on a CPU posting *is*
-copying and a cancelled pull must stop soon, and in runs, because each costs microseconds to post.
+An agent belongs to one thread at a time; the thread that takes it over calls `bind_thread` first.
+A post is one READ handed to the agent. Its bytes are bounded, because on a CPU posting *is* copying
+and a cancelled pull must stop soon; its runs are bounded, because each takes microseconds to post.
 """
 
 from abc import ABC, abstractmethod
@@ -18,22 +17,22 @@ from kvcache.stripe import IntArray
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 _PACED_POST_BYTES = 64 << 20
-# What READs between GPUs write takes from the batch's memory bandwidth, in proportion. Those into
-# staging memory are placed by a kernel, which reads and writes them once more.
+# Rates of READs between GPUs beside a batch: their writes take memory bandwidth from it. Staged
+# bytes get the lower rate, as a kernel reads and writes them once more.
 _PACED_BYTES_PER_S, _PACED_STAGED_BYTES_PER_S = 110e9, 33e9
 
 MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class ReadState(Enum):
-    ACTIVE = "active"  # bytes may still arrive, whatever was released meanwhile
+    ACTIVE = "active"  # bytes may still arrive, even after a release
     DONE = "done"
     ERROR = "error"  # some runs may go on: bytes may still arrive until the agent is closed
 
 
 @dataclass(eq=False)
 class ReadHandle:
-    """A posted READ. `state` is what the last poll said; `key` is the agent's own."""
+    """A posted READ. `state` is that of the last poll; `key` belongs to the agent."""
 
     peer: str
     state: ReadState
@@ -47,8 +46,8 @@ class ReadHandle:
 class TransferAgent(ABC):
     """One-sided reads out of peers' registered memory.
 
-    Nothing is written for a READ any more when `poll` said DONE, `read` raised, or `close` has
-    returned; releasing a handle or deregistering memory ends nothing (invariant I7).
+    A READ has stopped writing once `poll` returned DONE, `read` raised, or `close` returned.
+    Releasing a handle or deregistering memory stops no READ (invariant I7).
     """
 
     name: str  # unique over all engines and time
@@ -58,7 +57,7 @@ class TransferAgent(ABC):
         """A new agent of the same device and options, with nothing registered and no peers."""
 
     def bind_thread(self) -> None:  # noqa: B027 - most agents need nothing
-        """Called once by the thread that is going to use this agent."""
+        """To be called by a thread before its first use of this agent."""
 
     @abstractmethod
     def register(
@@ -72,12 +71,12 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """How peers reach this agent and everything registered so far."""
+        """This agent's address and the memory registered so far, for a peer's `add_peer`."""
 
     @abstractmethod
     def add_peer(self, metadata: bytes) -> str:
-        """Makes a peer readable and returns its agent name. Adding it again is harmless. May block
-        for as long as the system tries to connect.
+        """Makes a peer readable and returns its agent name. Adding a peer twice is harmless. May
+        block for as long as the system tries to connect.
 
         Raises:
             TransferFailed: the metadata is not usable.
@@ -120,7 +119,7 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back, whatever is still active: nothing reads or is read any more."""
+        """Ends every READ, also active ones, and frees all resources."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,15 @@ class ReadWindow:
     max_active: int = 8  # posts to one peer that have not ended
 
 
-# Between GPUs a post copies nothing by itself, and a run that is cut is slower than a whole one.
+# A post between GPUs copies nothing by itself, and a whole run is faster than its pieces.
 GPU_WINDOW = ReadWindow(max_bytes=1 << 30)
 
 
 class Throttle:
-    """READs leave the engine's batch its memory bandwidth.
+    """Slows READs while the engine computes a batch, which needs the memory bandwidth.
 
     Args:
-        busy: whether there is a batch, beside which READs are to be slower.
+        busy: whether a batch is being computed.
     """
 
     def __init__(self, window: ReadWindow, busy: Callable[[], bool] = lambda: False) -> None:
@@ -151,13 +150,13 @@ class Throttle:
         return now_s >= self._due_s
 
     def posted(self, nbytes: int, now_s: float, *, staged: bool = False) -> None:
-        """A post went out, into staging memory or into its place."""
+        """Counts a post that went out; `staged`: into staging memory, not into the pool."""
         if self._busy():
             rate = _PACED_STAGED_BYTES_PER_S if staged else _PACED_BYTES_PER_S
             self._due_s = max(self._due_s, now_s) + nbytes / rate
 
     def cut(self, reads: Iterable[ReadDescriptors]) -> Iterator[ReadDescriptors]:
-        """The posts of reads: their runs in their order, each in one post unless it is too long."""
+        """Divides READs into posts. Runs keep their order; only one above the limit is split."""
         max_bytes, max_runs = self.window.max_bytes, self.window.max_runs
         if self._busy():
             max_bytes = min(max_bytes, _PACED_POST_BYTES)

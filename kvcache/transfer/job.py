@@ -1,8 +1,8 @@
-"""One pull on one rank: a job that the worker drives, by READs or out of mapped memory.
+"""One pull on one rank: a job driven by the worker, with READs or launches out of mapped memory.
 
-A READ has ended when its state says so or its link is closed, a launch when its event says so (I7).
-The owner's death ends no launch: its memory stays readable until it is unmapped, what is read of it
-counts for nothing without the fence, and the fence is what a dead peer cannot answer.
+A READ has ended when it is done or its link is closed, a launch when its event has happened (I7).
+The death of the peer ends no launch: mapped memory stays readable until it is unmapped. Its bytes
+are not used, since a dead peer does not answer the fence.
 """
 
 import time
@@ -19,19 +19,19 @@ from kvcache.transfer.plan.plan import Step, TransferPlan
 from kvcache.transfer.pulls.messages import Pull
 from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
 
-HANGS_S = 1.0  # without the end of any READ
-MAX_LAUNCHES = 4  # queued: the device goes from one to the next without waiting for us
+HANGS_S = 1.0  # a job hangs when none of its READs has been posted or has ended for this long
+MAX_LAUNCHES = 4  # queued at once: the device goes from one to the next without waiting
 
 
 class TransferJob(ABC):
     """
     Attributes:
-        path: of messages.PATHS.
-        nbytes: wanted, in the peer's dtype.
-        bytes_read: of the peer's memory, with what is not wanted.
-        is_stopping: posts nothing more.
-        error: why, unless that was asked for.
-        waits: for the link; the worker is woken when it is there.
+        path: one of messages.PATHS.
+        nbytes: bytes of the wanted tokens, in the peer's dtype.
+        bytes_read: bytes read of the peer's memory, unwanted ones included.
+        is_stopping: no more is posted.
+        error: the reason for stopping; None after a StopPull.
+        waits: for the link, whose thread wakes the worker.
     """
 
     path = "none"
@@ -53,11 +53,11 @@ class TransferJob(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Nothing is active or will be: every byte is in its place, unless the job was stopped."""
+        """Nothing is active or will be. Unless the job was stopped, every byte is in its place."""
 
     @abstractmethod
     def post(self) -> bool:
-        """Begins, or begins one more piece; whether it did. Not once it stops.
+        """Posts the next piece, if there is room; whether it did. Not to be called once stopped.
 
         Raises:
             BatonError: the pull cannot be carried out.
@@ -65,23 +65,23 @@ class TransferJob(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Takes in what has ended; whether anything has."""
+        """Looks for READs or launches that have ended; whether there were any."""
 
-    def leave(self) -> None:  # noqa: B027 - most borrow nothing
-        """It has ended: what it borrowed is free for others."""
+    def leave(self) -> None:  # noqa: B027 - mapped jobs borrow nothing
+        """Hands the staging memory back, after the end."""
 
     def stop(self, error: BatonError | None = None) -> None:
-        """Posts nothing more. The first error stays."""
+        """No more is posted. The first error is kept."""
         self.is_stopping, self.waits = True, False
         self.error = self.error or error
 
     def fault(self, error: Exception) -> BatonError:
-        """What it fails with when a call has raised."""
+        """The pull's error for an unexpected exception of `post`, `poll` or `leave`."""
         return InternalError(f"the transfer thread failed: {error!r}")
 
     @property
     def still_s(self) -> float:
-        """How long no READ of it has been posted or has ended, though some are active."""
+        """Seconds since a READ was posted or ended; 0 while none is active."""
         return 0.0
 
     @property
@@ -91,12 +91,12 @@ class TransferJob(ABC):
 
 @dataclass(eq=False)
 class _Posting:
-    """READs into one memory; staged ones are placed when the last of them has ended."""
+    """The READs of one step of the plan. A staged step is placed after its last READ."""
 
-    posts: deque[ReadDescriptors]
-    base_address: int  # of the memory that local offsets count from
-    step: Step | None = None  # to place
-    slot: int = -1  # of staging memory, where there is a step to place
+    posts: deque[ReadDescriptors]  # still to be posted
+    base_address: int  # of the pool, or of the slot: local offsets count from here
+    step: Step | None = None  # a staged step
+    slot: int = -1  # of staging memory, for a staged step
     active: int = 0
 
 
@@ -113,8 +113,8 @@ class ReadJob(TransferJob):
         self._num_begun = 0  # of the plan's steps
         self._now = _Posting(deque(), 0)
         self._active: deque[tuple[ReadHandle, _Posting]]
-        self._placing: list[int] = []  # slots
-        self._moved_s = 0.0  # when a READ was posted or ended last
+        self._placing: list[int] = []  # slots whose placement has not ended
+        self._moved_s = 0.0  # time.monotonic of the last READ that was posted or ended
 
     @property
     def still_s(self) -> float:
@@ -128,8 +128,8 @@ class ReadJob(TransferJob):
         return self.is_stopping or (all_begun and not self._now.posts)
 
     def pass_staging_by(self) -> bool:
-        """Reads what awaits another pull's staging memory straight into the pool, in however many
-        runs; False where that cannot be."""
+        """Stops waiting for staging memory that another pull owns: reads straight into the pool, in
+        however many runs. False if that is impossible, as the KV has to be converted."""
         if self._plan is None or self._staging is None or self.is_stopping:
             return True
         if self._staging.owner == self.pull_id:
@@ -142,7 +142,7 @@ class ReadJob(TransferJob):
 
     def stop(self, error: BatonError | None = None) -> None:
         if self._link is not None and not self.is_stopping:
-            self._link.active -= len(self._active)  # they take none of what others may have
+            self._link.active -= len(self._active)  # other pulls may post in their stead
         super().stop(error)
 
     def leave(self) -> None:
@@ -190,7 +190,7 @@ class ReadJob(TransferJob):
                 state = link.agent.poll(read[0])
                 if state is ReadState.DONE:
                     ended.append(read)
-                elif state is ReadState.ERROR:  # some runs may go on: active until it is closed
+                elif state is ReadState.ERROR:  # runs may go on: active until the link is closed
                     failed = TransferFailed(f"a READ from {read[0].peer} failed")
         for read in ended:
             self._end(link, read)
@@ -212,7 +212,7 @@ class ReadJob(TransferJob):
             self._staging.enter(self.pull_id)
 
     def _next(self) -> _Posting | None:
-        """The READs of the next step; None while there is no room for them."""
+        """The READs of the next step; None after the last step, or while its slot is in use."""
         plan, index, staging = self._plan, self._num_begun, self._staging
         if plan is None or index == len(plan.steps):
             return None
@@ -233,7 +233,7 @@ class ReadJob(TransferJob):
         return posting
 
     def _end(self, link: PeerLink, read: tuple[ReadHandle, _Posting]) -> None:
-        """Nothing is written for it any more."""
+        """Counts a READ as ended, and places its step if that was the step's last READ."""
         handle, posting = read
         if not link.is_closing:
             link.agent.release(handle)
@@ -249,7 +249,7 @@ class ReadJob(TransferJob):
 
 
 class MappedJob(TransferJob):
-    """Launches of bounded size out of the peer's memory, so a pull that is stopped ends soon."""
+    """Launches that copy out of mapped memory, of bounded size: a stopped pull ends soon."""
 
     path = "mapped"
 
@@ -298,7 +298,7 @@ class MappedJob(TransferJob):
         return transfers[0]
 
     def _launch(self, transfer: Transfer) -> bool:
-        """Queues the next launch, or as much of it as there is room for."""
+        """Queues the next launch, or its first part if the placer has no room for all of it."""
         placer, copy, factors = self._placer, self._pending[0], transfer.factors
         room = placer.room(copy, factors)
         fitting = max(room // copy.piece_bytes, min(room, 1))  # a piece may exceed the room

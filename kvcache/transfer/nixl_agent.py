@@ -1,9 +1,9 @@
 """The TransferAgent over NIXL with its UCX back end: shared memory, TCP, RDMA, CUDA IPC.
 
-Built on NIXL's bindings, not on its Python wrapper: the wrapper starts the progress thread with a
-delay of 0, which spins at 100 % of a core per agent, idle or not. With a delay the thread sleeps on
-UCX's events and still wakes at once for a peer's first contact, which it is needed for: without it
-a peer that makes no calls of its own never answers.
+Uses NIXL's bindings, not its Python wrapper: the wrapper starts the progress thread with a delay of
+0, and each agent's thread spins at 100 % of a core, idle or not. With a delay the thread sleeps on
+UCX's events and wakes at once for a peer's first contact. It cannot be left out: an agent whose
+owner makes no calls would never answer a peer.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # read when the library is loaded
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
-# UCX keeps registrations of freed memory without bound otherwise, and grows.
+# The default is infinite: UCX would keep registrations of freed memory, and grow.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
 from kvcache.stripe import IntArray
@@ -32,27 +32,27 @@ from nixl import _bindings as nixl  # noqa: E402
 
 logger = get_logger(__name__)
 
-# Variables that are set here and in transports.py.
+# Variables set here and in transports.py, not by the operator.
 _OURS = ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", "UCX_RCACHE_MAX_UNRELEASED")
 _PROGRESS_DELAY_US = 100_000  # upper bound of a sleep that events end early
-# One thread posts short runs between GPUs more slowly than these are copied; two are enough. Fewer
-# runs than these are posted by the thread that asks.
+# Short runs between GPUs are copied faster than one thread posts them; two threads suffice. A READ
+# of fewer runs than `split_batch_size` is posted by the calling thread.
 _GPU_OPTIONS = {"num_threads": "2", "split_batch_size": "64"}
 _SEGMENTS = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
 _STATES = {nixl.NIXL_SUCCESS: ReadState.DONE, nixl.NIXL_IN_PROG: ReadState.ACTIVE}
 
 
 class CannotStart(ValueError):
-    """NIXL or UCX cannot be set up on this machine, in a sentence for the operator."""
+    """NIXL or UCX cannot be set up on this machine; the message is for the operator."""
 
 
 class NixlAgent(TransferAgent):
     """One NIXL agent with a unique name.
 
     Args:
-        prefix: begins the name, for logs.
+        prefix: of the name, for logs.
         device_id: the CUDA device whose memory this agent moves; None for host memory only.
-            UCX needs it to be current on every thread that touches it.
+            UCX needs this device to be current on each thread that uses the agent.
     """
 
     def __init__(self, prefix: str = "baton", *, device_id: int | None = None) -> None:
@@ -73,7 +73,7 @@ class NixlAgent(TransferAgent):
         self._regions: list[Any] = []
         self._peers: set[str] = set()
         self._active = 0
-        self._failed = False  # a READ
+        self._failed = False  # a READ has failed
 
     def another(self) -> "NixlAgent":
         return NixlAgent(self._prefix, device_id=self._device_id)
@@ -150,7 +150,7 @@ class NixlAgent(TransferAgent):
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
-        if not (self._active or self._failed):  # else its end takes the connections away
+        if not (self._active or self._failed):  # else deleting the agent closes the connections
             for peer in self._peers:
                 _quietly(agent.invalidateRemoteMD, peer)
             for region in self._regions:
@@ -181,9 +181,9 @@ def _why_not(error: Exception) -> str:
 
 
 @contextmanager
-def _as_transfer_failed(what: str) -> Iterator[None]:
+def _as_transfer_failed(failure: str) -> Iterator[None]:
     """Translates NIXL's exceptions, which share no base class, at this one boundary."""
     try:
         yield
     except Exception as error:
-        raise TransferFailed(f"{what}: {error}") from error
+        raise TransferFailed(f"{failure}: {error}") from error

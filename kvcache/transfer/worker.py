@@ -1,7 +1,7 @@
-"""A rank's transfer thread: drives every job piece by piece and reports.
+"""A rank's transfer thread: drives every job piece by piece and reports its end.
 
-It blocks while there is nothing to do, and looks at commands between any two posts, so that a pull
-stops within one post. A READ that does not end keeps its pull here until it does (I7).
+The thread blocks while it is idle. It reads commands between any two posts, so that a pull stops
+within one post. A READ that does not end keeps its job here until it does (I7).
 """
 
 import faulthandler
@@ -41,13 +41,13 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _NAP_S = 0.0005
-# On a GPU; beside a batch longer, which leaves the interpreter's lock to the engine.
+# On a GPU. Longer beside a batch: meanwhile the engine has the interpreter's lock.
 _GPU_NAP_S, _GPU_BUSY_NAP_S = 0.00002, 0.00005
-_STUCK_NAP_S = 0.02  # when all that is left are READs of pulls that were given up
-_TEAR_DOWN_S = 10.0  # after which READs that nobody wants and that hang end with their link
-_SAMPLE_BYTES = 1 << 20  # less says nothing about speed
-_MAX_FAILURES = 100  # rounds in a row, which take two seconds
-# Together longer than a driver's slowest call, a kernel's compilation, on a busy machine.
+_STUCK_NAP_S = 0.02  # while only READs of stopped pulls are left, and after a failed round
+_TEAR_DOWN_S = 10.0  # a link is closed once its READs of stopped pulls have hung for this long
+_SAMPLE_BYTES = 1 << 20  # the speed of a smaller pull is not logged
+_MAX_FAILURES = 100  # failed rounds in a row, about two seconds of them
+# Together longer than a driver's slowest call (compiling a kernel) on a busy machine.
 _LOOK_S, _NUM_LOOKS = 10.0, 30
 
 
@@ -55,8 +55,8 @@ class TransferWorker:
     """One rank's end of every pull.
 
     Args:
-        link: brings commands and takes reports: on rank 0 the coordinator, which is closed with the
-            worker; elsewhere a socket to it.
+        link: brings commands and takes reports. On rank 0 the coordinator itself, which is closed
+            with the worker; on other ranks a socket to it.
     """
 
     def __init__(self, rank: LocalRank, link: PullCoordinator | socket) -> None:
@@ -64,12 +64,12 @@ class TransferWorker:
         self._link = WorkerLink(link) if isinstance(link, socket) else link
         rank.wake = self._link.wake
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
-        self._commands: list[Command] = []  # not yet obeyed
+        self._commands: list[Command] = []  # still to be carried out
         self._peers: dict[PeerKey, Peer] = {}
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._num_rounds = 0
-        self._failures: list[Exception] = []  # since a round went well
+        self._failures: list[Exception] = []  # since the last round without one
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, f"pull-{rank.number}")
         self._watch = VitalThread(self._watch_rounds, f"pull-{rank.number}-watch")
@@ -110,9 +110,9 @@ class TransferWorker:
                 peer.unmap()
 
     def _watch_rounds(self) -> None:
-        """Ends the process when the thread is stuck in a driver or a transport: else it would obey
-        no orders in an engine that looks healthy. Counts looks, not seconds: a process that was
-        stopped for a while has done nothing wrong."""
+        """Ends the process when the thread is stuck in a driver or a transport: the engine would
+        look healthy, and no pull would end. Counts looks, not seconds, because a process that was
+        suspended for a while is not stuck."""
         seen, num_same = -1, 0
         while not self._stopping.wait(_LOOK_S):
             num_same = num_same + 1 if self._num_rounds == seen else 0
@@ -123,7 +123,7 @@ class TransferWorker:
                 raise RuntimeError(f"{self._thread.name} has made no progress for {seconds:g} s")
 
     def _round(self) -> bool:
-        """Obeys, posts at most one piece, polls, ends what has ended; whether anything happened."""
+        """Carries out commands, posts at most one piece, polls, ends jobs; whether it did any."""
         while self._commands:
             self._obey(self._commands.pop(0))
         happened = self._post_one() | self.digester.drive()
@@ -138,7 +138,7 @@ class TransferWorker:
                 happened = True
         for peer in self._peers.values():
             link, error = peer.link, peer.settle()
-            happened |= peer.link is not link  # it has ended: whoever waits may have a new one
+            happened |= peer.link is not link  # closed: jobs that wait may connect anew
             if error is not None:
                 self._refuse(peer, error)
                 happened = True
@@ -163,7 +163,7 @@ class TransferWorker:
         return True
 
     def _survive(self, error: Exception, *jobs: TransferJob) -> None:
-        """Our bug or a device's: no pull may hang for it."""
+        """Fails the jobs after a bug of ours or a device's error, so that no pull hangs."""
         logger.exception("pull worker")
         self.counters["internal_errors"] += 1
         self._failures.append(error)
@@ -172,7 +172,7 @@ class TransferWorker:
         time.sleep(_STUCK_NAP_S)
 
     def _patience_s(self) -> float:
-        """How long there is nothing to do but to wait for commands."""
+        """How long the thread may wait for commands before the next round."""
         jobs = self._jobs.values()
         is_idle = not self.digester.is_busy
         if is_idle and all(job.waits for job in jobs):
@@ -189,15 +189,15 @@ class TransferWorker:
     def _obey(self, command: Command) -> None:
         match command:
             case Pull(pull_id, key):
-                if puller := self._peers.get(key):
-                    kind = MappedJob if puller.map() else ReadJob
-                    self._jobs[pull_id] = kind(command, puller)
+                if peer := self._peers.get(key):
+                    kind = MappedJob if peer.map() else ReadJob
+                    self._jobs[pull_id] = kind(command, peer)
                 else:
                     self._tell_end(pull_id, _not_connected(key[0]))
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # no READ of it is active, as it has ended here
+                else:  # ended: no READ of it is active
                     self.digester.stop(pull_id)
                     self._tell_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
@@ -218,7 +218,7 @@ class TransferWorker:
     def _end(self, job: TransferJob) -> None:
         del self._jobs[job.pull_id]
         is_complete, error = not job.is_stopping, job.error
-        if is_complete:  # first of all: the fence waits for it
+        if is_complete:  # reported first: the fence waits for it
             path, tell = job.path if job.nbytes else "none", self._tell_end
             if job.pull.scope is not None:
                 tell = partial(self._tell_digest, job.pull.scope, job.pull.local_block_ids)
@@ -234,19 +234,19 @@ class TransferWorker:
             peer.is_speed_told = True
             way = "mapped memory"
             if isinstance(job, ReadJob):
-                told = peer.link and peer.link.way_of_reading
-                way = f"NIXL, {job.path}, by {told or 'an untold way'}"
+                transport = peer.link and peer.link.way_of_reading
+                way = f"NIXL, {job.path}, by {transport or 'an untold way'}"
             rate = job.bytes_read / seconds / 1e9
             logger.info("prefill server %s: %s, %.2f GB/s", peer.engine_id, way, rate)
 
     def _refuse(self, peer: Peer, error: BatonError) -> None:
-        """Ends the pulls that wait for its link: nothing of them was posted."""
+        """Fails the jobs that wait for the peer's link; they have posted nothing."""
         for job in self._jobs.values():
             if job.peer is peer and job.waits:
                 job.stop(error)
 
     def _clean(self, peer: Peer) -> None:
-        """Unmaps or forgets a peer once nothing uses it, if that is due."""
+        """Unmaps a stale peer, and forgets a dropped one, once no job uses it."""
         if any(job.peer is peer for job in self._jobs.values()):
             return
         if peer.is_stale or peer.is_dropped:
@@ -257,8 +257,8 @@ class TransferWorker:
                 peer.link.close()
 
     def _relieve_hung(self) -> None:
-        """Ends links whose READs hang and nobody wants, and lets no pull wait for staging memory
-        whose owner's READs hang."""
+        """Closes links on which only READs of stopped pulls are left and hang, and lets no pull
+        wait for staging memory whose owner hangs."""
         jobs = self._jobs.values()
         for peer in {job.peer for job in jobs if job.is_stopping and job.still_s >= _TEAR_DOWN_S}:
             still_s = min(job.still_s for job in jobs if job.peer is peer and job.active)
@@ -273,33 +273,33 @@ class TransferWorker:
             return
         for job in jobs:
             passes_by = not isinstance(job, ReadJob) or job.pass_staging_by()
-            if not passes_by and holder.is_stopping:  # nobody waits for the holder
+            if not passes_by and holder.is_stopping:  # a holder that goes on may free the memory
                 job.stop(PullWithheld("READs that hang have the staging memory"))
 
-    def _tell_digest(self, scope: Scope, blocks: Sequence[int], name: str, **told: Any) -> None:
-        """The end, once the digest of what was read, or is lent, is computed."""
+    def _tell_digest(self, scope: Scope, blocks: Sequence[int], name: str, **done: Any) -> None:
+        """Reports the end of a pull or of a DigestOrder once the blocks' digest is computed."""
 
         def tell(part: DigestPart | None) -> None:
             error = None if part else InternalError("a digest of KV could not be computed")
-            self._tell_end(name, error, **({"part": part, **told} if part else {}))
+            self._tell_end(name, error, **({"part": part, **done} if part else {}))
 
         self.digester.begin(name, scope, blocks, tell)
 
     def _tell_end(self, pull_id: str, error: BatonError | None = None, **done: Any) -> None:
         """
         Args:
-            done: members of RankEnded, of a pull that is complete.
+            done: further fields of RankEnded, only for a complete pull.
         """
-        told = ErrorInfo.of(error) if error else None
-        members = {"complete": bool(done), "error": told, **done}
+        info = ErrorInfo.of(error) if error else None
+        members = {"complete": bool(done), "error": info, **done}
         self._link.report(RankEnded(pull_id=pull_id, rank=self._number, **members))
 
 
 def use_one_core() -> None:
-    """Torch starts no threads for the calling one: with more OpenMP threads than cores libgomp
-    stops spinning for work, and the engine's operations would wait to be woken."""
+    """Keeps torch from starting OpenMP threads for the calling thread: with more of them than cores
+    libgomp stops spinning for work, and the engine's operations would wait to be woken."""
     torch.set_num_threads(1)
-    torch.get_num_threads()  # a thread that has asked once keeps its number
+    torch.get_num_threads()  # fixes the number for this thread
 
 
 def _not_connected(engine_id: str) -> TransferFailed:

@@ -1,11 +1,10 @@
-"""One prefill engine, as a rank's transfer thread knows it: its plans, its memory where it is
-mapped here, and the link over which it is read.
+"""One prefill engine as a rank's transfer thread sees it: its pulls' plans, its mapped memory,
+and the link that reads from it.
 
-Each engine is read by an agent of its own, because only an agent's end proves that nothing is
-written any more (I7): then its sockets, queues and registrations are gone. A READ that hangs, or
-that failed while some of its runs go on, has ended when its agent is closed. To connect blocks for
-minutes where packets are dropped on the way, to end takes a while, and neither may hold up pulls
-from others: so a link's whole life is in a thread of its own.
+Each engine is read by an agent of its own, because only closing the agent ends a READ that hangs,
+or that failed while some of its runs go on (I7): its sockets, queues and registrations are gone
+then. Connecting may block for minutes where packets are dropped, and closing takes a while. A link
+does both in its own thread, so that pulls from other engines go on.
 """
 
 import threading
@@ -41,11 +40,11 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-SCRATCH_BYTES = 4 << 20  # that probes are read into
-_LEAST_STAGING_BYTES = 4 << 20  # with less there is little to choose
-_MOST_PROBED = {"DRAM": 4 << 20, "VRAM": 16 << 20}  # more says no more about the link
+SCRATCH_BYTES = 4 << 20  # the target of probes
+_LEAST_STAGING_BYTES = 4 << 20  # with less, plans hardly depend on a link's costs
+_MOST_PROBED = {"DRAM": 4 << 20, "VRAM": 16 << 20}  # longer probes measure no better
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00001, 0.01
-_CLOSE_S = 5.0  # longest wait for agents at the end of the worker
+_CLOSE_S = 5.0  # longest wait for a link's thread when the worker ends
 FIX = (
     "Open its UCX ports to this host (UCX_TCP_PORT_RANGE sets them), and let both use an interface "
     "that reaches the other (UCX_NET_DEVICES): an address that both have, as docker0's, does not"
@@ -53,23 +52,23 @@ FIX = (
 
 
 class LocalRank:
-    """One rank of D: what its pulls and links share.
+    """One rank of D: the resources shared by its pulls and links.
 
     Args:
-        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as of Endpoint.
-        agent: reads nothing; another of it is made for each peer that is read from. Owned by the
-            worker from its `start` on, its `close` included.
-        staging_bytes: bound of the memory for staged transfers; None plans direct ones only.
+        tp_size, total_kv_heads, dcp: geometry of this engine; dcp as in Endpoint.
+        agent: lends the pool to peers; each link reads with `agent.another()`. Owned by the worker
+            from `start` to the end of `close`.
+        staging_bytes: size of the staging memory; None: transfers are direct only.
         convert: accept a peer with another KV dtype.
         costs: of every link; None measures each peer at first contact.
-        placer: carries out the pulls from peers whose memory it can map; the agent does the others.
-        maps_only: a peer that cannot be mapped is refused, not left to the agent.
-        busy: whether this rank's engine computes: READs between GPUs then leave it room.
+        placer: carries out pulls from peers whose memory it can map; agents read from the others.
+        maps_only: refuse a peer that cannot be mapped.
+        busy: whether this rank's engine computes a batch: READs between GPUs are slowed then.
         connect_timeout_s: longest wait of a pull for the connection to its peer.
 
     Attributes:
-        wake: called by links' threads when there is news of them.
-        links: that are not closed yet.
+        wake: called by a link's thread when the link is ready, failed or closed.
+        links: those not closed yet.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class LocalRank:
         self.agent, self.connect_timeout_s = agent, connect_timeout_s
         self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=pool.device)
-        self.scratch_address = int(self._scratch.data_ptr())  # which nobody looks at
+        self.scratch_address = int(self._scratch.data_ptr())
         self.wake: Callable[[], None] = lambda: None
         self.links: set[PeerLink] = set()
         if costs is not None:
@@ -112,17 +111,17 @@ class LocalRank:
 
     @staticmethod
     def reserved_bytes(staging_bytes: int | None) -> int:
-        """What it takes of its device's memory."""
+        """Device memory of a LocalRank, beside the pool."""
         return (staging_bytes or 0) + SCRATCH_BYTES
 
     @property
     def measures(self) -> bool:
-        """Plans depend on the costs of a peer's link."""
+        """Whether links are probed: plans depend on their costs, and none are configured."""
         room = self.staging.nbytes if self.staging else 0
         return self.costs is None and room >= _LEAST_STAGING_BYTES
 
     def bind_thread(self) -> None:
-        """Called once by the thread that pulls."""
+        """To be called once by the transfer thread."""
         self.agent.bind_thread()
         if self.staging is not None:
             self.staging.bind_thread()
@@ -130,11 +129,11 @@ class LocalRank:
             self.placer.bind_thread()
 
     def offer(self) -> None:
-        """Peers may read the pool from here on."""
+        """Makes the pool readable by peers."""
         self._register(self.agent, self.pool.base_address, self.pool.nbytes)
 
     def register_with(self, agent: TransferAgent) -> None:
-        """All that a link's READs may write to."""
+        """Registers all memory that a link's READs may write to."""
         self._register(agent, self.scratch_address, SCRATCH_BYTES)
         self._register(agent, self.pool.base_address, self.pool.nbytes)
         if self.staging is not None:
@@ -144,7 +143,7 @@ class LocalRank:
         agent.register(address, nbytes, device_id=self.pool.device_id, kind=self.kind)
 
     def close(self) -> None:
-        """Ends every link; one that is stuck in connecting has read nothing."""
+        """Closes every link. One stuck in connecting is not waited for: it has read nothing."""
         links = list(self.links)
         for link in links:
             link.close()
@@ -154,28 +153,28 @@ class LocalRank:
 
 
 class PeerLink:
-    """The agent that reads from one engine. It begins to connect at once; owned by the worker's
-    thread, which is woken when there is news: one of `is_ready`, `error` and `is_closed`.
+    """The agent that reads from one engine. It begins to connect at once. Owned by the worker's
+    thread, which is woken whenever `is_ready`, `error` or `is_closed` changes.
 
     Args:
-        ranks: of the server, that this rank reads from.
-        probes: the first of them, by READs that bring nobody's KV.
+        ranks: the server's ranks to read from.
+        probes: measure the link to the first of them, with READs of its null block.
 
     Attributes:
-        costs: as measured; None where it was not.
+        costs: as measured; None without a measurement.
         deadline: of connecting, by time.monotonic.
-        active: READs of pulls that were not given up; counted by the owner.
+        active: READs of pulls that are not stopping; counted by their jobs.
     """
 
     def __init__(
         self, rank: LocalRank, metadata: EngineMetadata, ranks: Sequence[Endpoint], *, probes: bool
     ) -> None:
-        self.is_connecting = True  # as a system may for minutes after it has failed
+        self.is_connecting = True  # also after a timeout, while the system's call still blocks
         self.is_ready = self.is_closed = False
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + rank.connect_timeout_s
         self.active = 0
-        self.agent: TransferAgent = rank.agent  # until there is one
+        self.agent: TransferAgent = rank.agent  # replaced by the link's own, in its thread
         self._error: BatonError | None = None
         self._rank, self._metadata, self._ranks = rank, metadata, ranks
         self._probes = probes
@@ -195,14 +194,14 @@ class PeerLink:
 
     @property
     def error(self) -> BatonError | None:
-        """Why nothing can be read over it, if so."""
+        """Why the link cannot be used; None while it can, or is still connecting."""
         if self._error is None and not self.is_ready and time.monotonic() >= self.deadline:
             limit = f"{self._rank.connect_timeout_s:g} s (--connect-timeout-s)"
             self._error = self._unreachable(f"no connection within {limit}")
         return self._error
 
     def read(self, read: ReadDescriptors, base_address: int) -> ReadHandle:
-        """Posts a READ; local offsets count from `base_address`. Raises as the agent's."""
+        """Posts a READ; local offsets count from `base_address`. Raises as TransferAgent.read."""
         remote = self._metadata.ranks[read.remote_rank]
         return self.agent.read(
             self._names[read.remote_rank],
@@ -220,8 +219,8 @@ class PeerLink:
         return ucx_log.read_between(gpu_here=here, gpu_there=there)
 
     def close(self, error: BatonError | None = None) -> None:
-        """Begins to end it, as it has failed or nobody needs it: `is_closed` when nothing that it
-        read is written any more."""
+        """Begins to close the link, after an error or because it is not needed. Its READs may write
+        until `is_closed`."""
         if error is not None and not self.is_closing:
             logger.warning("prefill server %s: %s", self._metadata.engine_id, error.message)
             self._error = error
@@ -247,9 +246,9 @@ class PeerLink:
         try:
             if agent is not None:
                 agent.close()
-                if self._rank.kind == "VRAM":  # copies that it had begun go on without it, for ms
+                if self._rank.kind == "VRAM":  # its last copies go on for milliseconds
                     torch.cuda.synchronize(self._rank.pool.device)
-        except Exception:  # what it read into stays quarantined
+        except Exception:  # never `is_closed`: blocks it may write to stay quarantined
             logger.exception("ending the link to prefill server %s", self._metadata.engine_id)
             return
         self.is_closed = True
@@ -281,7 +280,7 @@ class PeerLink:
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
                 raise TransferFailed("a READ at first contact does not end")
-            nap_s = (time.perf_counter() - began) / 16  # what it tells is that wrong at most
+            nap_s = (time.perf_counter() - began) / 16  # bounds the error of the measured time
             time.sleep(min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
         seconds = time.perf_counter() - began
         if handle.state is ReadState.ERROR:
@@ -297,8 +296,8 @@ class PeerLink:
 class Peer:
     """
     Attributes:
-        memories: of its ranks, mapped here.
-        refusal: why it cannot be mapped.
+        memories: the mapped pools, by rank of the peer.
+        refusal: why its memory cannot be mapped.
         is_stale: its memory is to be mapped anew when no pull uses it.
         is_dropped: it is to be forgotten when no pull uses it.
     """
@@ -315,13 +314,13 @@ class Peer:
         self.memories: dict[int, Memory] = {}
         self.refusal: str | None = None
         self.link: PeerLink | None = None
-        self._has_failed = False  # a link
+        self._has_failed = False  # one of its links: the next one is probed
         self.is_speed_told = self.is_stale = self.is_dropped = False
 
     # -- plans
 
     def prepare(self) -> None:
-        """Pulls are going to come: maps or connects, and says if none can be planned."""
+        """Maps or connects before the first pull, and logs if no pull can be planned."""
         if not self.map():
             self.connect()
         try:
@@ -330,7 +329,7 @@ class Peer:
             logger.warning("prefill server %s: %s", self.engine_id, error)
 
     def transfers(self, pull: Pull) -> list[Transfer]:
-        """What is wanted of each group of layers.
+        """The pull's transfers, one for each group of layers.
 
         Raises:
             PeerIncompatible: no plan bridges the geometries.
@@ -338,7 +337,7 @@ class Peer:
         groups = self.rank.endpoint.groups
         spans = groups.spans(pull.token_start, pull.token_stop, pull.reach)
         with _as_incompatible():
-            found = [
+            transfers = [
                 self._plans().take(
                     (span.start, span.stop),
                     groups.of_group(pull.local_block_ids, group),
@@ -348,14 +347,14 @@ class Peer:
                 for group, span in enumerate(spans)
             ]
         self.rank.pool.use(max(pull.local_block_ids, default=-1))
-        return found
+        return transfers
 
     def plan(self, pull: Pull, link: PeerLink) -> TransferPlan:
-        """Of READs over the link. Raises as `transfers`."""
+        """The plan of READs over the link. Raises as `transfers`."""
         usual = DEFAULT_COSTS["cuda" if link.between_gpus else "cpu"]
         with _as_incompatible():
             costs = self.rank.costs or link.costs or usual
-            return joined([self._plans().plan(each, costs) for each in self.transfers(pull)])
+            return joined([self._plans().plan(part, costs) for part in self.transfers(pull)])
 
     def _plans(self) -> Planner:
         if self._planner is None:
@@ -372,8 +371,8 @@ class Peer:
     # -- the mapped path
 
     def map(self) -> bool:
-        """Opens its memory, unless that was done; whether pulls are mapped, or fail as it cannot
-        be."""
+        """Maps the peer's memory if that was not tried yet. Whether its pulls are to be MappedJobs:
+        it is mapped, or nothing else is allowed."""
         placer = self.rank.placer
         if placer is None:
             return False
@@ -382,7 +381,7 @@ class Peer:
                 for owner in self._owners:
                     self.memories[owner] = placer.open(self.metadata.ranks[owner])
                 logger.info("prefill server %s: its KV is mapped here", self.engine_id)
-            except Exception as error:  # of any other kind it is our own: NIXL may do better
+            except Exception as error:  # not NotMappable: a bug of ours, and NIXL may still work
                 if not isinstance(error, NotMappable):
                     logger.exception("mapping KV of prefill server %s", self.engine_id)
                 logger.info("prefill server %s: not mapped, %s", self.engine_id, error)
@@ -391,7 +390,7 @@ class Peer:
         return self.refusal is None or self.rank.maps_only
 
     def unmap(self) -> None:
-        """No job reads from its memory any more."""
+        """Closes the mapped memory; no job may read from it any more."""
         for memory in self.memories.values():
             memory.close()
         self.memories.clear()
@@ -400,10 +399,10 @@ class Peer:
     # -- the link
 
     def connect(self) -> PeerLink | None:
-        """The link; None while it begins or ends.
+        """The link, if it is ready, else None. Begins a link if there is none.
 
         Raises:
-            BatonError: it could not be made, and has not ended yet.
+            BatonError: the link has failed, and its thread still blocks in connecting.
         """
         link = self.link
         if link is None:
@@ -419,7 +418,7 @@ class Peer:
         return link if link.is_ready and not link.is_closing else None
 
     def settle(self) -> BatonError | None:
-        """Takes in what became of the link: why the pulls that wait for it fail, if they do."""
+        """Closes a failed link and forgets a closed one; the error for pulls that wait for it."""
         link = self.link
         if link is None or (link.is_ready and not link.is_closing):
             return None

@@ -1,8 +1,8 @@
-"""What rank 0 of a decode engine does beside reading: it runs all pulls of the engine.
+"""The coordinator runs all pulls of a decode engine, on rank 0.
 
-All it decides is in pull_state.py (one pull) and peers.py (handshakes); here are the sockets, the
-clock and the bookkeeping of who is waiting for which answer. It has no thread of its own: rank 0's
-TransferWorker receives its commands from it, and so drives it.
+It decides by pull_state.py (one pull) and peers.py (handshakes). This file has the sockets, the
+clock, and the table of pulls that answers and reports belong to. It has no thread of its own: rank
+0's TransferWorker drives it by asking it for commands.
 """
 
 import heapq
@@ -75,19 +75,19 @@ _NEVER = float("inf")
 class PullCoordinator:
     """Handshakes, renewals, fan-out, the fence.
 
-    `receive`, `report` and `close` are for the thread of rank 0's worker, which does what the other
-    methods ask for; those may be called by any thread.
+    `receive`, `report` and `close` are for the thread of rank 0's worker. Any thread may call the
+    other methods; those that order something leave it to that thread.
 
     Args:
-        ends: of sockets to the other ranks' workers.
+        ends: sockets to the other ranks' workers.
         compat: of this engine.
         convert: accept peers with another KV dtype.
-        dcp, block_size: of this engine's ranks: where they share tokens, peers must have blocks
-            to cut their stripes from.
+        dcp, block_size: of this engine's ranks. With a dcp above 1, peers must have blocks from
+            which the ranks' stripes can be cut.
         verify: which digests are compared before the fence: "off", "sample", "all".
 
     Attributes:
-        on_event: called by the worker's thread when `drain` has something; must not block.
+        on_event: called by the worker's thread when `drain` has events; must not block.
     """
 
     def __init__(
@@ -126,26 +126,26 @@ class PullCoordinator:
         self._compat, self._verify = compat, verify
         self._digests: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
         self._pulls: dict[str, PullState] = {}
-        self._attempts: dict[str, PullState] = {}  # by attempt id: whose answer it is
-        self._planned: list[tuple[float, str]] = []  # heap: when a pull has something to do
-        self._ended: OrderedDict[str, bool] = OrderedDict()  # the latest: PullDrained was told
+        self._attempts: dict[str, PullState] = {}  # by attempt id, which answers carry
+        self._planned: list[tuple[float, str]] = []  # heap of (when to tick it, pull id)
+        self._ended: OrderedDict[str, bool] = OrderedDict()  # pull id -> PullDrained was emitted
 
     def knows(self, remote: RemotePrefill) -> bool:
-        """Whether hands were shaken with its engine, so that `connect` would tell PeerReady."""
+        """Whether a handshake with its engine is done, so that `connect` would emit PeerReady."""
         peer = self._peers.get(key_of(remote))
         return peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
-        """Shakes hands unless that was done; PeerReady or PeerFailed tells the outcome."""
+        """Shakes hands unless that was done. Ends in PeerReady or PeerFailed."""
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, asked: Lookup) -> None:
-        """Asks for a reference to the longest prefix that this engine has; LookedUp tells."""
+        """Asks the hinted engine for a reference to its longest prefix. Ends in LookedUp."""
         self._call(lambda: self._lookups.begin(pull_id, hint, asked, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
-        """Keeps the lease alive from now on, before there are blocks to read into; or subscribes,
-        where there is none yet."""
+        """Keeps the lease alive from now on, before there are blocks to read into; subscribes if
+        there is no lease yet."""
         self._call(lambda: self._begin(pull_id, remote))
 
     def pull(
@@ -162,7 +162,7 @@ class PullCoordinator:
         Args:
             local_block_ids: from token 0 of the sequence on, each of this engine's block size
                 times its dcp.
-            reach: as of KVGroups.spans.
+            reach: as in KVGroups.spans.
         """
         about, span = (key_of(remote), remote.lease_id), (token_start, token_stop)
         order = Pull(pull_id, *about, *span, list(local_block_ids), remote.block_ids, reach)
@@ -173,8 +173,8 @@ class PullCoordinator:
         self._call(lambda: self._do_cancel(pull_id, lend))
 
     def digest(self, scope: Scope, blocks: tuple[int, ...], reply: Sums) -> None:
-        """Computes a digest of what is in blocks of this engine, on every rank. `reply` is called
-        by the worker's thread; must not block."""
+        """Computes a digest of this engine's KV in `blocks`, on every rank. `reply` is called by
+        the worker's thread; must not block."""
         order = DigestOrder(new_id(), scope, blocks)
 
         def begin() -> None:
@@ -200,7 +200,8 @@ class PullCoordinator:
     # -- what rank 0's worker calls
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """Does all there is to do, waiting for it no longer than so; what rank 0 has to do."""
+        """Handles timers, sockets and calls, waiting at most `timeout_s` for them; returns the
+        commands for rank 0."""
         if self._clock() >= self._due:
             self._try(self._tick)
         timeout_s = min(timeout_s, self._due - self._clock())
@@ -236,16 +237,17 @@ class PullCoordinator:
         self.wake()
 
     def _obey(self) -> None:
-        """What was asked for by other threads."""
+        """Carries out other threads' calls."""
         self._waker.clear()
         for _ in range(len(self._calls)):
             self._try(self._calls.popleft())
 
-    def _try(self, part: Callable[..., Any], *what: Any) -> None:
-        """A part of a round. If it fails the others are done: nobody says again what has come."""
+    def _try(self, part: Callable[..., Any], *args: Any) -> None:
+        """Does one part of a round. If it raises, all pulls fail, and the other parts are still
+        done: their messages come only once."""
         try:
-            part(*what)
-        except Exception:  # our own bug: no pull may hang for it, and later ones shall work
+            part(*args)
+        except Exception:  # a bug of ours: no pull may hang, and later ones shall work
             logger.exception("pull coordinator")
             self._counters["internal_errors"] += 1
             for state in list(self._pulls.values()):
@@ -283,7 +285,7 @@ class PullCoordinator:
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        if len(self._events) == 1:  # else it was called for one that nobody has taken yet
+        if len(self._events) == 1:  # else it was called, and `drain` has not followed yet
             self.on_event()
 
     def _broadcast(self, command: Command) -> None:
@@ -299,8 +301,8 @@ class PullCoordinator:
         return [peer for peer in self._peers.at(address) if peer.is_asked]
 
     def _lost(self, address: Address) -> None:
-        """Nothing listens there: whatever waits for an answer from there fails now, and the ranks
-        forget the peer, whose memory is not freed while it is mapped."""
+        """Nothing listens there: pulls and handshakes that wait for an answer fail now, and the
+        ranks forget the peer, as its memory is not freed while it is mapped here."""
         now, error = self._clock(), unreachable(address, "cannot be connected to")
         for peer in self._peers.at(address):
             self._forget(peer)
@@ -331,7 +333,7 @@ class PullCoordinator:
         self._peer_decided(peer)
 
     def _begin(self, pull_id: str, remote: RemotePrefill) -> PullState | None:
-        """The pull of this name, which keeps its lease alive; None if it has ended."""
+        """The pull, begun if it is new; None if it has ended."""
         if pull_id in self._ended or pull_id in self._pulls:
             return self._pulls.get(pull_id)
         attempt_id, now = new_id(), self._clock()
@@ -366,8 +368,8 @@ class PullCoordinator:
             self._peer_decided(peer)
 
     def _supersede(self, current: PeerKey, address: Address) -> None:
-        """What other engines at this address leased is not there any more. A restarted server
-        has a new engine id as well as a new incarnation."""
+        """Fails the pulls from earlier engines at this address: their leases are gone. A restarted
+        server has a new engine id as well as a new incarnation."""
         for peer in self._peers.at(address):
             if peer.key != current:
                 self._forget(peer)
@@ -377,7 +379,7 @@ class PullCoordinator:
                 self._perform(state, state.fail(error, self._clock()))
 
     def _peer_decided(self, peer: Peer) -> None:
-        """Tells whoever waits for this peer, if there is something to tell."""
+        """After a handshake, lets everything go on that waits for this peer."""
         if peer.is_asked:
             return
         self._lookups.peer_decided(peer, self._clock())
@@ -389,7 +391,7 @@ class PullCoordinator:
             self._offer(state, peer)
 
     def _offer(self, state: PullState, peer: Peer) -> None:
-        """Lets a waiting pull go on, or fail, when its peer is known."""
+        """Starts or fails a waiting pull once its peer's handshake has ended."""
         if state.phase is not Phase.WAITING or peer.is_asked:
             return
         now, metadata = self._clock(), peer.metadata
@@ -407,7 +409,7 @@ class PullCoordinator:
         self._perform(state, state.peer_ready(now, verified))
 
     def _verified(self, metadata: EngineMetadata) -> str:
-        """As of PullDone, of pulls from there."""
+        """PullDone.verified of pulls from this engine."""
         ours, theirs = self._compat, metadata.compat
         if self._verify == "off":
             return "off"
@@ -419,8 +421,8 @@ class PullCoordinator:
         return [state for state in self._pulls.values() if state.reads and state.key == key]
 
     def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
-        """Why nothing shall be pulled from there now: it would only be lost as well, and blocks
-        with it."""
+        """Why nothing is pulled from there now; None if it may be. A pull that hangs as well would
+        take blocks with it."""
         peer = self._peers.get(key_of(remote))
         if peer is None or not peer.pulls_failed:
             return None
@@ -453,10 +455,10 @@ class PullCoordinator:
 
     def _send(self, state: PullState, action: Action) -> None:
         peer = self._peers.of(state.remote)
-        if isinstance(action, SuspectPeer | PullStuck):  # shake hands anew, and not for ever
+        if isinstance(action, SuspectPeer | PullStuck):  # the next pull shakes hands anew
             if peer.pull_failed(self._clock()):
                 logger.warning(DISTRUSTED, peer.key[0], *state.address)
-        elif isinstance(action, PullDone):  # which says nothing of others that hang
+        elif isinstance(action, PullDone):  # trusted again, unless another pull hangs
             if not any(other.hangs for other in self._reading_from(peer.key)):
                 peer.pulls_failed, peer.no_pulls_until = 0, 0.0
         if isinstance(action, LeaseRequest | Subscribe):
@@ -484,7 +486,7 @@ class PullCoordinator:
         elif isinstance(reply, Metadata):
             self._take_metadata(address, reply)
         elif isinstance(reply, Refused):
-            told = f"{address[0]}:{address[1]} refused us: {reply.reason}"
-            self._fail_handshakes(address, PeerUnreachable(told))
+            message = f"{address[0]}:{address[1]} refused us: {reply.reason}"
+            self._fail_handshakes(address, PeerUnreachable(message))
         elif state := self._attempts.get(reply.nonce.partition("-")[2]):
             self._perform(state, state.answered(reply, self._clock()))

@@ -1,9 +1,8 @@
-"""What a decode engine knows about prefill engines, and when it asks: at first contact, and for
-the prefix of a prompt that one of them may hold.
+"""A decode engine's records of prefill engines: handshakes, trust, and questions for prefixes.
 
-Keyed by engine id and incarnation, so what was true of an engine before its restart is never
-applied after it. A failed handshake is remembered for a back-off that doubles, so that a queue of
-requests to a dead peer fails at once instead of one timeout after another. Pure: no I/O, no clock.
+Records are keyed by engine id and incarnation, so that none outlives a restart of its engine. A
+failed handshake is remembered for a back-off that doubles: a queue of requests to a dead peer fails
+at once instead of one timeout after another. Pure: no I/O, no clock.
 """
 
 from collections import Counter
@@ -40,10 +39,10 @@ DISTRUSTED = (
 )
 
 
-def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
-    """The error for a side channel that `what` was seen of, with what to look at."""
+def unreachable(address: tuple[str, int], failure: str) -> PeerUnreachable:
+    """The error for a side channel and its failure, with the options to check."""
     return PeerUnreachable(
-        f"the prefill server's side channel at {address[0]}:{address[1]} {what}; if the server "
+        f"the prefill server's side channel at {address[0]}:{address[1]} {failure}; if the server "
         "lives, give it a --side-channel-host and -port that this host reaches"
     )
 
@@ -52,8 +51,8 @@ def unreachable(address: tuple[str, int], what: str) -> PeerUnreachable:
 class Peer:
     """A prefill engine: unknown, being asked, known by its metadata, or unusable for the error.
 
-    One whose pulls failed twice in a row gets none for a time that doubles, then one at a time,
-    until one is done.
+    After two failed pulls in a row it gets none for a time that doubles, then one at a time until
+    one succeeds.
     """
 
     key: PeerKey
@@ -63,11 +62,11 @@ class Peer:
     error: BatonError | None = None
     failures: int = 0  # handshakes, in a row
     is_asked: bool = False
-    deadline: float = 0.0  # when asked: gives up; after an error: may be asked again
+    deadline: float = 0.0  # when asked: of the handshake; after an error: end of the back-off
     next_ask: float = 0.0
-    nonce: str = ""  # of the question; set by who asks
-    is_awaited: bool = False  # somebody is to be told what comes of it; likewise
-    is_announced: bool = False  # the ranks know it; likewise
+    nonce: str = ""  # of the question; this and the next two are set by the coordinator
+    is_awaited: bool = False  # PeerReady or PeerFailed is to be emitted
+    is_announced: bool = False  # AddPeer was sent to the ranks
     pulls_failed: int = 0  # in a row
     no_pulls_until: float = 0.0
 
@@ -76,8 +75,8 @@ class Peer:
         return self.is_asked or self.metadata is not None or self.is_announced
 
     def pull_failed(self, now: float) -> bool:
-        """Whether it has just lost its trust. Its metadata may be wrong as well."""
-        self.metadata = None
+        """Counts a failed pull; whether the peer has just lost its trust."""
+        self.metadata = None  # it may be wrong
         if now < self.no_pulls_until:  # that pull had begun before
             return False
         self.pulls_failed += 1
@@ -91,7 +90,7 @@ class Peer:
 
 
 class PeerTable:
-    """All of them. `stripe` is what a rank of ours wants to read of a sequence."""
+    """All peers. `stripe`: the tokens of a sequence that one rank of this engine reads."""
 
     def __init__(
         self, local: CompatRecord, settings: PullSettings, allow_convert: bool, stripe: Stripe
@@ -102,7 +101,7 @@ class PeerTable:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))  # of handshakes
 
     def of(self, remote: RemotePrefill | KVHint) -> Peer:
-        """The peer as it is now."""
+        """The peer's record; a new one evicts the oldest idle ones beyond the bound."""
         peer = self._peers.get(key_of(remote))
         if peer is None:
             idle = [key for key, p in self._peers.items() if not p.is_used]
@@ -114,7 +113,7 @@ class PeerTable:
         return peer
 
     def connect(self, remote: RemotePrefill | KVHint, now: float) -> Peer:
-        """Begins to ask the peer when that is due."""
+        """Begins a handshake, unless one is done or under way, or its back-off lasts."""
         peer = self.of(remote)
         is_known = peer.is_asked or peer.metadata is not None
         if not is_known and (peer.error is None or now >= peer.deadline):
@@ -133,19 +132,19 @@ class PeerTable:
         return [peer for peer in self._peers.values() if peer.is_asked]
 
     def due(self, now: float) -> tuple[list[Peer], list[Peer]]:
-        """(to ask for metadata now, failed by timeout now)."""
+        """(peers to ask for metadata now, peers whose handshake has timed out now)."""
         late = [peer for peer in self.asked() if now >= peer.deadline]
         limit_s = self._settings.handshake_timeout_s
         for peer in late:
-            told = f"did not answer within {limit_s:g} s (--handshake-timeout-s)"
-            self.fail(peer, unreachable(peer.address, told), now)
+            failure = f"did not answer within {limit_s:g} s (--handshake-timeout-s)"
+            self.fail(peer, unreachable(peer.address, failure), now)
         asking = [peer for peer in self.asked() if now >= peer.next_ask]
         for peer in asking:
             peer.next_ask = now + limit_s / 4
         return asking, late
 
     def deadline(self) -> float:
-        """When `due` next has something to say; infinity for never."""
+        """When to call `due` next; infinity for never."""
         waits = [min(peer.deadline, peer.next_ask) for peer in self.asked()]
         return min(waits, default=float("inf"))
 
@@ -166,7 +165,7 @@ class PeerTable:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
-        except PlanError as error:  # its blocks are none that ours can be cut from
+        except PlanError as error:  # our stripes cannot be cut from its blocks
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
             peer.is_asked, peer.metadata, peer.failures = False, metadata, 0
@@ -174,13 +173,13 @@ class PeerTable:
 
 
 def _backoff_s(settings: PullSettings, failures: int) -> float:
-    """After as many failures before."""
+    """The wait after a failure that `failures` others preceded."""
     return min(settings.backoff_min_s * 2.0 ** min(failures, 30), settings.backoff_max_s)
 
 
 def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatible | None:
-    """Why a reference does not fit the engine it names, if it does not."""
-    if remote.transfer_id is not None:  # it comes in parts, from the engine itself
+    """Why a reference does not fit the engine it names; None if it fits."""
+    if remote.transfer_id is not None:  # an offer: its blocks come from the engine itself
         return None
     layout = metadata.ranks[0].layout
     for name, ours, theirs in (
@@ -188,18 +187,18 @@ def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatib
         ("tp_size", remote.tp_size, metadata.tp_size),
     ):
         if ours != theirs:
-            told = f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server"
-            return PeerIncompatible(told, param=f"kv_transfer_params.{name}")
+            message = f"{name} is {ours} in kv_transfer_params, {theirs} on the prefill server"
+            return PeerIncompatible(message, param=f"kv_transfer_params.{name}")
     largest, name = max(remote.block_ids), "remote_block_ids"
     if largest < layout.num_blocks:
         return None
-    told = f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
-    return PeerIncompatible(told, param=f"kv_transfer_params.{name}")
+    message = f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
+    return PeerIncompatible(message, param=f"kv_transfer_params.{name}")
 
 
 class Lookups:
-    """Who was asked for which prefix, and until when: at most one of each request. All end in a
-    LookedUp, which `tell` takes, within a timeout."""
+    """Open questions to peers for prefixes, at most one of each request. Each ends within its
+    timeout in one LookedUp, which is passed to `tell`."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class Lookups:
 
     def _send(self, nonce: str, peer: Peer, now: float) -> None:
         if peer.metadata is not None and not peer.refuses(now, busy=True):
-            # It takes long messages only of those who have sent a short one over their connection.
+            # A lease server takes long messages only after a short one over the same connection.
             self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
             asked, layout = self._asking[nonce][2], peer.metadata.ranks[0].layout
             room = layout.num_blocks * layout.block_size * peer.metadata.dcp_size
@@ -240,7 +239,7 @@ class Lookups:
             self._end(nonce, "late", now)
 
     def answered(self, address: tuple[str, int], reply: Found, now: float) -> None:
-        """A reference that nobody waits for goes back."""
+        """Takes an answer. A reference that comes too late is given back."""
         asking, remote = self._asking.get(reply.nonce), reply.remote
         if asking is not None and (remote is None or key_of(remote) == key_of(asking[1])):
             self._end(reply.nonce, "found" if remote else "none", now, remote)
@@ -250,6 +249,6 @@ class Lookups:
 
     def _end(self, nonce: str, how: str, now: float, remote: RemotePrefill | None = None) -> None:
         pull_id, hint, _, since = self._asking.pop(nonce)
-        if remote is not None:  # which may not know its own address
+        if remote is not None:  # the engine may not know the address it is reached at
             remote = replace(remote, host=hint.host, port=hint.port)
         self._tell(LookedUp(pull_id, remote, how, now - since))

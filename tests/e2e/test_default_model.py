@@ -57,10 +57,3 @@ def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference
             assert answer.usage is not None
             assert answer.usage.prompt_tokens == len(reference.chat(messages))
             assert answer.usage.completion_tokens == len(ids)
-
-
-def test_sampling_with_a_seed_equals_the_decode_server_alone(default_cluster):
-    draw = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
-    through = complete(default_cluster.url, _TEXTS[1], 16, **draw)
-    alone = complete(default_cluster.decode[0].url, _TEXTS[1], 16, **draw)
-    assert through.token_ids == alone.token_ids

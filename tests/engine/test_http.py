@@ -239,15 +239,6 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
         assert len(third) == len(fourth) + len(second) - len(first)
 
 
-async def test_the_last_message_can_be_continued(tokenizer):
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}]
-    async with serving(tokenizer) as server:
-        response = await server.chat(messages=messages, continue_final_message=True)
-        assert response.status_code == 200
-        (added,) = server.engine.added
-        assert tokenizer.decode(added.token_ids) == "user:Hi;assistant:Hello "
-
-
 # -- /tokenize, /detokenize --------------------------------------------------------------------
 
 

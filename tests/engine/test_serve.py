@@ -29,7 +29,7 @@ from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
 from tests.ports import kept_ports
 from tests.proxy.fakes import Call, Fake, until
-from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, hang
+from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine
 
 _SECRET = "a secret of these tests"
 
@@ -281,24 +281,6 @@ async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(m
         finally:
             server.server.should_exit = True
             await serving
-
-
-async def test_open_requests_are_told_why_the_engine_died(tokenizer):
-    engine = _EndingEngine(hang)
-    async with _made(engine) as (server, listener):
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
-            body = {"model": server.settings.model, "prompt": "ab"}
-            asking = asyncio.create_task(http.post("/v1/completions", json=body))
-            while not engine.added:
-                await asyncio.sleep(0.01)
-            server._engine_ended("engine process: killed by SIGKILL")
-            answer = await asking
-        with pytest.raises(StartFailure, match="killed by SIGKILL"):
-            await serving
-    assert answer.status_code == 503
-    assert "killed by SIGKILL" in answer.json()["error"]["message"]
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""What goes wrong between two servers, and that no client ever gets other text because of it."""
+"""Faults between two servers: no client ever gets other text because of them."""
 
 import json
 import signal

@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from tests.make_models import ensure_model
 
-# Of the model's own what answers depend on: it refuses and leaves out the same.
+# The parts of gpt-oss's own template that answers depend on: it refuses and omits the same.
 HARMONY_TEMPLATE = """
 {{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") + "<|end|>" }}
 {%- set has_system = messages[0].role in ["developer", "system"] %}
@@ -83,7 +83,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and gpt-oss's tags; its chat template, without what it says of tools."""
+    """One token per byte, and gpt-oss's tags; its chat template without descriptions of tools."""
     folder = tmp_path_factory.mktemp("harmony")
     tags = "return constrain channel start end message call".split()
     names = [f"<|{tag}|>" for tag in tags]
@@ -100,7 +100,7 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 @contextmanager
 def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
-    """For the tiny model, whose logits are 512 wide; it has compiled these."""
+    """A compiler for the tiny model (logits 512 wide) that has compiled these grammars."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in compiled:
         compiler.compiled(grammar).exception()
@@ -116,7 +116,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="module")
 def small_blocks() -> Iterator[None]:
-    """Other servers' blocks have fewer tokens than sequences here, as they do elsewhere."""
+    """Bounds other servers' blocks to 8 tokens: sequences in these tests are short."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("core.tables", "worker.memory"):
             patch.setattr(f"engine.{module}.MAX_BLOCK_SIZE_TOKENS", 8)

@@ -1,4 +1,4 @@
-"""What goes wrong with one request ends that request, with one typed error, and nobody else's."""
+"""A fault of one request ends that request alone, with one typed error."""
 
 from dataclasses import replace as replace_in
 from typing import Any

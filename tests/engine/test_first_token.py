@@ -1,4 +1,4 @@
-"""What the sampling digest covers is what the first token depends on, as engines draw it.
+"""The sampling digest covers everything that the first token depends on, as engines draw it.
 
 The oracle is the drawing itself: book, shaper, grammar masks and sampler over random logits.
 """

@@ -1,4 +1,4 @@
-"""What requests get where they do not say: the model's own values, and else OpenAI's."""
+"""Defaults of request fields: those of generation_config.json, else OpenAI's."""
 
 import json
 from pathlib import Path

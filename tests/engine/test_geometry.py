@@ -1,4 +1,4 @@
-"""What cannot work is named before anything is started."""
+"""Impossible geometry is refused before any rank starts."""
 
 import dataclasses
 from contextlib import nullcontext

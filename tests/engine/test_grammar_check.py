@@ -1,5 +1,5 @@
-"""What grammars can be compiled, and what is said of the rest. Those that would stop a server are
-refused in time, and hold up nobody else's."""
+"""Which grammars compile, and how the others are refused. A grammar that would stop a server is
+refused in time, and delays no other request."""
 
 import asyncio
 import contextlib

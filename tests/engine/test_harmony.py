@@ -21,7 +21,7 @@ from protocol.settings.options import ModelOptions
 from protocol.settings.settings import DecodeSettings
 from tests.engine.test_grammar import VOCAB, allowed
 from tests.engine.test_http_responses import FLAT
-from tests.engine.test_http_tools import NAMED, TOOL, call_of
+from tests.engine.test_http_tools import NAMED, TOOL, call_of, said
 from tests.rigs.http_server import chunks, end, saying, scripted, serving_harmony
 
 THINK, START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
@@ -130,10 +130,6 @@ def test_where_no_tool_may_be_called_a_call_is_text():
 # -- over HTTP -------------------------------------------------------------------------------------
 
 STOPPED = {"finish_reason": "stop"}
-
-
-def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
-    return choice["message"].get("reasoning_content"), choice["message"]["content"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the HTTP application answers, over real sockets, in front of a scripted engine."""
+"""The HTTP application over real sockets, in front of a scripted engine."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stre
         assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
         num_tokens = 0
-        for chunk in found:  # whose usage is that up to it, though more had arrived by then
+        for chunk in found:  # its usage counts the tokens up to it, although more had arrived
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]

@@ -1,4 +1,4 @@
-"""What answers say, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
+"""Answers, whole and streamed: texts, tokens, log-probabilities, choices, their ends."""
 
 from collections.abc import AsyncIterator
 from threading import get_ident

@@ -1,4 +1,4 @@
-"""How failures and clients that leave end a request, and what becomes of KV that it leased."""
+"""How failures and clients that leave end a request, and the KV that it leased."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What clients send beside the prompt: honoured, ignored or refused, at each endpoint."""
+"""Request fields beside the prompt: honoured, ignored or refused, at each endpoint."""
 
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/r
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
-# What it shows of the variables that a chat can set, and of a history.
+# Shows a history, and the variables that a chat request can set.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 {{ m.reasoning_content }}{{ m.thinking }};{% endfor %}\
 {{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
@@ -33,7 +33,7 @@ def grammar(**members: Any) -> Any:
     return holds
 
 
-# Where it is sent, what is sent, and: IGNORED, what the engine is then told, or the refusal.
+# Endpoints, fields, and their outcome: IGNORED, a check of the AddRequest, or the refusal.
 TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL, {"metadata": {"run": "7"}}, IGNORED),
     (ALL, {"store": True}, IGNORED),

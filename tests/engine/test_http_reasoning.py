@@ -1,20 +1,13 @@
 """Reasoning over HTTP: apart from the answer, beside tools, grammars, stop strings and choices."""
 
-from typing import Any
-
 import pytest
 
 from protocol.messages import Grammar
-from tests.engine.test_http_tools import CALL, TOOL, call_of
+from tests.engine.test_http_tools import CALL, TOOL, call_of, said
 from tests.rigs.http_server import chunks, end, saying, scripted, serving_4k, with_template
 
 TAGS = "{# <think></think> #}{{ tools or '' }}Say: "
 OPEN = TAGS + "{% if thinking is not false %}<think>\n{% else %}<think></think>\n{% endif %}"
-
-
-def said(answer: dict[str, Any]) -> tuple[str | None, str | None]:
-    message = answer["choices"][0]["message"]
-    return message.get("reasoning_content"), message["content"]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ async def test_reasoning_is_told_apart(tokenizer, template, text, asked, expecte
     knowing = with_template(tokenizer, template)
     async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
         answer = (await server.chat(logprobs=False, **asked)).json()
-        assert said(answer) == expected
+        assert said(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
         streamed = chunks(await server.chat(
@@ -59,12 +52,12 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
     async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
-        assert said(answer)[0] == f"Perhaps {CALL}."
+        assert said(answer["choices"][0])[0] == f"Perhaps {CALL}."
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
         async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
-            assert said(answer)[0] == "I"
+            assert said(answer["choices"][0])[0] == "I"
             found = answer["choices"][0]["message"].get("tool_calls", [])
             functions = [call["function"] for call in found]
             assert [(one["name"], one["arguments"]) for one in functions] == calls
@@ -86,5 +79,4 @@ async def test_each_choice_thinks_for_itself(tokenizer):
     script = scripted(*({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1))
     async with serving_4k(knowing, script) as server:
         choices = (await server.chat(n=2)).json()["choices"]
-        found = [(c["message"]["reasoning_content"], c["message"]["content"]) for c in choices]
-        assert found == [("I", "a"), ("We", "b")]
+        assert [said(choice) for choice in choices] == [("I", "a"), ("We", "b")]

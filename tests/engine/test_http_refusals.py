@@ -1,4 +1,4 @@
-"""What the HTTP application refuses: the status, the field at fault, and words that say why."""
+"""Requests refused over HTTP: the status, the field at fault, and words that say why."""
 
 import asyncio
 import re

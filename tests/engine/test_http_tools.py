@@ -1,4 +1,4 @@
-"""Tools and demands over HTTP: what reaches the prompt and the engine, what the client gets."""
+"""Tools and `tool_choice` over HTTP: the prompt, the grammar and the client's answer."""
 
 import json
 from typing import Any
@@ -33,6 +33,11 @@ def call_of(choice: dict[str, Any]) -> tuple[str, str]:
     (call,) = choice["message"]["tool_calls"]
     assert call["type"] == "function" and call["id"].startswith("call_")
     return call["function"]["name"], call["function"]["arguments"]
+
+
+def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Reasoning and content."""
+    return choice["message"].get("reasoning_content"), choice["message"]["content"]
 
 
 @pytest.mark.parametrize(

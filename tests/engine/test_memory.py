@@ -1,4 +1,4 @@
-"""Sizing the KV pool: what decides, and what the refusals say."""
+"""Sizing the KV pool: the limits that decide, and the words of refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace

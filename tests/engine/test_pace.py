@@ -1,4 +1,4 @@
-"""What is learnt from times of steps, and what prompts get beside streams by it."""
+"""The model of step times, and the tokens of prompts that it allows beside streams."""
 
 import itertools
 import random

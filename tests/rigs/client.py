@@ -1,4 +1,4 @@
-"""What the end-to-end tests ask a server."""
+"""Requests to servers, for end-to-end tests."""
 
 import concurrent.futures
 import itertools
@@ -15,7 +15,7 @@ import httpx
 from tests.rigs.plain_http import http
 
 TIMEOUT_S = 120.0
-MODEL = "test-model"  # what the tests' servers call theirs
+MODEL = "test-model"  # as the tests' servers name their model
 ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 _seeds = itertools.count(5000)
 
@@ -134,15 +134,14 @@ class Stream(threading.Thread):
         return streamed_token_ids([json.loads(e) for e in self.events if e != "[DONE]"])
 
     def assert_says(self, token_ids: list[int]) -> None:
-        """It ends well, with these."""
+        """The stream ends without an error, and these are its tokens."""
         self.join(60)
         assert self.error is None and self.events[-1] == "[DONE]", (self.events, self.error)
         assert self.token_ids() == token_ids
 
 
 class Load(threading.Thread):
-    """A client that asks for one completion after another, all the time while something is done to
-    the servers."""
+    """A client that asks for one completion after another, until `done` is set."""
 
     def __init__(self, url: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
         super().__init__(daemon=True)

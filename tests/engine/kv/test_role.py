@@ -255,24 +255,6 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(mak
             assert pair.d.kv(again) == (144, 0, 0)
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_the_lease_of_a_request_that_waits_for_blocks_is_held_till_an_abort(make_pair, aborted):
-    pair = make_pair(p_block_size=8, max_model_len=150)
-    large, later = list(range(1, 121)), list(range(2, 50))
-    assert pair.answer(pair.ask(PROMPT))  # hands were shaken before
-    pair.d.movers.stall()
-    first = pair.ask(large)  # takes 30 of 39 blocks
-    waiting = pair.ask(later)  # of 12
-    pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 2)
-    assert not pair.d.out.tokens(waiting)
-    if aborted:
-        pair.d.core.round([AbortRequest(waiting)])
-        pair.until(lambda: pair.leases.counters()["aborted"] == 1)
-    pair.d.movers.resume()
-    assert pair.answer(first) == expected_output(large, 6)
-    assert pair.answer(waiting) == ([] if aborted else expected_output(later, 6))
-
-
 @pytest.mark.parametrize("compat", [COMPAT, ANOTHER], ids=["alike", "another"])
 def test_an_abort_while_hands_are_shaken_ends_the_request_alone(make_pair, compat):
     pair = make_pair(p_compat=compat)

@@ -30,15 +30,15 @@ Factors = tuple[float, ...] | None  # of the elements, by layer and component, i
 
 
 class Side(NamedTuple):
-    """A sequence's blocks in one paged memory, as a copy sees them."""
+    """Source or target of a copy: a sequence's blocks in one paged memory."""
 
     layout: KVLayout
     blocks: IntArray  # i64, the block table from token 0 of the sequence on
-    head: int = 0  # the first one copied, counted in this memory
+    head: int = 0  # first head to copy, counted in this memory
     base: int = 0  # bytes to the memory's first block
 
     def places(self, tokens: IntArray) -> IntArray:
-        """Bytes to tokens of the sequence: to the first head's first element in layer 0."""
+        """Byte offsets of tokens: of the first copied head's first element in layer 0."""
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
         places: IntArray = self.blocks[ordinals] * strides["B"] + within * strides["N"]
@@ -48,7 +48,7 @@ class Side(NamedTuple):
 class BlockCopy(NamedTuple):
     """Equal pieces: `tokens` tokens of `heads` heads in all layers and components."""
 
-    owner: int  # rank of P whose memory is the source, where that is P's
+    owner: int  # rank of P whose memory is the source; no meaning if that is a slot
     source: KVLayout
     target: KVLayout
     heads: int
@@ -58,7 +58,7 @@ class BlockCopy(NamedTuple):
 
     @property
     def piece_bytes(self) -> int:
-        """Of a piece at the source."""
+        """Bytes of one piece, in the source's dtype."""
         return self.tokens * self.heads * self.source.token_bytes // self.source.num_heads
 
     @property
@@ -66,9 +66,9 @@ class BlockCopy(NamedTuple):
         return len(self.sources) * self.piece_bytes
 
     def part(self, first: int, count: int) -> "BlockCopy":
-        """Some of the pieces."""
-        which = slice(first, first + count)
-        return self._replace(sources=self.sources[which], targets=self.targets[which])
+        """`count` of the pieces, from number `first` on."""
+        pieces = slice(first, first + count)
+        return self._replace(sources=self.sources[pieces], targets=self.targets[pieces])
 
     @property
     def shape(self) -> "Shape":
@@ -93,7 +93,7 @@ class Shape(NamedTuple):
 
 
 class ReadDescriptors(NamedTuple):
-    """What to read from one rank of P. Three i64[n], bytes from each allocation's base."""
+    """The runs to read from one rank of P: three i64[n], in bytes; offsets from a memory's base."""
 
     remote_rank: int
     remote_offsets: IntArray
@@ -113,7 +113,7 @@ class _Runs(NamedTuple):
 
 @lru_cache(maxsize=64)  # the chunks of a pull, and of the next one
 def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArray], ...]:
-    """Cuts tokens [start, stop) at every block border: lengths, and where such pieces begin."""
+    """Tokens [start, stop), cut at every block border: (length, starts) of pieces of one length."""
     if start >= stop:
         return ()
     borders = (np.arange(start - start % size + size, stop, size) for size in block_sizes)
@@ -128,7 +128,7 @@ def cut(
     """Tokens of a sequence as copies between two paged memories.
 
     Args:
-        turn: bool[n], which of the source's blocks are this owner's; None: all.
+        turn: bool[n], the source's blocks that are read from this owner; None: all.
     """
     sizes = source.layout.block_size, target.layout.block_size
     for length, starts in pieces(tokens.start, tokens.stop, *sizes):
@@ -140,66 +140,66 @@ def cut(
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What one rank of D wants of one sequence: all layers and components of its heads. Of ranks
-    that share tokens, tokens and blocks are this rank's."""
+    """The KV that one rank of D wants of one sequence: all layers and components of its heads. With
+    a dcp, tokens and blocks are those of this rank."""
 
     local: Endpoint
     remote: tuple[Endpoint, ...]  # by rank
     total_kv_heads: int
-    groups: tuple[HeadGroup, ...]  # the heads wanted, by who owns them
+    groups: tuple[HeadGroup, ...]  # the wanted heads, by their owners
     tokens: range
     local_blocks: IntArray  # i64, D's block table from token 0 on
     remote_blocks: IntArray  # i64, P's
-    lanes: IntArray  # i64, of P's ranks that share tokens, which one has each of these blocks
-    shift: int  # of whose turn it is among copies of a head
+    lanes: IntArray  # i64, for each block of P: the holder's rank in its context-parallel group
+    shift: int  # with copies of a head, rotates the owners that blocks are read from
     factors: Factors
 
     @property
     def block_size(self) -> int:
-        """Of P, in tokens."""
+        """P's block size, in tokens."""
         return self.remote[0].layout.block_size
 
     @property
     def remote_ordinals(self) -> range:
-        """Which blocks of the sequence the tokens lie in, in P's block size."""
+        """The tokens' blocks, as indices into P's block table."""
         return range(self.tokens.start // self.block_size, -(-self.tokens.stop // self.block_size))
 
     @property
     def converts(self) -> bool:
-        """The two sides differ in dtype or scales."""
+        """Whether the two sides differ in dtype or scales."""
         return self.local.layout.dtype != self.remote[0].layout.dtype or self.factors is not None
 
     @property
     def token_bytes(self) -> int:
-        """Of the peer's KV, that this rank wants of each token."""
+        """Bytes that this rank wants of each token, in the peer's dtype."""
         layout = self.remote[0].layout
         heads = sum(len(group.heads) for group in self.groups)
         return heads * layout.token_bytes // layout.num_heads
 
     @property
     def useful_bytes(self) -> int:
-        """Of the peer's KV, that this rank wants."""
+        """Bytes that this rank wants, in the peer's dtype."""
         return len(self.tokens) * self.token_bytes
 
     def part(self, start: int, stop: int) -> "Transfer":
-        """Some of the tokens."""
+        """The same for tokens [start, stop)."""
         return replace(self, tokens=range(start, stop))
 
     def copies(self, tokens: range | None = None) -> Iterator[BlockCopy]:
-        """Straight out of P's memory into D's pool; of these tokens, if told."""
+        """Copies straight from P's memory into D's pool; of all tokens, or of `tokens`."""
         for group in self.groups:
             side = self.target(group)
             yield from self.copies_from(group, group.heads, side, tokens or self.tokens)
 
     def target(self, group: HeadGroup) -> Side:
-        """Where a group's heads belong."""
+        """The place of a group's heads in D's pool."""
         first = self.local.heads(self.total_kv_heads).start
         return Side(self.local.layout, self.local_blocks, head=group.heads.start - first)
 
     def copies_from(
         self, group: HeadGroup, heads: range, target: Side, tokens: range
     ) -> Iterator[BlockCopy]:
-        """Heads that a group's owners hold, out of their blocks in turn."""
+        """Copies of `heads` into `target`; the group's owners take turns, block by block."""
         dcp = self.remote[0].dcp
         count, turn = len(group.owners) // dcp, None
         whose = (np.arange(len(self.remote_blocks)) + self.shift) % count * dcp + self.lanes
@@ -220,8 +220,8 @@ def check_blocks(
     tokens: range,
     first: int = 0,
 ) -> IntArray:
-    """A block table as i64[n], once every block that the tokens lie in is known to be one of the
-    pool's, from `first` on: 1 where tables have gaps. `name` is for errors.
+    """A block table as i64[n], after a check that the tokens' blocks are in the pool, from id
+    `first` on: 1 where tables have gaps. `name` is for errors.
 
     Raises:
         PlanError: the table is too short, or names a block outside the pool.
@@ -245,7 +245,7 @@ def check_blocks(
 
 
 def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
-    """The fewest READs that do all these copies, by rank of P, each in the target's order."""
+    """The fewest READs for all these copies, by rank of P; runs are in the target's order."""
     by_owner: dict[int, list[_Runs]] = {}
     for copy in copies:
         by_owner.setdefault(copy.owner, []).append(_expand(copy))
@@ -257,13 +257,13 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
-    """How many READs these copies are, or a few more, without making them."""
+    """An upper bound, a few above the number, of the runs in `descriptors(copies)`."""
     return sum(len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies)
 
 
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
-    """How the elements of such pieces lie, where both sides have one dtype."""
+    """The runs of a piece, for sides of the same dtype."""
     reads, writes = source.byte_strides, target.byte_strides
     sizes = {"H": heads, "L": source.num_layers, "C": source.num_components, "N": tokens}
     axes = [Axis(size, reads[name], writes[name]) for name, size in sizes.items() if size > 1]
@@ -279,7 +279,7 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
 
 
 def _joined_pieces(copy: BlockCopy) -> _Runs:
-    """The first run of each piece, neighbours merged: so are then their other runs."""
+    """The first run of each piece, with neighbours merged; the other runs merge alike."""
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
     return _merge(_Runs(copy.sources, copy.targets, lengths))
 
@@ -298,7 +298,7 @@ def _outer_sum(some: IntArray, others: IntArray) -> IntArray:
 
 
 def _merge(runs: _Runs) -> _Runs:
-    """In the target's order, those that follow each other on both sides as one."""
+    """Sorts runs by target, and joins those that follow each other on both sides."""
     sources, targets, lengths = runs
     if (targets[1:] < targets[:-1]).any():
         order = np.argsort(targets, kind="stable")

@@ -1,10 +1,9 @@
-"""What moving bytes costs, so that the planner can choose between ways of moving them; and how that
-is measured at first contact.
+"""The cost of moving bytes over a link, for the planner, and its measurement at first contact.
 
-Two probes tell the cost of a descriptor from that of a byte: a few long runs and many short ones.
-Both read the peer's null block, which holds nobody's KV and always exists. The caller does the
-reading and the timing. Long runs grow while they take no time, so that a slow link is not busy with
-them for seconds.
+Two probes separate the cost of a descriptor from that of a byte: a few long runs and many short
+ones. Both read the peer's null block, which always exists and holds no KV. The caller reads and
+takes the time. Long runs grow only while they are quick, so that a slow link is not busy with them
+for seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ class CostModel:
     per_descriptor_s: float
     bytes_per_s: float
     reformat_bytes_per_s: float
-    overlaps: bool = True  # chunks are read while others are placed: not where READs are copies
+    overlaps: bool = True  # one chunk is read while another is placed; not if READs are CPU copies
 
     def __str__(self) -> str:
         read, place = self.bytes_per_s / 1e9, self.reformat_bytes_per_s / 1e9
@@ -36,7 +35,7 @@ class CostModel:
 
     @classmethod
     def configured(cls, numbers: Sequence[float], device: str) -> "CostModel | None":
-        """From us per descriptor, GB/s of reading and GB/s of placing; None where there are none.
+        """From (us per descriptor, GB/s of reading, GB/s of placing); None from no numbers.
 
         Args:
             device: "cpu" or "cuda".
@@ -52,10 +51,10 @@ class CostModel:
         return descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
     def staged_s(self, read_s: float, place_s: float, chunks: int, last_share: float) -> float:
-        """Seconds of a staged transfer whose parts take so long alone.
+        """Seconds of a staged transfer whose reading and placing take so long alone.
 
         Args:
-            last_share: of the last chunk in all bytes.
+            last_share: share of the last chunk in all bytes.
         """
         if not self.overlaps:
             return read_s + place_s
@@ -75,7 +74,7 @@ class Sample(NamedTuple):
     descriptors: int
     nbytes: int
     seconds: float
-    at_once: bool = False  # it had ended when it was posted: a copy by the thread that posts
+    at_once: bool = False  # the READ ended within its post: the posting thread copied
 
 
 def measure_link(
@@ -84,9 +83,9 @@ def measure_link(
     """A probe of few long runs and one of many short runs.
 
     Args:
-        room: bytes to read into, which many runs may share.
-        most_bytes: of the long runs.
-        read: carries out one of `room`; local offsets count from its start.
+        room: bytes of the memory that is read into; runs may overwrite each other.
+        most_bytes: bound of the long probe.
+        read: carries out a probe; local offsets count from the start of that memory.
     """
     many, nbytes = probe(remote, room, _SHORT_RUNS * _SHORT_BYTES, _SHORT_BYTES), _FIRST_BYTES
     read(many)  # connects, and makes memory resident
@@ -100,11 +99,11 @@ def measure_link(
 def probe(
     remote: Endpoint, room: int, nbytes: int, run_bytes: int | None = None
 ) -> ReadDescriptors:
-    """About `nbytes` of the null block, again and again, in runs that are as long as can be.
+    """About `nbytes` of READs of the null block, repeatedly, in the longest possible runs.
 
     Args:
-        room: bytes to read into; runs go over the first ones again where it ends.
-        run_bytes: runs are no longer.
+        room: bytes of the memory that is read into; later runs overwrite the first ones.
+        run_bytes: bound of a run.
     """
     layout, start = remote.layout, np.zeros(1, np.int64)
     block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
@@ -118,11 +117,11 @@ def probe(
 
 
 def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel:
-    """The two constants that explain both samples, and the usual speed of placing here.
+    """The two constants that explain both samples, and the default speed of placing.
 
-    A run of a probe costs p + bytes / w: two equations in p and 1 / w. Where noise makes one of
-    them negative, it is taken as far too small to matter, not as a gain. Where READs are copies by
-    the thread that posts them, placing is such a copy as well, and nothing overlaps.
+    A run of a probe costs p + bytes / w: two equations in p and 1 / w. A solution that noise makes
+    negative is replaced by a negligible one. If the posting thread copies, placing is such a copy
+    as well, and nothing overlaps. Raises ValueError if both samples have the same bytes per run.
     """
     determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
     if determinant == 0:

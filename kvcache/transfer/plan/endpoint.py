@@ -1,12 +1,12 @@
-"""Who holds which KV heads, and which rank of P a rank of D reads them from.
+"""The KV heads of each rank, and the ranks of P from which a rank of D reads its heads.
 
 Ranks hold contiguous ranges of the model's KV heads; where there are more ranks than heads (GQA
 with few heads, or the one latent "head" of MLA) neighbours hold copies of the same head. A rank of
-D takes each of its heads from the ranks of P that hold it. Several holders share the work block by
-block, so that no rank of P is a hot spot; a holder that nobody reads from does not appear.
+D reads each of its heads from the ranks of P that hold it. Several holders share the work block by
+block, so that no rank of P is a hot spot.
 
-Ranks that share the tokens of every sequence (decode context parallelism) hold the same heads: of D
-each wants the tokens of its own stripe only (kvcache/stripe.py), of P each has no others.
+Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the same heads,
+each for the tokens of its own stripe (kvcache/stripe.py).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from protocol.handshake import EngineMetadata
 
 
 def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] | None:
-    """What stored elements are multiplied by on their way to a pool of other scales, by layer and
-    component, layers outermost; None where nothing changes."""
+    """Factors of stored elements on their way to a pool of other scales, by layer and component,
+    layers outermost; None if all are 1."""
     count = max(len(source.scales), len(target.scales))
     of_source, of_target = (end.scales or (1.0,) * count for end in (source, target))
     factors = tuple(theirs / ours for theirs, ours in zip(of_source, of_target, strict=True))
@@ -38,9 +38,9 @@ class Endpoint:
     layout: KVLayout
     rank: int
     tp: int
-    scales: tuple[float, ...] = ()  # of KVPool: empty, or of each layer and component
-    dcp: int = 1  # neighbouring ranks that share the tokens of every sequence; divides tp
-    groups: KVGroups = ONE_GROUP  # the layout's layers are those of one
+    scales: tuple[float, ...] = ()  # as in KVPool: empty, or one of each layer and component
+    dcp: int = 1  # number of neighbouring ranks that share a sequence's tokens; divides tp
+    groups: KVGroups = ONE_GROUP  # the layout has the layers of one group
 
     def heads(self, total_kv_heads: int) -> range:
         """The model's KV heads on this rank."""
@@ -53,7 +53,7 @@ class Endpoint:
 
 
 def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
-    """The ranks of a peer."""
+    """The geometry of a peer's ranks, by rank."""
     compat, groups = metadata.compat, KVGroups.from_wire(metadata.compat.kv_windows)
     scales = compat.kv_scales if groups.count == 1 else ()  # else they are all 1
     rest = metadata.tp_size, scales, metadata.dcp_size, groups
@@ -62,10 +62,10 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
 
 
 class HeadGroup(NamedTuple):
-    """Heads that a rank of D reads from the same owners: one owner, or copies that take turns."""
+    """Heads that a rank of D reads from the same owners: one, or holders of copies in turn."""
 
     heads: range  # of the model
-    owners: tuple[int, ...]  # ranks of P; whole groups of those that share tokens
+    owners: tuple[int, ...]  # ranks of P; with a dcp, whole context-parallel groups
 
 
 def heads_of(rank: int, tp: int, total_heads: int) -> range:
@@ -79,7 +79,7 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
 def head_groups(
     local_heads: range, remote_tp: int, total_heads: int, remote_dcp: int = 1
 ) -> tuple[HeadGroup, ...]:
-    """Cuts the heads a rank of D wants by who owns them on P."""
+    """Groups the heads that a rank of D wants by their owners on P."""
     num = remote_tp // remote_dcp
     held = [heads_of(rank // remote_dcp, num, total_heads) for rank in range(remote_tp)]
     groups: list[HeadGroup] = []
@@ -95,7 +95,7 @@ def head_groups(
 def check_endpoints(
     local: Endpoint, remote: Sequence[Endpoint], total_kv_heads: int, *, convert: bool = False
 ) -> None:
-    """Refuses geometries that no plan bridges; each has passed check_consistent.
+    """Refuses geometries that no plan bridges. The peer's has passed check_consistent.
 
     Raises:
         PlanError: names the field and both values.
@@ -110,10 +110,10 @@ def check_endpoints(
         pair = f"{local.groups.windows} here and {remote[0].groups.windows} on the peer"
         raise PlanError(f"the windows of KV groups are {pair}; they must be equal")
     elements = ("dtype", ours.dtype, theirs.dtype), ("scales", local.scales, remote[0].scales)
-    for what, mine, peers in elements:
+    for name, mine, peers in elements:
         if mine != peers and not convert:
             raise PlanError(
-                f"KV {what} is {mine} here and {peers} on the peer; start both with the same, "
+                f"KV {name} is {mine} here and {peers} on the peer; start both with the same, "
                 f"or let D convert with --kv-convert"
             )
     for end in (local, *remote):

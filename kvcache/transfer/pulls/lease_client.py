@@ -1,7 +1,7 @@
 """D's end of the side channel: one connection per prefill engine; replies come in any order.
 
-A lost connection is made anew until its owner forgets the address, and unsent requests wait for
-it. Whoever sent a request that may have been lost with it has to repeat it.
+A lost connection is made anew until the owner forgets the address; unsent requests wait for the new
+one. A request may be lost with a connection: its sender has to repeat it.
 """
 
 import os
@@ -33,19 +33,19 @@ _NEVER = float("inf")
 @dataclass(eq=False)
 class _Link:
     address: Address
-    since: float  # without a connection, or asked for one
+    since: float  # when the connection was lost, or was first wanted
     unsent: deque[bytes] = field(default_factory=deque)
-    attempts: int = 0  # since something authentic came last
+    attempts: int = 0  # to connect, since the last authentic reply
     retry_at: float = _NEVER
     wire: Wire | None = None
 
 
 class LeaseClient:
-    """One thread uses it, and waits with the selector. It never blocks.
+    """Used by one thread, which waits with the selector. No method blocks.
 
     Args:
-        selector: its data are calls, to be made when the file is ready.
-        on_reply: called with each reply and whom it came from; must not raise.
+        selector: the data of its keys are calls, made when the socket is ready.
+        on_reply: called with each reply and its sender's address; must not raise.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class LeaseClient:
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
-        """Addresses to which there is no connection and an attempt at one has failed, and since
-        when: since it was lost or, if nothing waited for it then, since something does. A process
-        that was killed is noticed so at once, not by the timeout of a question."""
+        """Addresses without a connection, after at least one failed attempt, and since when: since
+        the loss or, if nothing was to be sent then, since the first unsent request. Shows a killed
+        process at once, not after the timeout of a request."""
         lost = [link for link in self._links.values() if link.wire is None and link.attempts]
         return {link.address: link.since for link in lost}
 
@@ -78,14 +78,15 @@ class LeaseClient:
         return min((link.retry_at for link in self._links.values()), default=_NEVER)
 
     def tick(self) -> None:
-        """Makes connections anew."""
+        """Retries the connections that are due."""
         now = self._clock()
         for link in self._links.values():
             if link.retry_at <= now:
                 self._dial(link)
 
     def post(self, address: Address, request: Request) -> None:
-        """Sends without waiting, unless the peer's queue is full: it does not read."""
+        """Queues a request and sends what it can at once. Dropped if the queue is full, as then the
+        peer does not read."""
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = _Link(address, self._clock())
@@ -93,18 +94,18 @@ class LeaseClient:
         if len(link.unsent) >= _MAX_UNSENT:
             return
         if link.wire is not None and link.wire.has_ended():
-            self._lost(link)  # else this would be lost with it
+            self._lost(link)  # before the request would be lost with it
         message = seal_request(request, self._secret)
         if link.wire is not None:
             link.wire.queue(message)
             self._flush(link, link.wire)
             return
-        if not link.unsent:  # a connection that nobody missed is not held against its next user
+        if not link.unsent:  # the time in which nothing was to be sent does not count
             link.since = self._clock()
         link.unsent.append(framed(message))
 
     def forget(self, address: Address) -> None:
-        """Drops the connection and what is queued for it."""
+        """Drops the connection and its queue."""
         link = self._links.pop(address, None)
         if link is not None:
             self._disconnect(link)
@@ -126,12 +127,12 @@ class LeaseClient:
             self._lost(link)
 
     def _connect(self, link: _Link) -> None:
-        """In a thread of its own: to look a name up may take seconds."""
+        """In a thread of its own: resolving a name may take seconds."""
         sock = None
         try:
             sock = socket.create_connection(link.address, _CONNECT_S)
             tune(sock)
-            if sock.getsockname() == sock.getpeername():  # a free port may be given to oneself
+            if sock.getsockname() == sock.getpeername():  # the system chose the port it connects to
                 raise OSError("connected to itself")
         except (OSError, UnicodeError):  # the latter for a name with an empty or too long part
             if sock is not None:
@@ -157,7 +158,7 @@ class LeaseClient:
                 self._flush(link, link.wire)
 
     def _lost(self, link: _Link) -> None:
-        """Tries again later."""
+        """Drops the connection and plans the next attempt."""
         now = self._clock()
         if link.wire is not None:
             link.since = now
@@ -180,7 +181,7 @@ class LeaseClient:
             self._lost(link)
 
     def _serve(self, link: _Link) -> None:
-        """Takes replies; one that is not authentic ends the connection."""
+        """Takes replies; one that is not authentic closes the connection."""
         if link.wire is None:  # lost meanwhile
             return
         try:

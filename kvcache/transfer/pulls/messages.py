@@ -1,4 +1,4 @@
-"""Pulling a prompt's KV out of a prefill server: the vocabulary that all parts of it share.
+"""Pulling a prompt's KV out of a prefill server: the events, commands and reports.
 
     engine thread --calls--> PullCoordinator --commands--> TransferWorker of each rank --READs--> P
                  <--events--      (rank 0)   <--reports--
@@ -10,9 +10,8 @@ the threads around them.
 
 Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives up. A remote with a
-  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed tell how far it is,
-  and `pull` may come at any time; what is there is read in cuts, one after the other, with one
-  fence.
+  `transfer_id` has no lease yet: `hold` subscribes, PullBegun and PullSealed report progress, and
+  `pull` may come at any time; the blocks that P has are read cut after cut, with one fence.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained. PullFailed may
   come before `pull` was called, when the lease turns out to be gone; `pull` is then ignored.
 - PullFailed(drained=False): bytes may still arrive in the pull's blocks, until PullDrained comes.
@@ -73,21 +72,21 @@ class PeerFailed(msgspec.Struct, frozen=True):
 
 
 class PullBegun(msgspec.Struct, frozen=True):
-    """Of a prompt that is computed meanwhile: some of its KV is there, under a lease."""
+    """P still computes the prompt, and has leased the first of its blocks."""
 
     pull_id: str
     lease_id: str
 
 
 class PullSealed(msgspec.Struct, frozen=True):
-    """Of such a prompt: all of it is computed. What is not read yet, and the fence, follow."""
+    """P has computed the whole prompt. The remaining blocks are read next, then the fence."""
 
     pull_id: str
     reference: bytes  # kv_transfer_params as JSON
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """What came of `look_up`; a reference is the engine's, to pull or to cancel."""
+    """The end of `look_up`. The engine has to pull the reference or to cancel it."""
 
     pull_id: str
     remote: RemotePrefill | None
@@ -103,9 +102,9 @@ class PullDone(msgspec.Struct, frozen=True):
     descriptors: int
     seconds: float  # from `pull` until the fence was passed
     path: str  # of PATHS
-    fence_s: float = 0.0  # of these, from the last byte on
+    fence_s: float = 0.0  # of `seconds`, the part after the last byte
     num_tokens: int = 0
-    verified: str = "off"  # "sample" or "all"; or why it is not, of UNVERIFIED
+    verified: str = "off"  # or "sample", "all", or a key of UNVERIFIED
 
 
 class PullFailed(msgspec.Struct, frozen=True):
@@ -159,8 +158,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
-    reach: int = 0  # the fewest tokens that are gone on from, as of KVGroups.spans
-    scope: Scope | None = None  # of the digest that is told with the end
+    reach: int = 0  # the fewest tokens that the engine may go on from, as in KVGroups.spans
+    scope: Scope | None = None  # of the digest to report with the end; None: no digest
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
@@ -170,8 +169,8 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
-    """Coordinator to rank: digest what is in these blocks of this engine, from token 0 on. It ends
-    as a Pull does."""
+    """Coordinator to rank: compute a digest of the KV in these blocks of this engine, from token 0
+    on. Ends in RankEnded, as a Pull does."""
 
     pull_id: str
     scope: Scope
@@ -190,8 +189,8 @@ class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
-    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull,
-    and for a StopPull of what is not, or not any more, known."""
+    """Rank to coordinator: no READ of this pull is active any more. Sent once for each Pull, and
+    for a StopPull of a pull that is unknown or has ended."""
 
     pull_id: str
     rank: int

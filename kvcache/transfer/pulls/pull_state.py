@@ -6,8 +6,8 @@
                                               |
                                         DRAINING (READs still active) --the last one ended--> ENDED
 
-The fence is P's answer to COMPLETE. Of a prompt that is computed meanwhile READING may wait for
-more of it, between two cuts.
+The fence is P's answer to COMPLETE. While P still computes the prompt, READING goes by cuts, and
+waits between two of them for more blocks.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class SuspectPeer:
-    """What is known of the peer may be wrong: shake hands anew before the next pull."""
+    """The peer's metadata may be wrong: shake hands anew before the next pull."""
 
 
 # To P; to every rank; nowhere; to the engine.
@@ -81,10 +81,10 @@ Action = LeaseRequest | Subscribe | Pull | StopPull | SuspectPeer | Event
 
 
 class PullState:
-    """Mutable; its methods return what to do now, in order.
+    """One pull. Methods that take an event return the actions it leads to, in order.
 
     Attributes:
-        planned: when the owner will call `tick`, for its own use.
+        planned: when the owner will call `tick`; kept for the owner, not used here.
         drained_told: whether PullDrained was returned.
     """
 
@@ -106,44 +106,44 @@ class PullState:
         self._num_ranks, self._settings = num_ranks, settings
         self._order: Pull | None = None
         self._tokens_per_block = tokens_per_block
-        self._grows = remote.transfer_id is not None  # there is more to come than is known
+        self._grows = remote.transfer_id is not None  # P has not sent the reference yet
         self._blocks = list(remote.block_ids)
-        self._read_to = 0  # tokens that were ordered
+        self._read_to = 0  # end of the tokens ordered so far
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as of PullDone
-        self._scope: Scope | None = None  # of what is read and not verified yet
-        self._parts: list[DigestPart] = []  # our ranks' of that
-        self._sums: bytes | None = None  # P's answer
-        self._doubts = False  # it was another: asked again, it is gone where the lease has ended
+        self._scope: Scope | None = None  # of the cut that is not verified yet
+        self._parts: list[DigestPart] = []  # this engine's digest of it, by rank
+        self._sums: bytes | None = None  # P's digest of it
+        self._doubts = False  # digests differed; P is asked again, as the lease may have ended
         self._error: BatonError | None = None
         self._failure_told = self._cancelled = False
         self._began = now
-        self._next_renewal = now  # at once, to find out whether the lease still is
+        self._next_renewal = now  # at once: the lease may be gone already
         self._timeout = _NEVER  # of the phase
-        self._next_retry = _NEVER  # of COMPLETE
-        # Until when P must say something, of a prompt that grows.
+        self._next_retry = _NEVER  # of COMPLETE, or of the question for a digest
+        # While the prompt grows, P must have answered by then.
         self._silent_until = now + settings.fence_timeout_s if self._grows else _NEVER
 
     @property
     def reads(self) -> bool:
-        """A rank has not ended what it was ordered to read."""
+        """A rank has not reported the end of its share."""
         return bool(self._reading)
 
     @property
     def hangs(self) -> bool:
-        """It was given up, and its READs have not ended within the grace."""
+        """The pull was given up, and its READs have not ended within the grace."""
         return self.phase is Phase.DRAINING and self._timeout == _NEVER
 
     @property
     def is_untouched(self) -> bool:
-        """No READ was ordered, and who sent the reference ends its lease, or offers it to another
-        engine: to give this pull up takes no abort."""
+        """No READ was ordered, and the sender of the reference will end its lease, or offer it to
+        another engine: giving this pull up needs no abort."""
         return self.remote.sender_releases and self.phase in (Phase.HELD, Phase.WAITING)
 
     def abort(self, how: str = "abort") -> AbortLease:
-        """Nobody waits for its answer. Where no lease is known yet, it ends a subscription; "lend":
-        another engine may subscribe."""
+        """The message that gives up the lease, or the subscription if no lease is known yet; its
+        answer is ignored. `how` "lend": another engine may subscribe."""
         named = "" if how == "lend" else self.remote.lease_id
         lease = self._lease | {"lease_id": named or self.remote.transfer_id or ""}
         return AbortLease(nonce=f"{how}-{self.attempt_id}", **lease)
@@ -164,7 +164,7 @@ class PullState:
             self._read_to = order.token_start
 
     def peer_ready(self, now: float, verified: str = "off") -> list[Action]:
-        """`verified`: as of PullDone."""
+        """The handshake is done: orders the first cut. `verified`: as in PullDone."""
         if self.phase is not Phase.WAITING or self._order is None:
             return []
         self.phase, self._verified = Phase.READING, verified
@@ -172,7 +172,8 @@ class PullState:
         return self._read_on(now)
 
     def _read_on(self, now: float) -> list[Action]:
-        """The next cut, if nothing is read now: all there is, up to the end of a block here."""
+        """Orders the next cut unless one is being read or verified: all tokens that P has, down to
+        a multiple of this engine's blocks. After the last cut, asks for the fence."""
         if self.phase is not Phase.READING or self._reading or self._scope or self._order is None:
             return []
         order, stop = self._order, self._order.token_stop
@@ -195,14 +196,14 @@ class PullState:
         return self._ordered(order, now)
 
     def _progressed(self, progress: Progress, now: float) -> list[Action]:
-        """P tells of more blocks. Those that do not follow what is known come again."""
+        """P has more blocks. A message whose first block does not follow ours is repeated later."""
         if not self._grows or progress.first > len(self._blocks):
             return []
-        told: list[Action] = []
+        actions: list[Action] = []
         if not self.remote.lease_id:
             known = {"lease_s": progress.lease_s, "block_size": progress.block_size}
             self.remote = replace(self.remote, lease_id=progress.lease_id, **known)
-            told.append(PullBegun(self.pull_id, progress.lease_id))
+            actions.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
             return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
         self._blocks[progress.first :] = progress.block_ids
@@ -211,11 +212,11 @@ class PullState:
         if progress.reference:
             self._grows, self._silent_until = False, _NEVER
             self._next_renewal = now + self._renew_s
-            told.append(PullSealed(self.pull_id, progress.reference))
-        return told + self._read_on(now)
+            actions.append(PullSealed(self.pull_id, progress.reference))
+        return actions + self._read_on(now)
 
     def _ordered(self, order: Pull, now: float) -> list[Action]:
-        """Reads some tokens, while P computes their digest, if that is to be had."""
+        """The order to read a cut and, if KV is verified, the question for P's digest of it."""
         self._parts, self._sums, self._doubts = [], None, False
         span = order.token_start, order.token_stop
         if self._verified not in ("sample", "all") or span[0] == span[1]:
@@ -241,32 +242,32 @@ class PullState:
         return f"{time}{self._read_to}-{self.attempt_id}"
 
     def _checked(self, now: float) -> list[Action]:
-        """What ranks have read is there only if P holds the same."""
+        """Once every rank has read a cut and P has answered: compares digests, and reads on."""
         scope = self._scope
         if self._reading or (scope is not None and self._sums is None):
             return []
         if scope is not None and self._sums is not None:
             if not self._sums:
-                told = f"{self.remote.engine_id} could not compute the digest of its KV"
-                return self._failed(TransferFailed(told), now)
+                message = f"{self.remote.engine_id} could not compute the digest of its KV"
+                return self._failed(TransferFailed(message), now)
             if where := scope.faults(self._parts, self._sums):
                 if not self._doubts:
                     self._doubts, self._sums = True, None
                     return [self._ask(scope, now)]
-                told = f"the KV from {self.remote.engine_id} is not what it holds: {where}"
-                return self._failed(KVCorrupt(told), now)
+                message = f"the KV from {self.remote.engine_id} is not what it holds: {where}"
+                return self._failed(KVCorrupt(message), now)
             self._scope = None
         return self._read_on(now)
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Something outside found that this pull cannot succeed, if that is not decided yet."""
+        """Fails the pull for a reason found by the owner, unless its outcome is decided."""
         if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
         return self._stop(now)
 
     def reported(self, report: Report, now: float) -> list[Action]:
-        """A rank fails while READs are active, or has ended."""
+        """Takes a rank's report: it is failing while READs are active, or it has ended."""
         if not isinstance(report, RankEnded):
             failed = self.phase is Phase.READING
             return self._failed(report.error.to_error(), now) if failed else []
@@ -283,7 +284,7 @@ class PullState:
         return self._checked(now)
 
     def answered(self, reply: Ok | Gone | Progress | Digest, now: float) -> list[Action]:
-        """P's answer to a question of this pull."""
+        """Takes P's answer to a message of this pull."""
         if self._grows and self._renews:
             self._silent_until = now + self._settings.fence_timeout_s
         if isinstance(reply, Progress):
@@ -304,10 +305,10 @@ class PullState:
         return self._ended(self._done(now)) if is_fence else []
 
     def cancel(self, now: float, *, lend: bool = False) -> list[Action]:
-        """The engine gave up: no verdict any more, one PullDrained, perhaps a PullStuck before.
+        """The engine gave up: one PullDrained follows, perhaps after a PullStuck, and no verdict.
 
         Args:
-            lend: another engine may be asked: do not end a lease that is untouched.
+            lend: another engine may pull instead: an untouched lease is kept.
         """
         if self._cancelled or self.phase is Phase.ENDED:
             return []
@@ -320,21 +321,20 @@ class PullState:
         return self._stop(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Renewals, repetitions and timeouts that are due."""
+        """Sends renewals and repetitions that are due, and fails at timeouts."""
         actions: list[Action] = []
         if self._renews and now >= self._next_renewal:
             self._next_renewal = now + self._renew_s
             renew = Renew(nonce=f"renew-{self.attempt_id}", **self._lease)
             actions.append(self._subscribe() if self._grows else renew)
         if self._renews and now >= self._silent_until:
-            told = f"{self.remote.host}:{self.remote.port} said nothing of the prompt for "
-            told += f"{self._settings.fence_timeout_s} s"
-            return actions + self._failed(PeerUnreachable(told), now)
+            peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.fence_timeout_s
+            error = PeerUnreachable(f"{peer} said nothing of the prompt for {limit_s} s")
+            return actions + self._failed(error, now)
         if now >= self._timeout:
             return actions + self._timed_out(now)
         if now >= self._next_retry:
-            asks = self._ask(self._scope, now) if self._scope else self._complete(now)
-            actions.append(asks)
+            actions.append(self._ask(self._scope, now) if self._scope else self._complete(now))
         return actions
 
     @property
@@ -362,22 +362,22 @@ class PullState:
         return Complete(nonce=f"complete-{attempt_id}", attempt_id=attempt_id, **self._lease)
 
     def _failed(self, error: BatonError, now: float) -> list[Action]:
-        """A rank could not read: the peer's fault, unless the rank says that it did not try."""
+        """Fails the pull and, unless the error is none of the peer's, suspects the peer."""
         return [SuspectPeer()] * (error.code not in _NO_FAULTS) + self.fail(error, now)
 
     def _timed_out(self, now: float) -> list[Action]:
         peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.pull_timeout_s
         if self.phase is Phase.READING and not (self._reading or self._scope):
-            told = f"{peer} computed no more of the prompt for {limit_s} s"
-            return self.fail(PullTimeout(told), now)
+            message = f"{peer} computed no more of the prompt for {limit_s} s"
+            return self.fail(PullTimeout(message), now)
         if self.phase is Phase.READING:
-            told = f"reading the KV from {peer} took longer than {limit_s} s"
+            message = f"reading the KV from {peer} took longer than {limit_s} s"
             if not self._reading:
-                told = f"{peer} told no digest of its KV for {limit_s} s"
-            return self._failed(PullTimeout(told), now)
+                message = f"{peer} told no digest of its KV for {limit_s} s"
+            return self._failed(PullTimeout(message), now)
         if self.phase is Phase.FENCING:
-            told = f"{peer} did not confirm the lease within {self._settings.fence_timeout_s} s"
-            return self._failed(PeerUnreachable(told), now)
+            message = f"{peer} did not confirm the lease within {self._settings.fence_timeout_s} s"
+            return self._failed(PeerUnreachable(message), now)
         self._timeout = _NEVER  # DRAINING: the grace is over
         return [PullStuck(self.pull_id)] if self._cancelled else [self._tell_failure(drained=False)]
 
@@ -391,10 +391,10 @@ class PullState:
         return [StopPull(self.pull_id)]
 
     def _drained(self) -> list[Action]:
-        # Only now may P reuse the blocks early: reads of freed blocks would be harmless here, as
-        # nothing uses the bytes, but P's memory may be unmapped or given to others.
+        # The lease is aborted only now: while READs go on, P must not unmap its memory or give it
+        # to others. (For D late bytes are harmless: nothing uses them.)
         abort: list[Action] = [] if isinstance(self._error, LeaseGone) else [self.abort()]
-        if self._grows and abort and not self.remote.lease_id:  # P may not have heard of it yet
+        if self._grows and abort and not self.remote.lease_id:  # P may not know the offer yet
             abort.insert(0, self._subscribe())
         if self._cancelled or self._failure_told:
             return self._ended(self._tell_drained(), *abort)

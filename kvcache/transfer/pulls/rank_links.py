@@ -13,8 +13,7 @@ _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 
 
 class WorkerLink:
-    """A worker's end, of all ranks but 0. `wake` may be called by any thread; all else is the
-    worker's."""
+    """A worker's end, on ranks 1 and up. Any thread may call `wake`; all else is the worker's."""
 
     def __init__(self, end: socket) -> None:
         self._waker = Waker()
@@ -25,7 +24,7 @@ class WorkerLink:
         self._selector.register(self._wire, EVENT_READ)
 
     def receive(self, timeout_s: float) -> list[Command]:
-        """All commands, when there are some or somebody woke it, or after `timeout_s`."""
+        """Waits for commands, a `wake`, or `timeout_s`; returns the commands that have come."""
         self._selector.select(nap_if_short(timeout_s))
         self._waker.clear()
         if self._wire is None:
@@ -40,7 +39,7 @@ class WorkerLink:
         return [command_decoder.decode(frame) for frame in frames]
 
     def report(self, report: Report) -> None:
-        """Tells the coordinator."""
+        """Sends a report to the coordinator."""
         if self._wire is not None:
             with suppress(WireClosed):  # as above; `receive` notices
                 self._wire.send(encode(report))
@@ -57,7 +56,7 @@ class RankLinks:
     """The coordinator's ends.
 
     Args:
-        selector: its data are calls, to be made when the file is ready.
+        selector: the data of its keys are calls, made when the socket is ready.
         on_report: called for each report; must not raise.
     """
 

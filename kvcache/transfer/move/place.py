@@ -1,8 +1,8 @@
 """Placing block copies with torch; on GPUs CudaPlacer (cuda_placer.py) has faster ways.
 
-Torch makes strided copies between views of two memories. A view holds pieces at equal distances:
-[pieces, heads, layers, components, tokens, elements]. Blocks of a pool are scattered, but pieces of
-one block, and a slot's blocks, follow one another: each stretch of such pieces is one copy.
+Torch makes strided copies between views of two memories. A view [pieces, heads, layers, components,
+tokens, elements] has pieces at equal distances. Blocks of a pool are scattered, but pieces of one
+block, and a slot's blocks, are equally spaced: each stretch of such pieces is one copy.
 """
 
 from collections import deque
@@ -30,17 +30,17 @@ class Placer:
     """Copies into one rank's pool, by torch: on a CPU in the calling thread, on a GPU on a stream
     of its own. Used by one thread, the one that calls `bind_thread`."""
 
-    launch_bytes = 16 << 20  # of a launch, at most; 2 to 4 ms of copying on a CPU
+    launch_bytes = 16 << 20  # bound of a launch: 2 to 4 ms of copying on a CPU
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._stream = None
         if pool.device.type == "cuda":
-            # 0 is the lowest priority: what the engine gives a higher one goes first.
+            # 0 is the lowest priority: the engine's kernels of a higher one go first.
             self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
 
     def bind_thread(self) -> None:
-        """Called once by the thread that is going to use this placer."""
+        """To be called once by the thread that uses this placer."""
         if self._stream is not None:
             torch.cuda.set_device(self._pool.device)
 
@@ -67,16 +67,16 @@ class Placer:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
             except Exception:
-                self._stream.synchronize()  # no event tells when what was queued has ended
+                self._stream.synchronize()  # queued copies have no event to wait for
                 raise
         return event
 
     def finished(self, token: Any) -> bool:
-        """Whether a launch has ended; never blocks. Raises what it failed with, having ended."""
+        """Whether a launch has ended; never blocks. Raises the error of a launch that failed."""
         return token is None or bool(token.query())
 
     def retire(self, tokens: deque[Any]) -> None:
-        """Takes out launches that have ended, in their order. Raises what one failed with."""
+        """Removes the oldest launches that have ended. Raises the error of one that failed."""
         while tokens:
             oldest = tokens.popleft()
             if not self.finished(oldest):
@@ -89,16 +89,16 @@ class Placer:
 
 
 class StagingBuffer:
-    """A rank's staging memory: `nbytes` on the pool's device, as slots that fill and empty in turn,
-    at least two, for one pull at a time. READs bring a peer's KV into a slot as it lies there; what
-    is placed out of it goes into the pool. Pulls that need staging queue up. A slot is reused only
-    after the copies out of it have finished (I8).
+    """A rank's staging memory: `nbytes` on the pool's device, owned by one pull at a time; other
+    pulls that need it queue. It is divided into two slots or more. READs fill a slot in the peer's
+    layout; `place` copies it into the pool. A slot is reused only after the copies out of it have
+    finished (I8).
 
     Args:
-        placer: of its own.
+        placer: used for nothing else.
 
     Raises:
-        ValueError: there is not so much memory.
+        ValueError: `nbytes` cannot be allocated.
     """
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer) -> None:
@@ -106,14 +106,14 @@ class StagingBuffer:
         try:  # on a CPU not resident before it is used
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         except RuntimeError:
-            told = f"staging_bytes is {nbytes}, more than there is; use a lower --staging-bytes"
-            raise ValueError(told) from None
+            message = f"staging_bytes is {nbytes}, more than there is; use a lower --staging-bytes"
+            raise ValueError(message) from None
         self._placer = placer
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # out of each slot
+        self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # launches by slot
 
     def bind_thread(self) -> None:
-        """Called once by the thread that is going to use this memory."""
+        """To be called once by the thread that uses this memory."""
         self._placer.bind_thread()
 
     @property
@@ -121,7 +121,7 @@ class StagingBuffer:
         return int(self._memory.data_ptr())
 
     def num_slots(self, slot_bytes: int) -> int:
-        """How many slots of that size there are; a plan's chunk takes at most half the memory."""
+        """Number of slots of that size: at least two, as a chunk takes at most half the memory."""
         return min(self.nbytes // slot_bytes, _MOST_SLOTS)
 
     def enter(self, pull_id: str) -> None:
@@ -130,30 +130,30 @@ class StagingBuffer:
 
     @property
     def owner(self) -> str | None:
-        """Whose the slots are."""
+        """The pull that may use the slots."""
         return self._queue[0] if self._queue else None
 
     def leave(self, pull_id: str) -> None:
-        """Leaves the queue; the pull has no active READ into a slot."""
+        """Leaves the queue; to be called when no READ of the pull into a slot is active."""
         if pull_id in self._queue:
             self._queue.remove(pull_id)
 
     def is_free(self, slot: int) -> bool:
-        """True when every copy out of the slot has finished. Raises what one has failed with."""
+        """Whether every copy out of the slot has finished. Raises the error of one that failed."""
         self._placer.retire(self._placing[slot])
         return not self._placing[slot]
 
     def place(self, step: Step, slot: int, slot_bytes: int) -> None:
-        """Begins to copy what was read into the slot to the pool; see `is_free`."""
+        """Begins to copy the slot's KV into the pool; `is_free` says when it has ended."""
         start = slot * slot_bytes
         memory = Memory(self.base_address + start, self._memory[start : start + slot_bytes])
-        for copy in step.copies:  # some may run though another cannot begin
+        for copy in step.copies:  # if a launch raises, earlier ones are known and waited for
             token = self._placer.launch(copy, memory, step.transfer.factors)
             self._placing[slot].append(token)
 
 
 def launches(copies: Iterable[BlockCopy], chunk_bytes: int) -> Iterator[BlockCopy]:
-    """The copies in parts of chunk_bytes, or of one piece."""
+    """Divides copies into parts of at most `chunk_bytes`, or of one piece."""
     for copy in copies:
         count = max(1, chunk_bytes // copy.piece_bytes)
         for first in range(0, len(copy.sources), count):
@@ -168,7 +168,7 @@ def place(
     On a GPU the copies are queued on the current stream.
 
     Args:
-        source: u8, contiguous: the memory that `copy.sources` count from.
+        source: u8, contiguous; `copy.sources` count from its start.
         pool: the rank's whole KV pool, contiguous, on the source's device.
         factors: of the elements, by layer and component.
     """
@@ -200,8 +200,8 @@ def axes_of(copy: BlockCopy) -> dict[str, int]:
 def _converter(
     copy: BlockCopy, pool: torch.Tensor, factors: Factors
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From a view of the source to what is copied into the pool, whose dtype the copy takes on by
-    itself where that is all there is to do."""
+    """Converts a view of the source before it is copied into the pool. Nothing is to do where the
+    copy itself converts the dtype, which it does but for FP8's largest numbers and for factors."""
     if factors is None and (pool.dtype is not fp8.DTYPE or copy.source.dtype == copy.target.dtype):
         return lambda part: part
     layers, components = copy.target.num_layers, copy.target.num_components
@@ -213,7 +213,7 @@ def _converter(
 def _view(
     layout: KVLayout, copy: BlockCopy, words: torch.Tensor, count: int, start: int, step: int
 ) -> torch.Tensor:
-    """`count` pieces from byte `start` on, `step` bytes apart."""
+    """A view of `count` pieces from byte `start` on, `step` bytes apart."""
     size, sizes = words.element_size(), axes_of(copy)
     shape = (count, *sizes.values(), layout.head_dim * layout.itemsize // size)
     steps = (step // size, *(layout.byte_strides[axis] // size for axis in sizes), 1)
@@ -221,8 +221,8 @@ def _view(
 
 
 def _stretches(copy: BlockCopy) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """(first piece, pieces, bytes between two at the source and at the target) of pieces that are
-    equally far from each other."""
+    """Stretches of equally spaced pieces: (first piece, number of pieces, (bytes between two at the
+    source, at the target))."""
     reads, writes = np.diff(copy.sources).tolist(), np.diff(copy.targets).tolist()
     steps = [*zip(reads, writes, strict=True), (0, 0)]
     first = 0

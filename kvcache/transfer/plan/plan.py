@@ -1,27 +1,27 @@
 """The planner: from two geometries and a token range to the steps that move exactly those bytes.
 
-Tensor parallelism decides whose heads are wanted from whom (endpoint.py), context parallelism picks
-a rank's blocks beforehand (kvcache/stripe.py), blocks of both sides cut the tokens and the layouts'
-strides decide how long the runs are (block_copy.py). Two paths compete on cost:
+Tensor parallelism decides the heads to read from each rank (endpoint.py), context parallelism picks
+a rank's blocks beforehand (kvcache/stripe.py), block borders of both sides cut the tokens, and the
+layouts' strides decide the length of the runs (block_copy.py). The cheaper of two paths is taken:
 
     direct   READ every run into its final place
     staged   READ the peer's own, longer runs into staging memory, then place them
 
 (A mapped pull reads nothing: its copies are placed out of P's memory, and need no plan.)
 
-Part of a block may be hundreds of short runs where the whole block is one. So where that costs less
-either path reads the rest of a block, too: never more than the leased blocks, and straight into
-place only the rest of the last block, which is the sequence's own and holds nothing yet.
+Part of a block may be hundreds of short runs where the whole block is one. Either path may then
+read more than the wanted tokens, but never more than the leased blocks. The direct path adds only
+the rest of the last block, which belongs to the sequence and holds nothing yet.
 
 A slot of staging memory is a paged memory with P's layout and fewer blocks, one for each head
 group: reading into it is a copy between two layouts of one order, whose runs stay long, and placing
-is a copy out of it. Several owners of a group fill one slot block by block, so placing need not
-know who read what. A slot may hold all heads of the owners, where that makes fewer runs.
+is a copy out of it. Several owners of a group fill one slot block by block, so that placing does
+not depend on the owner. A slot may hold all heads of the owners, if that makes fewer runs.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, heads 2 and 3 wanted)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..
 
-A staged step is a stretch of P's blocks that fits a slot; some slots fill while another is placed.
+A staged step is a *chunk* of P's blocks that fits a slot; some slots fill while another is placed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,34 +58,33 @@ from kvcache.transfer.plan.endpoint import (
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64
-# Where READs are copies chunks are as small as a cache, but not too many: each has to be posted
-# and polled.
+# On a CPU READs are copies: a chunk takes so long to read, to stay in the cache until it is placed.
+# Not more chunks than these, because each has to be posted and polled.
 _CHUNK_S, _MAX_CHUNKS = 0.75e-3, 32
 # Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
-# the last chunks become smaller, down to what takes as long to read as to post and to place.
+# the last chunks shrink, until reading one takes as long as posting and placing it.
 _MANY_SLOTS = 4
 _LAST_CHUNK_S = 0.1e-3
-# A cut run costs no less between GPUs, whatever a probe's few runs say.
-_LEAST_RUN_S = 3e-6
+_LEAST_RUN_S = 3e-6  # of a run between GPUs; a probe of few runs may measure less
 _SECONDS = attrgetter("seconds")
-_MAX_DECISIONS = 1024  # kept; there are a few dozen kinds of pulls from a peer
+_MAX_DECISIONS = 1024  # remembered; there are a few dozen kinds of pulls from a peer
 
 
 class Way(NamedTuple):
-    """Of moving a transfer."""
+    """A way of moving a transfer."""
 
-    staged: bool  # else straight into place
-    whole: bool  # blocks that are wanted in part are read whole
-    wider: bool = False  # all heads of the owners are read, not just those that are wanted
-    tapers: bool = False  # more slots, and the last chunks are smaller
+    staged: bool  # else direct
+    whole: bool  # read whole blocks where a part is wanted
+    wider: bool = False  # read all heads of the owners, not only the wanted ones
+    tapers: bool = False  # use more slots, and smaller chunks at the end
 
 
 class Slot(NamedTuple):
-    """What a slot of some blocks holds, the same for all pulls between two engines."""
+    """The layout of a slot of some blocks, the same for all pulls between two engines."""
 
-    memories: tuple[tuple[range, KVLayout, int], ...]  # of each head group: heads, where it begins
+    memories: tuple[tuple[range, KVLayout, int], ...]  # by head group: heads, layout, byte offset
     nbytes: int
-    token_bytes: int  # read for each token
+    token_bytes: int  # bytes read for each token
 
 
 @lru_cache(maxsize=256)
@@ -99,7 +98,7 @@ def slot_of(layout: KVLayout, heads: tuple[range, ...], num_blocks: int) -> Slot
 
 
 def least_staging_bytes(layout: KVLayout) -> int:
-    """Staging memory that two blocks of `layout` need: less is refused."""
+    """The smallest accepted staging memory: of two blocks of `layout`."""
     return 2 * _aligned(layout.block_bytes)
 
 
@@ -109,10 +108,10 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Some tokens of a transfer. Their READs and copies are worked out when first asked for."""
+    """Some tokens of a transfer. Their READs and copies are computed on first use."""
 
     transfer: Transfer  # of these tokens
-    read: range  # these tokens, and what else is read in their blocks
+    read: range  # these tokens, and unwanted ones that are read along
     slot: Slot | None = None  # None: READs go straight into the pool
     slot_blocks: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the sequence
 
@@ -132,15 +131,15 @@ class Step:
 
     @cached_property
     def copies(self) -> tuple[BlockCopy, ...]:
-        """Out of the slot into the pool."""
+        """The copies out of the slot into the pool."""
         if self.slot is None:
             return ()
-        transfer, found = self.transfer, list[BlockCopy]()
+        transfer, copies = self.transfer, list[BlockCopy]()
         for group, (heads, layout, base) in zip(transfer.groups, self.slot.memories, strict=True):
             source = Side(layout, self.slot_blocks, group.heads.start - heads.start, base)
             target = transfer.target(group)
-            found += cut(0, source, target, len(group.heads), transfer.tokens)
-        return tuple(found)
+            copies += cut(0, source, target, len(group.heads), transfer.tokens)
+        return tuple(copies)
 
     @property
     def bytes_read(self) -> int:
@@ -148,12 +147,12 @@ class Step:
 
     @property
     def unstaged(self) -> "Step":
-        """The same without staging memory, where no elements change on the way."""
+        """The same without staging memory; only for a transfer that converts nothing."""
         return self if self.slot is None else Step(self.transfer, self.transfer.tokens)
 
 
 def _read_tokens(transfer: Transfer, way: Way) -> range:
-    """The wanted ones, and what else is read in their blocks."""
+    """The tokens to read: the wanted ones and, with `way.whole`, the rest of their blocks."""
     tokens, size = transfer.tokens, transfer.block_size
     if not way.whole:
         return tokens
@@ -165,7 +164,7 @@ def _read_tokens(transfer: Transfer, way: Way) -> range:
 
 
 class Estimate(NamedTuple):
-    """What moving a transfer in one way would take."""
+    """The cost of moving a transfer in one way."""
 
     way: Way
     descriptors: int
@@ -216,7 +215,7 @@ def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
     if way.staged:
         borders = _borders(transfer, way, costs, staging_bytes)
         chunks = len(borders) - 1
-        # As if all were read into one slot with a gap between the chunks, which no run crosses.
+        # Count as if one slot took all chunks, with a gap between two, which no run crosses.
         ordinals, length = np.arange(borders[-1]), borders[-1] - borders[0]
         blocks = ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
         heads = _heads(transfer, way.wider)
@@ -232,7 +231,7 @@ def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
 
 
 def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Iterator[Step]:
-    """A transfer moved in one way."""
+    """The steps of a transfer that is moved in one way."""
     if not way.staged:
         yield Step(transfer, _read_tokens(transfer, way))
         return
@@ -248,8 +247,8 @@ def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
 
 
 def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> list[int]:
-    """Where chunks begin and end, as ordinals of P's blocks: at most half the staging memory each,
-    and where blocks of both sides end if a slot has room, so that no block of D is cut."""
+    """The chunks' borders, as indices into P's block table. A chunk takes at most half the staging
+    memory, and ends where blocks of both sides end if it can, so that no block of D is cut."""
     layout, heads = transfer.remote[0].layout, _heads(transfer, way.wider)
     block_bytes, wanted = slot_of(layout, heads, 1).nbytes, transfer.remote_ordinals
     period = lcm(layout.block_size, transfer.local.layout.block_size) // layout.block_size
@@ -276,7 +275,7 @@ def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int)
 
 
 def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
-    """Read into each head group's part of a slot."""
+    """The heads that are read for each head group."""
     if not wider:
         return tuple(group.heads for group in transfer.groups)
     total = transfer.total_kv_heads
@@ -285,17 +284,17 @@ def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What one rank of D does to get its KV."""
+    """The steps by which one rank of D gets its KV."""
 
-    path: str  # of both kinds of steps: "mixed"
-    transfer: Transfer  # the first, of several groups
+    path: str  # "direct", "staged", or "mixed" for steps of both
+    transfer: Transfer  # of the first of several groups
     steps: tuple[Step, ...]
     estimated_s: float
     reason: str
 
     @property
     def reads(self) -> Iterator[ReadDescriptors]:
-        """Of all steps; works them out."""
+        """The READs of all steps, which are computed here."""
         return (read for step in self.steps for read in step.reads)
 
     @cached_property
@@ -304,7 +303,7 @@ class TransferPlan:
 
     @property
     def useful_bytes(self) -> int:
-        """Wanted, in the peer's dtype."""
+        """Bytes of the wanted tokens, in the peer's dtype."""
         return sum(step.transfer.useful_bytes for step in self.steps)
 
     @property
@@ -313,12 +312,12 @@ class TransferPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Of staging memory, at most, by one step."""
+        """Size of a slot: the most staging memory that a step needs."""
         return max((step.slot.nbytes for step in self.steps if step.slot), default=0)
 
     @property
     def why(self) -> str:
-        """For people; works out all steps."""
+        """The path, its cost and the reason, for a person; computes the READs of all steps."""
         if not self.descriptors:
             return f"{self.path}: {self.reason}"
         runs = _in_words(self.descriptors, self.bytes_read, self.estimated_s)
@@ -326,25 +325,25 @@ class TransferPlan:
 
 
 def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """One after the other, as of several groups."""
+    """One plan that carries out the plans of several groups in turn."""
     first, *others = [plan for plan in plans if plan.steps] or plans[:1]
     if not others:
         return first
-    found = tuple(step for plan in plans for step in plan.steps)
+    all_steps = tuple(step for plan in plans for step in plan.steps)
     path = first.path if {plan.path for plan in others} == {first.path} else "mixed"
     seconds = sum(plan.estimated_s for plan in plans)
-    return TransferPlan(path, first.transfer, found, seconds, first.reason)
+    return TransferPlan(path, first.transfer, all_steps, seconds, first.reason)
 
 
 class Planner:
-    """Plans the pulls of one rank of D from one engine; kept, as it remembers its decisions.
+    """Plans the pulls of one rank of D from one engine, and remembers its decisions.
 
     Args:
         local: this rank of D.
         remote: all ranks of P, by rank.
         total_kv_heads: KV heads of the model.
-        staging_bytes: staging memory, two slots of half its size; None plans the direct path.
-        convert: lets the staged path change the dtype and the scales.
+        staging_bytes: size of the staging memory, two slots or more; None: the path is direct.
+        convert: let the staged path change the dtype and the scales.
 
     Raises:
         PlanError: geometries that cannot be bridged.
@@ -368,7 +367,7 @@ class Planner:
         heads = local.heads(total_kv_heads)
         self._groups = head_groups(heads, len(remote), total_kv_heads, remote[0].dcp)
         self._decided_by: CostModel | None = None
-        # Of pulls that are alike: the way, seconds per token, and the reason.
+        # By kind of pull: the way, seconds per token, and the reason.
         self._decisions: dict[tuple[int, ...], tuple[Way, float, str]] = {}
 
     def take(
@@ -382,14 +381,14 @@ class Planner:
         """A pull of tokens [start, stop) into the blocks of this rank, inside both sides' memory.
 
         Args:
-            local_block_ids: D's blocks from token 0 of the sequence on, in D's block size; with
-                a dcp, of dcp times as many tokens, of which the rank keeps its own.
-            remote_block_ids: P's leased blocks from token 0 on, in P's block size; with a dcp of
-                P each of them once for every rank of it.
+            local_block_ids: D's blocks from token 0 of the sequence on, each of D's block size
+                times its dcp; the rank keeps its own part of each.
+            remote_block_ids: P's leased blocks from token 0 on, each of P's block size; with a dcp
+                of P each id occurs once for every rank of the group.
             lease_hash: spreads leases over ranks of P that hold the same head.
 
         Raises:
-            PlanError: tokens that are none, or a block table does not fit.
+            PlanError: an impossible token range, or a block table that does not fit.
         """
         start, stop = tokens
         if not 0 <= start <= stop:
@@ -422,18 +421,18 @@ class Planner:
         """The cheapest plan of what `take` returned.
 
         Raises:
-            PlanError: a dtype to convert in too little staging memory.
+            PlanError: the KV has to be converted, and the staging memory is too small.
         """
         if not transfer.tokens:
             return TransferPlan("direct", transfer, (), 0.0, "there is nothing to read")
         way, seconds_per_token, reason = self._decide(transfer, costs)
-        found = tuple(steps(transfer, way, costs, self._staging_bytes or 0))
+        plan = tuple(steps(transfer, way, costs, self._staging_bytes or 0))
         path = "staged" if way.staged else "direct"
-        return TransferPlan(path, transfer, found, seconds_per_token * len(transfer.tokens), reason)
+        return TransferPlan(path, transfer, plan, seconds_per_token * len(transfer.tokens), reason)
 
     def _decide(self, transfer: Transfer, costs: CostModel) -> tuple[Way, float, str]:
-        """What costs least; of pulls that are alike only the first is looked at: they end at the
-        same places of a block, are about as long, and about as many blocks are neighbours."""
+        """The cheapest way, weighed once for each kind of pull: pulls that begin and end at equal
+        offsets in a block, are about as long, and have about as many neighbouring blocks."""
         if costs is not self._decided_by or len(self._decisions) >= _MAX_DECISIONS:
             self._decided_by = costs
             self._decisions.clear()
@@ -467,13 +466,13 @@ class Planner:
             return straight, "there is no staging memory"
         try:
             best, other_way = sorted((straight, staged(transfer, costs, room)), key=_SECONDS)
-        except PlanError as error:  # the peer's blocks are large: slow is better than not
+        except PlanError as error:  # the peer's blocks are too large for the staging memory
             return straight, str(error)
         return best, f"{'direct' if best.way.staged else 'staged'} would read {other_way}"
 
 
 def _neighbours(blocks: IntArray) -> int:
-    """How many blocks follow the one before, in quarters."""
+    """The share of blocks that follow the one before in memory, in quarters: 0 to 4."""
     if len(blocks) < 2:
         return 0
     return 4 * int(np.count_nonzero(np.diff(blocks) == 1)) // (len(blocks) - 1)

@@ -1,16 +1,16 @@
-"""Leases: which blocks a prefill server keeps for whom, and until when.
+"""Leases: blocks that a prefill server keeps for a reader until a deadline.
 
     grant ---> HELD ---complete---> COMPLETED
                     ---abort------> ABORTED
                     ---deadline---> EXPIRED
 
 A lease of a prompt that is still computed grows until it is sealed, and cannot be completed before.
-An ended lease leaves a tombstone, which repeats `ok` to the attempt that completed it and says
-`gone` to everyone else. Tombstones are bounded by count and age; the unknown is `gone` as well.
+An ended lease leaves a tombstone: the attempt that completed it gets `ok` again, all others get
+`gone`, as for an unknown lease. Tombstones are bounded by count and age.
 
 Pure: the clock is an argument, always the prefill server's own (I3). An operation at or after a
-deadline finds the lease expired, whether or not anyone has swept since: a reader is never told
-`ok` for blocks that are no longer promised (I4, I5).
+deadline finds the lease expired, even if `expire` was not called since: a reader never gets `ok`
+for blocks that are not held any more (I4, I5).
 """
 
 import heapq
@@ -88,8 +88,8 @@ class LeaseTable:
     def grow(
         self, lease_id: str, block_ids: Iterable[int], now: float, *, seals: bool = False
     ) -> bool:
-        """Holds these blocks as well; `seals`: they are the last. False when the lease is gone:
-        then they are still the caller's."""
+        """Holds these blocks as well; `seals`: they are the last ones. False when the lease is
+        gone: the blocks stay the caller's."""
         self.expire(now)
         lease = self._held.get(lease_id)
         if lease is None:
@@ -100,7 +100,7 @@ class LeaseTable:
         return True
 
     def blocks(self, lease_id: str, now: float) -> tuple[int, ...] | None:
-        """What is held; None when the lease is gone."""
+        """The held blocks; None when the lease is gone."""
         self.expire(now)
         lease = self._held.get(lease_id)
         return None if lease is None else lease.block_ids
@@ -116,8 +116,8 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
-        """The fence: True when the lease was held until now, or this very attempt completed it.
-        Half a prompt has no fence."""
+        """The fence: True when the lease was held until now, or was completed by the same attempt.
+        False for a lease that still grows."""
         self.expire(now)
         if (lease := self._held.get(lease_id)) is not None:
             if lease.grows:

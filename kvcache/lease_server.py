@@ -1,9 +1,9 @@
-"""The side channel: how decode engines ask a prefill engine for metadata and about leases.
+"""The side channel: decode engines ask a prefill engine for metadata and renew and complete leases.
 
-On P a thread owns the lease table and the connections, so an answer never waits for a forward
-step; the engine grants leases, tells readers of them and collects ended ones under a lock that is
-held for no more than a message. On D a client (lease_client.py) posts requests and takes replies
-without ever blocking: who asks keeps the nonce. A message on the wire is its MAC and its payload.
+On P a thread of its own answers, so that no answer waits for a forward step. The engine grants
+leases, announces blocks and collects ended leases under a lock that is held for one message at
+most. On D a client (lease_client.py) sends requests and takes replies without blocking; a reply has
+its request's nonce. A message on the wire is its MAC and its payload.
 """
 
 import threading
@@ -45,13 +45,13 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # expired leases are collected at most this late
-_MAX_REQUEST_BYTES = 4 << 10  # a request has at most 5 ids of 128 characters; read at a time
-_MAX_LOOKUPS = 64  # that wait for the engine; others find nothing
+_MAX_REQUEST_BYTES = 4 << 10  # and bytes read at a time; a request has at most 5 ids of 128
+_MAX_LOOKUPS = 64  # waiting for the engine; others are answered with no prefix
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
-_MAX_STRANGERS = 256  # connections over which nothing authentic has come yet
+_MAX_STRANGERS = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections at a time
-_MAX_DIGESTS = 64  # computed at a time; who asks for more is not answered, and asks again
-_WARN_S = 10.0  # at most once in so long: anybody can have something refused
+_MAX_DIGESTS = 64  # computed at a time; a request beyond is not answered, and comes again
+_WARN_S = 10.0  # between warnings of refused requests, which anybody can cause
 _NO_DESCRIPTOR_S = 0.01
 
 
@@ -59,11 +59,11 @@ class LeaseServer:
     """P's end: a thread with the engine's metadata and its leases.
 
     Args:
-        host: what peers connect to; `bind_host` when this machine calls itself otherwise.
+        host: the address that peers connect to; `bind_host` is the local one, if another.
         port: 0 takes a free one, see `address`.
-        on_event: called from the thread when an engine has something to take; must not block.
-        digest: begins to compute the digest of what is in blocks; any thread may be told of it.
-        max_tokens: of a lookup; `asked` are those that the engine is to answer by `found`.
+        on_event: called by the thread when `drain_ended` or `asked` has something; must not block.
+        digest: begins to compute the digest of blocks' KV; may call back in any thread.
+        max_tokens: bound of a lookup. Those in `asked` are the engine's to answer by `found`.
     """
 
     def __init__(
@@ -83,31 +83,31 @@ class LeaseServer:
         self._secret = secret
         self._clock = clock
         self._on_event = on_event
-        self._lock = threading.RLock()  # of the leases, and of what is said over wires
+        self._lock = threading.RLock()  # of leases, offers and wires
         self._table = LeaseTable()
         self._offers: Offers[Wire] = Offers(self._table)
         self._counters = Counter[str]()
         own = bind_host or host
         self._listener = listen(own, port, "--side-channel-port")
         self._port = int(self._listener.getsockname()[1])
-        self._selector = DefaultSelector()  # its data are calls
+        self._selector = DefaultSelector()  # the data of its keys are calls
         self._selector.register(self._listener, EVENT_READ, self._accept)
         self._waker = Waker()
         self._selector.register(self._waker, EVENT_READ, self._waker.clear)
         self._digest = digest
-        self._digesting: dict[str, Wire] = {}  # by nonce: who waits for it
+        self._digesting: dict[str, Wire] = {}  # by nonce: the connection to answer over
         self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_tokens
         self.asked: deque[tuple[Lookup, Wire]] = deque()
         self._calls: deque[Callable[[], None]] = deque()  # of other threads
         self._wires: set[Wire] = set()
-        self._strangers: dict[Wire, None] = {}  # of those, who never proved to know the secret
+        self._strangers: dict[Wire, None] = {}  # wires without an authentic message, oldest first
         self._warned_at = float("-inf")
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "lease-server")
 
     @property
     def address(self) -> Address:
-        """What peers connect to."""
+        """Host and port for peers."""
         return self._host, self._port
 
     def start(self) -> None:
@@ -122,8 +122,8 @@ class LeaseServer:
 
     @contextmanager
     def offers(self) -> Iterator[tuple[Offers[Wire], float]]:
-        """The prompts that are told of while they are computed, and the time; readers hear at once
-        of what is done with them. Any thread."""
+        """The prompts that are lent while they are computed, and the time. Changes to them are sent
+        to readers at the end of the block. Any thread."""
         with self._lock:
             yield self._offers, self._clock()
             self._tell_readers()
@@ -131,12 +131,12 @@ class LeaseServer:
             self._waker.wake()
 
     def abort(self, lease_id: str) -> bool:
-        """Ends a lease nobody will come for; False when it was gone already. Any thread."""
+        """Ends a lease; False when it was gone already. Any thread."""
         with self._lock:
             return self._table.abort(lease_id, self._clock())
 
     def drain_ended(self) -> list[EndedLease]:
-        """Leases that ended since the last call; their blocks are the engine's. Any thread."""
+        """Leases ended since the last call; their blocks are the engine's again. Any thread."""
         with self._lock:
             ended = self._table.drain_ended()
             for lease in ended:
@@ -190,20 +190,20 @@ class LeaseServer:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it has gone again, or there are no descriptors left for now
-                time.sleep(_NO_DESCRIPTOR_S)  # who waits makes the listener readable all the time
+            except OSError:  # the connection is gone again, or no descriptor is free
+                time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable: do not spin
                 return
             tune(sock)
             wire = Wire(sock, _MAX_REQUEST_BYTES, read_bytes=_MAX_REQUEST_BYTES)
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._strangers[wire] = None
-            if len(self._strangers) > _MAX_STRANGERS:  # they must not use up the descriptors
+            if len(self._strangers) > _MAX_STRANGERS:  # else they could use up the descriptors
                 with self._lock:
                     self._drop(next(iter(self._strangers)))
 
     def _serve(self, wire: Wire) -> None:
-        """Reads a little, so that no peer, nor the engine, is kept waiting, and answers."""
+        """Reads and answers a few messages: other peers and the engine wait meanwhile."""
         with self._lock:
             if wire in self._wires:  # else it was dropped in this round
                 self._exchange(wire)
@@ -219,15 +219,15 @@ class LeaseServer:
         except Exception:  # one bad message must not end every lease
             logger.exception("side channel")
             self._counters["internal_errors"] += 1
-            self._drop(wire)  # or the next round might meet the same again
+            self._drop(wire)  # else the next round might fail in the same way
 
     def _tell_readers(self) -> None:
-        """By whichever thread has the lock: the engine's own need not wait for another to wake."""
+        """Sends news to readers, in the calling thread: faster than waking the server's."""
         for wire, reply in self._offers.take(self._clock(), lambda wire: wire.has_unsent):
             self._push(wire, reply)
 
     def _push(self, wire: Wire, reply: Reply) -> None:
-        """Tells a reader, who may have been dropped meanwhile."""
+        """Sends a reply, unless its connection was dropped meanwhile."""
         if wire in self._wires:
             try:
                 wire.send(seal_reply(reply, self._secret))
@@ -236,7 +236,7 @@ class LeaseServer:
                 self._drop(wire)
 
     def _begin_digest(self, asked: AskDigest, wire: Wire) -> Gone | None:
-        """None: it is told when it is computed."""
+        """Begins a digest; None: `_tell_digest` will answer."""
         blocks = self._table.blocks(asked.lease_id, self._clock())
         if blocks is None:
             return Gone(nonce=asked.nonce, reason="unknown or ended")
@@ -251,7 +251,7 @@ class LeaseServer:
         return None
 
     def _tell_digest(self, asked: AskDigest, sums: bytes) -> None:
-        """If its lease has been held since it was asked for."""
+        """Answers with the digest if its lease is still held, else with Gone."""
         is_held = self._table.blocks(asked.lease_id, self._clock()) is not None
         gone = Gone(nonce=asked.nonce, reason="ended meanwhile")
         reply = Digest(nonce=asked.nonce, sums=sums) if is_held else gone
@@ -268,7 +268,7 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(message, wire)
-        with suppress(WireClosed):  # who does not listen any more may have said more before
+        with suppress(WireClosed):  # messages that it sent before may still have to be read
             if reply is not None:
                 wire.send(seal_reply(reply, self._secret))
         if isinstance(reply, Refused):

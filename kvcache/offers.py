@@ -1,11 +1,11 @@
-"""Prompts whose KV is told of while they are computed: what is there, and to whom to say so.
+"""Prompts whose KV is lent while they are computed: the leased blocks, and their readers.
 
     subscribe ------------> waits for its prompt, for a while        (in either order)
     expect ---------------> the engine has the prompt
-    grow, ..., tell_end ----> one lease that grows; readers hear of each part, then the reference
-    withdraw, or the lease's end -> readers hear that it is gone
+    grow, ..., tell_end ----> one lease that grows; readers get each part, then the reference
+    withdraw, or the lease's end -> readers get Gone
 
-Pure: readers are whatever the caller knows them by, the clock is an argument.
+Pure: the clock is an argument, and a reader is any object of the caller.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 from kvcache.lease import LeaseTable
 from protocol.handshake import Gone, Ok, Progress, Subscribe
 
-# For which a subscription waits for its prompt, as a body may be long; and for which it is known
-# that a prompt has ended, as a subscription may be late.
+# A subscription waits so long for its prompt, as a body may be long; and the end of a prompt is
+# remembered so long, as a subscription may be late.
 KNOWN_S = 30.0
-_MAX_KNOWN = 16384  # of such prompts
+_MAX_KNOWN = 16384  # prompts waited for or remembered
 _MAX_READERS = 8  # of one prompt: a proxy asks a few decode servers, one after the other
 
 R = TypeVar("R")
@@ -28,20 +28,20 @@ R = TypeVar("R")
 class _Reader(Generic[R]):
     reader: R
     prompt_digest: str
-    num_told: int  # blocks
+    num_told: int  # blocks that it was told of
 
 
 @dataclass
 class _Offer(Generic[R]):
-    request_id: str = ""  # of the engine; none: the prompt has not come, or is given up
+    request_id: str = ""  # of the engine; empty: the prompt has not come, or was withdrawn
     prompt_digest: str = ""
     lease_s: float = 0.0
     block_size: int = 0  # tokens
     lease_id: str = ""
     block_ids: list[int] = field(default_factory=list)
-    reference: bytes = b""  # once it is sealed
-    is_given_up: bool = False  # by its last reader: nobody comes for what is not leased yet
-    has_ended: bool = False  # nothing of it may be read any more
+    reference: bytes = b""  # once the lease is sealed
+    is_given_up: bool = False  # by its last reader: the lease is aborted once it is sealed
+    has_ended: bool = False  # none of its blocks may be read any more
     readers: dict[str, _Reader[R]] = field(default_factory=dict)  # by nonce
 
 
@@ -66,22 +66,22 @@ class Offers(Generic[R]):
         block_size: int,
         now: float,
     ) -> None:
-        """The prompt has come. Another one that had this name before is nobody's any more."""
+        """The prompt has come. An earlier one of the same transfer id is withdrawn."""
         self.withdraw(transfer_id, now)
         offer = self._offers.get(transfer_id)
         if not self._known_until.pop(transfer_id, None) or offer is None or offer.has_ended:
-            offer = self._offers[transfer_id] = _Offer()  # it is not waited for
+            offer = self._offers[transfer_id] = _Offer()  # no subscription waits for it
         offer.request_id, offer.prompt_digest = request_id, prompt_digest
         offer.lease_s, offer.block_size = lease_s, block_size
         self._news.add(transfer_id)
 
     def wanted(self, transfer_id: str) -> int | None:
-        """How many blocks of the prompt are leased; None: nobody listens."""
+        """Number of leased blocks of the prompt; None: it has no readers."""
         offer = self._offers.get(transfer_id)
         return len(offer.block_ids) if offer and offer.readers and not offer.has_ended else None
 
     def leased(self, transfer_id: str) -> list[int]:
-        """The blocks that were leased of a half computed prompt; the lease may have ended."""
+        """The blocks leased so far of a half computed prompt; the lease may have ended."""
         offer = self._offers.get(transfer_id)
         return list(offer.block_ids) if offer else []
 
@@ -94,9 +94,9 @@ class Offers(Generic[R]):
         *,
         seals: bool = False,
     ) -> str:
-        """These blocks are complete on every rank. The first ones come under a lease of this new
-        id, later ones under the same. The lease's id; empty: that has ended, and the blocks stay
-        the caller's."""
+        """Leases more blocks, which are complete on every rank. The first ones get a lease of the
+        given id, later ones join it. Returns the lease's id; empty: it has ended, and the blocks
+        stay the caller's."""
         offer = self._offers[transfer_id]
         if offer.has_ended:
             return ""
@@ -107,7 +107,7 @@ class Offers(Generic[R]):
         if not self._table.grow(offer.lease_id, more, now, seals=seals):
             return ""
         offer.block_ids += more
-        if not seals:  # else it is told with the reference
+        if not seals:  # else they are announced with the reference
             self._news.add(transfer_id)
         return offer.lease_id
 
@@ -119,12 +119,12 @@ class Offers(Generic[R]):
         reference: bytes,
         now: float,
     ) -> None:
-        """The prompt is computed, and all of its blocks are under this lease, which ends at once
-        where readers have come and given it up."""
+        """The prompt is computed, and all of its blocks are under this lease. It ends at once if
+        its last reader has given it up."""
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
-        if offer.lease_id != lease_id:  # which may have ended, and then is no name any more
+        if offer.lease_id != lease_id:  # none yet, or one that has ended
             self._name(transfer_id, offer, lease_id)
         offer.block_ids, offer.reference = list(block_ids), reference
         if offer.is_given_up:
@@ -132,7 +132,7 @@ class Offers(Generic[R]):
         self._news.add(transfer_id)
 
     def withdraw(self, transfer_id: str, now: float) -> None:
-        """The prompt will never be complete; of one that is, nothing changes."""
+        """The prompt will never be complete. Does nothing if it is."""
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id or offer.reference:
             return
@@ -155,7 +155,7 @@ class Offers(Generic[R]):
     # -- what readers do
 
     def subscribe(self, asked: Subscribe, reader: R, now: float) -> Ok | Gone:
-        """A sign of life; what there is to tell, `take` returns."""
+        """Adds a reader or renews it; `take` returns its news."""
         offer = self._offers.get(asked.transfer_id)
         if offer is None:
             if len(self._known_until) >= _MAX_KNOWN:
@@ -174,8 +174,8 @@ class Offers(Generic[R]):
     def unsubscribe(self, nonce: str, name: str, now: float, *, lends: bool) -> None:
         """
         Args:
-            name: the lease's; or the prompt's, of a reader who has not heard of a lease yet.
-            lends: another one may subscribe.
+            name: lease id; or transfer id, from a reader that knows no lease yet.
+            lends: another reader may subscribe.
         """
         offer = self._offers.get(self._by_lease.get(name, name))
         if offer is None:
@@ -186,14 +186,14 @@ class Offers(Generic[R]):
             self._table.abort(offer.lease_id, now)
 
     def leave(self, reader: R) -> None:
-        """All subscriptions of one."""
+        """Ends all subscriptions of a reader."""
         for offer in self._offers.values():
             for nonce in [n for n, one in offer.readers.items() if one.reader == reader]:
                 del offer.readers[nonce]
 
     def take(self, now: float, is_slow: Callable[[R], bool]) -> list[tuple[R, Progress | Gone]]:
-        """What is to be told. Who is slow hears later, all of it at once."""
-        found: list[tuple[R, Progress | Gone]] = []
+        """The messages to send now. A slow reader gets its news later, in one message."""
+        replies: list[tuple[R, Progress | Gone]] = []
         news, self._news = self._news, set()
         for transfer_id in news:
             offer = self._offers.get(transfer_id)
@@ -203,24 +203,24 @@ class Offers(Generic[R]):
                 if is_slow(reader.reader):
                     self._news.add(transfer_id)
                 elif reply := self._news_for(offer, nonce, reader):
-                    found.append((reader.reader, reply))
-            # Of a prompt that is still computed the end of its lease is remembered.
+                    replies.append((reader.reader, reply))
+            # The offer of a prompt that is still computed stays, with `has_ended`.
             if offer.has_ended and (offer.reference or not offer.request_id):
                 self._offers[transfer_id] = _Offer(has_ended=True, readers=offer.readers)
                 self._known_until.setdefault(transfer_id, now + KNOWN_S)
-        return found + self._expired(now)
+        return replies + self._expired(now)
 
     def _expired(self, now: float) -> list[tuple[R, Progress | Gone]]:
-        """Forgets the oldest, beside whom there may be no more than there is room for."""
-        found: list[tuple[R, Progress | Gone]] = []
+        """Forgets prompts after KNOWN_S, and the oldest ones beyond the bound."""
+        replies: list[tuple[R, Progress | Gone]] = []
         while self._known_until:
             transfer_id, until = next(iter(self._known_until.items()))
             if until > now and len(self._known_until) <= _MAX_KNOWN:
                 break
             del self._known_until[transfer_id]
             for nonce, reader in self._offers.pop(transfer_id).readers.items():
-                found.append((reader.reader, Gone(nonce=nonce, reason="unknown")))
-        return found
+                replies.append((reader.reader, Gone(nonce=nonce, reason="unknown")))
+        return replies
 
     def _news_for(self, offer: _Offer[R], nonce: str, reader: _Reader[R]) -> Progress | Gone | None:
         is_other = offer.request_id and reader.prompt_digest != offer.prompt_digest

@@ -1,4 +1,4 @@
-"""Who owns each block of the pool: the state machine of invariants I1 and I2 (docs/design.md).
+"""The state of each block of the pool: the state machine of invariants I1 and I2 (docs/design.md).
 
 A block has three counts, and its state follows from them; two further states are exclusive:
 
@@ -11,11 +11,11 @@ A block has three counts, and its state follows from them; two further states ar
     CACHED                     uses = leases = 0, cached: may be evicted, least recently used first
     FREE                       nothing refers to it
 
-    allocate            FREE -> USED        (evicts CACHED -> FREE first where FREE falls short)
+    allocate            FREE -> USED        (first evicts CACHED -> FREE if FREE is too few)
     share / release     uses +1 / -1        share only what holds bytes: USED, LEASED, CACHED
     lease / end_lease   leases +1 / -1      lease only what holds bytes
     receive             USED -> RECEIVING   of one single use, neither cached nor leased
-    received            RECEIVING -> USED   the fence said ok: the bytes are ours
+    received            RECEIVING -> USED   the fence was passed: the bytes are good
     quarantine          RECEIVING or QUARANTINED -> QUARANTINED
                         the pull was given up, but its bytes may still arrive (I7)
     drained             RECEIVING or QUARANTINED -> FREE    every READ handle has ended
@@ -37,7 +37,7 @@ _MAX_AT_RISK_SHARE = 0.75  # of the pool: blocks that READs may write to
 
 
 class BlockState(IntEnum):
-    """The one owner of a block."""
+    """The one state of a block."""
 
     FREE = 0
     USED = 1
@@ -52,11 +52,11 @@ _HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED}
 
 
 class BlockError(RuntimeError):
-    """The books of the blocks were about to go wrong, or have."""
+    """A move was refused, or the counts are inconsistent."""
 
 
 class OutOfBlocks(BlockError):
-    """Fewer blocks are free or evictable than were asked for; nothing was taken."""
+    """Fewer blocks are free or evictable than requested; nothing was taken."""
 
 
 class BlockStateError(BlockError):
@@ -64,18 +64,18 @@ class BlockStateError(BlockError):
 
 
 class IntegrityError(BlockError):
-    """The books do not balance (I1) or a block has two owners (I2)."""
+    """The counts do not add up (I1), or a block is in two states (I2)."""
 
 
 class BlockAllocator:
-    """Counts the references to `num_blocks` blocks and hands out those nobody refers to.
+    """Counts the references to `num_blocks` blocks and allocates those without any.
 
     Args:
         num_blocks: blocks of the pool, the null block included; at least 2.
 
     Attributes:
-        on_evict: told the id of each block whose cached content is given up. The block is FREE
-            and no longer marked when it is called; it may unmark other blocks.
+        on_evict: called with the id of each evicted block, which is then FREE and not marked any
+            more; may unmark other blocks.
     """
 
     on_evict: Callable[[int], None] | None = None
@@ -92,8 +92,8 @@ class BlockAllocator:
         self._states = [BlockState.FREE] * num_blocks
         self._counts = [0] * len(BlockState)
         self._counts[BlockState.FREE] = self.capacity
-        # A stack, and every move releases in reverse: a sequence's blocks come out in the order
-        # they went in, so neighbours stay neighbours (fewer descriptors) and few pages are touched.
+        # A stack, and every move releases in reverse: a sequence's blocks are allocated again in
+        # their old order, so neighbours stay neighbours (fewer descriptors), on few pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # CACHED, first to go first
 
@@ -109,20 +109,20 @@ class BlockAllocator:
 
     @property
     def is_all_available(self) -> bool:
-        """Whether nobody holds a block."""
+        """Whether no block is used, leased, receiving or quarantined."""
         return self.num_available == self.capacity
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks out of reach until READs that were given up have ended."""
+        """Blocks that READs of given-up pulls may still write to."""
         return self._counts[BlockState.QUARANTINED]
 
     def has_room_to_receive(self, num_blocks: int, *, beside_hung: bool = False) -> bool:
-        """Whether READs may write to so many more blocks. Where they are not the only ones they
-        have to leave a part of the pool to compute in, as all of them may hang.
+        """Whether READs may write to `num_blocks` more blocks. Unless these are the only ones, a
+        part of the pool must stay free of READs to compute in, as all of them may hang.
 
         Args:
-            beside_hung: when those that were not given up have ended.
+            beside_hung: count quarantined blocks only, as if all other READs had ended.
         """
         at_risk = self.num_quarantined + (0 if beside_hung else self._counts[BlockState.RECEIVING])
         return not at_risk or at_risk + num_blocks <= self.capacity * _MAX_AT_RISK_SHARE
@@ -141,7 +141,7 @@ class BlockAllocator:
         return num_blocks <= self.num_available
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """FREE -> USED, with one use each; evicts where FREE does not suffice.
+        """FREE -> USED, with one use each; evicts if too few are FREE.
 
         Raises:
             OutOfBlocks: fewer than `num_blocks` are available; nothing was taken or evicted.
@@ -199,7 +199,7 @@ class BlockAllocator:
             self._move(block, BlockState.USED)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """RECEIVING -> QUARANTINED, where they are not: the transfer may still write (I7)."""
+        """RECEIVING or QUARANTINED -> QUARANTINED: READs may still write there (I7)."""
         for block in self._checked("quarantine", blocks, self._is_exposed):
             self._move(block, BlockState.QUARANTINED)
 
@@ -306,9 +306,9 @@ class BlockAllocator:
                 raise IntegrityError(f"I2: {sorted(listed)} are listed as {state.name}: {expected}")
 
     def _check_block(self, block: int) -> None:
-        """The references tell the state; blocks in an exclusive one have none, nor has block 0."""
+        """The state must follow from the references; exclusive states and block 0 have none."""
         state, free = self._states[block], BlockState.FREE
-        told = free if state in _EXPOSED or block == NULL_BLOCK else state
+        expected = free if state in _EXPOSED or block == NULL_BLOCK else state
         is_negative = self._uses[block] < 0 or self._leases[block] < 0
-        if is_negative or self._derived(block) is not told:
+        if is_negative or self._derived(block) is not expected:
             raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")

@@ -1,15 +1,15 @@
-"""Which layers share a block, and which blocks of a sequence each group of layers still needs.
+"""Groups of layers that share blocks, and the blocks of a sequence that each group still needs.
 
-Layers that look back unequally far are kept in *groups* of equal size: the layers of one group have
-one window, and a block holds the KV of one group's layers for block_size tokens. So all blocks are
-alike, and one pool, one layout and one plan serve any model. The block table of a sequence has, for
-each block_size tokens, a block of each group, side by side:
+Layers with different attention windows are kept in *groups* of equal size: the layers of one group
+have one window, and a block holds the KV of one group's layers for block_size tokens. So all blocks
+are alike, and one pool, one layout and one plan serve any model. The block table of a sequence has,
+for each block_size tokens, a block of each group, side by side:
 
     tokens     0..15   16..31  32..47  48..63
     table     [ 7 0  |  9 0  | 12 4  | 13 5 ]     two groups; the second looks 32 tokens back
 
-The null block stands where a group needs none, any more or yet. With one group that sees all
-tokens a table is a list of blocks without gaps, and nothing here is ever asked.
+The null block stands where a group needs no block yet or any more. With one group that sees all
+tokens, a table is a list of blocks without gaps.
 
 No torch here: processes that only plan or only talk use this too.
 """
@@ -26,7 +26,7 @@ _MAX_WASTE = 0.05  # of the memory of a sequence that is as long as the model ta
 
 
 def held(blocks: Iterable[int]) -> list[int]:
-    """Those of a table that are blocks."""
+    """The blocks of a table, without null blocks."""
     return [block for block in blocks if block != NULL_BLOCK]
 
 
@@ -57,20 +57,20 @@ class KVGroups:
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """The first that is needed of so many tokens, to go on after them."""
+        """The first of `num_tokens` tokens that the group needs for computing the next one."""
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window)
 
     def kept_from(self, num_tokens: int, block_size: int) -> list[int]:
-        """The first of each group's blocks that a sequence of so many tokens keeps: enough also
-        for one that computes the last token anew."""
+        """For each group, the index of the first block that a sequence of `num_tokens` tokens
+        keeps: enough also to compute the last token anew."""
         return [self.first_token(g, num_tokens - 1) // block_size for g in range(self.count)]
 
     def of_prefix(
         self, table: Sequence[int], num_tokens: int, block_size: int, reach: int | None = None
     ) -> list[int]:
-        """The part of a table that a prefix of so many tokens keeps, for whoever goes on from
-        `reach` tokens of it or more."""
+        """The table of a prefix of `num_tokens` tokens, with the blocks needed to go on from
+        `reach` tokens of it or more; None: from all of them."""
         blocks = list(table[: -(-num_tokens // block_size) * self.count])
         if self.drops:
             firsts = self.kept_from(num_tokens if reach is None else reach, block_size)
@@ -82,13 +82,13 @@ class KVGroups:
         return table if self.count == 1 else table[group :: self.count]
 
     def spans(self, start: int, stop: int, reach: int) -> list[range]:
-        """Of each group, which of tokens [start, stop) whoever goes on from `reach` tokens or more
-        needs."""
+        """For each group, the tokens of [start, stop) that are needed to go on from `reach` tokens
+        or more."""
         firsts = (self.first_token(g, reach) for g in range(self.count))
         return [range(min(max(start, first), stop), stop) for first in firsts]
 
     def missing(self, table: Sequence[int], spans: Sequence[range], block_size: int) -> list[int]:
-        """Where a table has no blocks yet for these tokens of each group, in the table's order."""
+        """The places in a table that still need a block for these tokens of each group, sorted."""
         count, size = self.count, len(table)
         places = [
             at
@@ -100,15 +100,15 @@ class KVGroups:
         return sorted(places)
 
     def fill(self, table: list[int], places: Sequence[int], blocks: Iterable[int]) -> None:
-        """Puts blocks into a table, which grows as far as it must."""
+        """Puts blocks into these places of a table, which grows if it is too short."""
         needed = (places[-1] // self.count + 1) * self.count if places else 0
         table += [NULL_BLOCK] * (needed - len(table))
         for at, block in zip(places, blocks, strict=True):
             table[at] = block
 
     def num_blocks_for(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
-        """Blocks that a sequence of `num_tokens` tokens takes at most at a time, when it is
-        computed in steps of `step_tokens`."""
+        """The most blocks that a sequence of `num_tokens` tokens takes at a time, if it is computed
+        in steps of `step_tokens`."""
         whole = -(-num_tokens // block_size)
         most = (
             whole if w is None else -(-(w + 1 + step_tokens) // block_size) + 1
@@ -117,8 +117,8 @@ class KVGroups:
         return sum(min(whole, blocks) for blocks in most)
 
     def longest_in(self, num_blocks: int, max_len: int, step_tokens: int, block_size: int) -> int:
-        """Tokens of the longest sequence that so many blocks hold at any time; where blocks are
-        dropped, no more than `max_len`."""
+        """Tokens of the longest sequence that `num_blocks` can hold; if windows drop blocks, at
+        most `max_len`, rounded up to whole blocks."""
         if not self.drops:
             return num_blocks // self.count * block_size
 
@@ -133,15 +133,15 @@ ONE_GROUP = KVGroups()
 
 
 def deal(windows: Sequence[int | None], max_len: int) -> tuple[KVGroups, list[tuple[int, ...]]]:
-    """Deals a model's layers into groups of equal size: the fewest groups whose places without a
-    layer cost little.
+    """Deals a model's layers into groups of equal size: the fewest groups whose padding (places
+    without a layer) costs at most _MAX_WASTE.
 
     Args:
-        windows: of each layer, as of KVGroups.
+        windows: of each layer, as in KVGroups.
         max_len: tokens of the longest sequence that the model takes.
 
     Returns:
-        The groups, and the layers of each; the last ones of a window may have fewer.
+        The groups, and the layers of each; the last group of a window may have fewer.
     """
     windows = [window if window and window < max_len else None for window in windows]
     kinds: dict[int | None, list[int]] = {}

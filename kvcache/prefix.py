@@ -1,4 +1,4 @@
-"""Which blocks already hold the KV of a given token prefix: a tree over full blocks of tokens.
+"""The prefix index: finds the blocks that hold a token prefix's KV, in a tree over full blocks.
 
     root --[t0..t15]--> block 7 --[t16..t31]--> block 9        two sequences that share their
                                `--[t16'..t31']--> block 12     first 16 tokens
@@ -7,22 +7,20 @@ A node stands for one exact sequence of tokens, from the first one on: its paren
 tokens before, its key is the bytes of its own block's token ids, and lookups compare keys in full.
 So a hit is exact by construction; there is no hash to collide.
 
-Who holds what:
-
 - An entry's block is marked in the allocator: it is USED, LEASED or CACHED, never RECEIVING (I4).
-- Content is published once. A second block with the same content stays unpublished, but the
-  sequence that holds it can still publish what follows, below the first one's node.
+- Content is published once. A second block with the same content stays unpublished, but its
+  sequence can publish its next blocks below the first one's node.
 - When the allocator evicts a block, its node goes, and with it every node below: without their
   parent they could not be found, and a block that cannot be found is better FREE. Blocks below
   that are in use only lose their mark. Usually nothing is below, because a sequence's tail is
-  evicted first; the exception is the sequence of the point above, and when that publishes again,
-  it publishes its own copies of whatever is missing.
-- Of several KV groups (groups.py) a node has a block each. Those of groups with a window may be
-  missing: a hit needs them only where the window of what comes next reaches. So their eviction
-  leaves the node in place, and the next sequence that has computed them fills the gap.
+  evicted first; the exception is the second sequence of the point above, which then publishes its
+  own copies of the missing blocks.
+- A node has a block of each KV group (groups.py). Blocks of groups with a window may be missing: a
+  hit needs only those that the next token's window reaches. So their eviction leaves the node in
+  place, and the next sequence that has computed them fills the gap.
 
-A cursor tells how far a sequence was found or published, so that each of its tokens is hashed once,
-however long it waits or decodes. One thread owns an index, the allocator's.
+A cursor remembers how far a sequence was found or published, so that each of its tokens is hashed
+once, however long it waits or decodes. An index belongs to its allocator's thread.
 """
 
 from array import array
@@ -32,8 +30,8 @@ from dataclasses import dataclass
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, IntegrityError
 from kvcache.groups import ONE_GROUP, KVGroups, held
 
-# Nodes for each block of the pool. Only where all layers have a window are there any without
-# blocks: those above the blocks that are left of long sequences.
+# Nodes for each block of the pool. Nodes without blocks occur only if all layers have a window:
+# above the last blocks of long sequences.
 _MAX_NODES_PER_BLOCK = 8
 
 
@@ -52,8 +50,8 @@ class _Node:
 
 @dataclass(slots=True)
 class PrefixCursor:
-    """How far one sequence was found or published, kept by its owner between calls: it saves work.
-    The sequence's tokens may grow or be cut but not change."""
+    """How far a sequence was found or published; its owner keeps it between calls, to save work.
+    The sequence may grow or be cut, but its tokens must not change."""
 
     node: _Node | None = None
 
@@ -86,16 +84,16 @@ class PrefixIndex:
         reach: int | None = None,
         cursor: PrefixCursor | None = None,
     ) -> list[int]:
-        """The table of the longest known prefix of `token_ids` that can be gone on from; null where
-        its last tokens' windows do not reach.
+        """The table of the longest known prefix of `token_ids` that can be continued, with null
+        blocks where the windows of its last tokens do not reach.
 
-        Takes no reference: `allocator.share` them before anything else is allocated.
+        Takes no reference: `allocator.share` the blocks before any other is allocated.
 
         Args:
             max_tokens: match no more than this many tokens (a whole prompt in the cache still
                 needs its last token computed).
-            reach: the fewest tokens that are gone on from, however many match; None: those.
-            cursor: the sequence's own, if it may have to ask again.
+            reach: the fewest tokens to continue from, if more match; None: all that match.
+            cursor: the sequence's own, if it may be looked up again.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
         cursor, stop = cursor or PrefixCursor(), limit // self.block_size
@@ -105,17 +103,18 @@ class PrefixIndex:
             if child is None:
                 break
             node = child
-        cursor.node, found = node, list[list[int]]()
+        cursor.node, path = node, list[list[int]]()
         while node.parent is not None:
-            found.append(node.blocks)
+            path.append(node.blocks)
             node = node.parent
-        blocks = [block for of_node in reversed(found) for block in of_node]
+        blocks = [block for of_node in reversed(path) for block in of_node]
         return (
             self._usable(blocks, limit if reach is None else reach) if self.groups.drops else blocks
         )
 
     def _reached(self, cursor: PrefixCursor, most: int) -> _Node:
-        """Where a cursor's sequence is still known to, by `most` blocks at most."""
+        """The deepest node of a cursor's sequence that is still in the tree, `most` blocks deep at
+        most."""
         node = cursor.node
         if node is None or not node.blocks:
             return self._root
@@ -125,7 +124,7 @@ class PrefixIndex:
         return node
 
     def _usable(self, table: list[int], reach: int) -> list[int]:
-        """The longest part whose windows have no gap. Looks at what windows see, from the end."""
+        """The longest part of a table whose windows, at its end, have no gap."""
         groups, size, num = self.groups, self.block_size, len(table) // self.groups.count
         while True:
             stop = min(num * size, reach)
@@ -212,7 +211,7 @@ class PrefixIndex:
         self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Takes a node out that leads to no block, and those above it that then do not."""
+        """Removes a node without blocks and children, and the nodes above it that become such."""
         while node.parent is not None and not (node.children or any(node.blocks)):
             above = node.parent
             self._drop(node)
@@ -225,7 +224,7 @@ class PrefixIndex:
         self._drop_below(node)
 
     def _drop_below(self, node: _Node) -> None:
-        """Takes all descendants out; cuts the links, so that no cycle waits for the collector."""
+        """Removes all descendants; cuts their links, so that no cycle is left to the collector."""
         pending = [node]
         while pending:
             above = pending.pop()

@@ -84,7 +84,7 @@ def _drain_under_load(
     bodies: list[dict[str, Any]],
     end: Callable[[Server], None],
 ) -> dict[str, Any]:
-    """Has the first decode server end while it answers; what was seen of that."""
+    """Has the first decode server end while it answers; the figures that were measured."""
     prefill, leaving, *others = servers
     with ThreadPoolExecutor(len(bodies)) as pool:
         ask = partial(_Asked, pool, proxy.url)

@@ -66,7 +66,7 @@ class Fleet:
         return self.decodes[self.cutters.index(cutter)]
 
     def ask(self, path: str, body: dict[str, Any], hold: Hold | None = None) -> str:
-        """The answer, without what is its own."""
+        """The answer, without its ids and times."""
         name = uuid.uuid4().hex
         if hold is not None:
             self.holds[name.encode()] = hold
@@ -78,7 +78,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def all_at_one(self) -> Iterator[Cutter]:
-        """What is asked meanwhile comes to the same decode server."""
+        """Requests of this block all go to the same decode server."""
         told = http.get(f"{self.proxy.url}/ready", timeout=10).json()["servers"]
         names = [f"decode-{at}" for at in range(len(self.decodes))]
         chosen = next(name for at, name in enumerate(names) if told[name] and self._is_up(at))
@@ -89,7 +89,7 @@ class Fleet:
             self._tell_others(chosen, "undrain")
 
     def _is_up(self, at: int) -> bool:
-        """Asked itself: of one that has just been lost the proxy may not know yet."""
+        """Asks the server itself: the proxy may not have noticed yet that it was lost."""
         with contextlib.suppress(httpx.TransportError):
             return http.get(f"{self.cutters[at].url}/ready", timeout=5).status_code == 200
         return False
@@ -114,7 +114,7 @@ class Fleet:
         wait_until(is_ready, 60)
 
     def replace(self, cutter: Cutter) -> None:
-        """Another server in the place of one that ends, as soon as it is up."""
+        """Puts a new server in the place of one that ends, as soon as the new one is up."""
         at = self.cutters.index(cutter)
 
         def begin() -> None:
@@ -139,7 +139,7 @@ class Fleet:
         self.stopped.clear()
 
     def assert_home(self) -> None:
-        """Every server is up, and holds nothing of what has ended."""
+        """Every server is up, and holds no block of an ended request."""
         for restart in self.restarts:
             restart.result()
         self.restarts.clear()
@@ -238,7 +238,7 @@ def _vocabulary(model: Path) -> dict[str, int]:
 
 
 def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
-    """The endpoint and the body of an answer in which there is such a position."""
+    """Endpoint and body of a request whose answer has such a position."""
     body = {"model": MODEL, "max_tokens": 30, "return_token_ids": True, **_KINDS[kind]}
     is_free = kind != "structured" and position not in ("in a grammar", "in a call")
     if position in _MOMENTS:
@@ -250,7 +250,7 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
         said = [{"role": "user", "content": " ".join(map(str, _PROMPT[:20]))}]
         body |= {"messages": said, "max_tokens": 60, "tools": [_TOOL], "tool_choice": "required"}
         return "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}
-    if position == "in a character" and is_free:  # bytes of which a half makes characters
+    if position == "in a character" and is_free:  # two bytes make a character
         ids = _vocabulary(model)
         body["logit_bias"] = {str(ids[each]): 60 for each in "Ã©"}
     elif position == "in a character":
@@ -262,7 +262,7 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Case:
-    """An answer, and after how many of its tokens there is what a row is about."""
+    """A request, its expected answer, and the number of tokens before the row's position."""
 
     told: str
     path: str

@@ -17,12 +17,12 @@ from tests.rigs.cluster import Cluster, Server, cluster
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
 SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
-WARM = 0.25  # of that, after which histories are full
+WARM = 0.25  # share of SECONDS after which histories are full
 CLIENTS, ASKS, IDLE_S = 4, 200, 20.0
 
 
 def _cpu_s(server: Server) -> float:
-    """Of the process, which has no others for its work."""
+    """CPU seconds of the server's one process."""
     fields = Path(f"/proc/{server.child.pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -43,7 +43,7 @@ async def _asks(url: str, session: aiohttp.ClientSession, until: float) -> int:
 
 
 async def _held(page: Any) -> dict[str, float]:
-    """What the page has in the browser, garbage apart."""
+    """Heap and DOM nodes of the page, after a garbage collection."""
     devtools = await page.context.new_cdp_session(page)
     await devtools.send("HeapProfiler.collectGarbage")
     heap = await devtools.send("Runtime.getHeapUsage")
@@ -71,7 +71,7 @@ async def _told_share(proxy: Server, session: aiohttp.ClientSession) -> float:
 
 
 async def _watched(running: Cluster) -> tuple[list[dict[str, float]], dict[str, float], list[str]]:
-    """What is held after WARM and at the end, what it cost, and what the console was told."""
+    """Memory after WARM and at the end, the costs, and the lines of the console."""
     told: list[str] = []
     proxy, until = running.proxy, asyncio.get_running_loop().time() + SECONDS
     async with playwright.async_playwright() as driver, aiohttp.ClientSession() as session:

@@ -36,7 +36,7 @@ _LEASE_S = 4
 def _asking(
     url: str, prompts: list[list[int]], expected: list[list[int]], num_clients: int
 ) -> Iterator[list[Load]]:
-    """Clients that ask all the time until the end of the block, and are then found content."""
+    """Clients that ask until the end of the block; none of them may have had a problem."""
     turned = [(prompts[i:] + prompts[:i], expected[i:] + expected[:i]) for i in range(num_clients)]
     load = [Load(url, *each) for each in turned]
     try:

@@ -11,7 +11,6 @@ from engine.core.connector import KVConnector
 from engine.core.scheduler import Plan
 from engine.core.sequence import Phase, Sequence
 from engine.core.waiting import MAX_OVERTAKEN
-from kvcache.blocks import BlockState
 from kvcache.groups import ONE_GROUP, KVGroups
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
@@ -226,16 +225,6 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
     assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
     assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), "of the last block its own"
     assert_all_blocks_home(core)
-
-
-def test_full_blocks_are_shared_and_only_the_last_is_a_choices_own():
-    core, _, _ = make_core(num_blocks=32, block_size=4)
-    core.round([add("a", PROMPT, 20, num_choices=4)])
-    core.round([])
-    assert core.scheduler.allocator.counts()[BlockState.USED] == 2 + 4
-    tables = [sequence.block_ids for sequence in core.scheduler.running]
-    assert all(table[:2] == tables[0][:2] for table in tables)
-    assert len({table[2] for table in tables}) == 4
 
 
 def test_a_prompt_is_held_once_for_all_choices_that_wait():

@@ -23,7 +23,6 @@ _OURS, _THEIRS = (*_FP8, "--kv-scales", "0.02"), (*_FP8, "--kv-scales", "0.03")
 _PLAIN = Geometry(options=_OURS)
 _OTHER = Geometry(2, 16, "LBCNHD", _OURS)
 _SHARED = Geometry(2, options=_OURS, dcp=2)
-_SCALED = Geometry(block_size=16, options=_THEIRS)
 _CONVERT = ("--kv-convert",)
 # What eight bits cost on this model, in the logarithm of a token's probability.
 _CLOSE = 0.3

@@ -1,9 +1,9 @@
-"""What every attention backend is told and must answer.
+"""The interface of attention backends: the batch of a step, and the forward of each layer.
 
 A step runs T query tokens of S sequences through all layers. The batch is described once, in host
-arrays (`AttentionBatch`); `plan` derives from it whatever indices the backend needs, and `forward`
-is then called once per layer: it writes this step's keys and values into the pool by slot, then
-attends over each sequence's block table.
+arrays (`AttentionBatch`). `plan` derives the backend's indices from it; `forward` is then called
+once per layer: it writes this step's keys and values into the pool by slot, then attends over each
+sequence's block table.
 
 Rows of a batch are grouped by sequence, in order: the first `query_lens[0]` rows belong to
 sequence 0, and so on. Rows past `sum(query_lens)` are padding: their KV goes to the slots given
@@ -79,9 +79,9 @@ class AttentionBatch:
         )
 
     def within(self, window: int | None, block_size: int) -> "AttentionBatch":
-        """The same step without the leading blocks of each sequence that none of its queries sees:
-        in a window positions count from the last token only. The tokens before the window in a
-        block that is left are masked, but read: they must be numbers."""
+        """The same step without each sequence's leading blocks that no query sees. Positions then
+        count from the first block that is left, which a window allows. Tokens before the window in
+        that block are masked, but read: they must be finite."""
         if window is None or not self.num_seqs:
             return self
         first_seen = np.maximum(self.context_lens - self.query_lens + 1 - window, 0)
@@ -103,7 +103,7 @@ class AttentionBatch:
         )
 
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
-        """A decode step of `num_rows` rows: those added read and write the null block only."""
+        """A decode step of `num_rows` rows; the added ones read and write the null block only."""
         missing = num_rows - self.num_seqs
         assert missing >= 0 and self.num_tokens == self.num_seqs, (num_rows, self.num_tokens)
         if missing == 0:
@@ -120,11 +120,11 @@ class AttentionBatch:
 
 
 class Kind(NamedTuple):
-    """What is alike in the layers that one plan of a step serves.
+    """The properties that layers must share to be served by one plan of a step.
 
     Attributes:
-        window: tokens that a token sees, itself included; None: all before it.
-        soft_cap: scores become tanh(score / cap) * cap before the softmax; 0: they stay.
+        window: number of tokens that a token sees, itself included; None: all before it.
+        soft_cap: scores become tanh(score / cap) * cap before the softmax; 0: no cap.
     """
 
     window: int | None = None
@@ -132,11 +132,11 @@ class Kind(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """How a layer attends.
+    """The attention of one layer.
 
     Attributes:
-        sinks: float32 [num_q_heads], of this rank: a logit of each query head that takes part in
-            the softmax, and has no value.
+        sinks: float32 [num_q_heads], of this rank: for each query head, a logit that takes part in
+            the softmax and has no value.
     """
 
     kind: Kind = Kind()
@@ -144,18 +144,18 @@ class LayerAttention(NamedTuple):
 
 
 def leave_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Takes from out [T, H, D], in place, what sinks [H] have of a softmax whose other scores have
-    the log-sum-exps [T, H]."""
+    """Scales out [T, H, D] in place by the share of the softmax that sinks [H] leave to the other
+    scores, whose log-sum-exps are lse [T, H]."""
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
 
 class Turn(NamedTuple):
-    """What is done to queries and keys before they are attended to and stored.
+    """Norms and rotary embedding of queries and keys, before attention and storing.
 
     Attributes:
-        cos_sin: float32 [T, head_dim], what halves of heads are rotated by: cosines, then sines.
-        norms: [head_dim], weights of root-mean-square norms of each query head and each key head,
-            before they are rotated.
+        cos_sin: float32 [T, head_dim], of the rotation of heads' halves: cosines, then sines.
+        norms: two of [head_dim]: weights of the root-mean-square norms of query heads and of key
+            heads, applied before the rotation.
         eps: of these norms.
     """
 
@@ -171,11 +171,11 @@ class AttentionBackend(ABC):
         pool: this rank's KV. Its `num_heads` are the KV heads of this rank.
         num_q_heads: query heads of this rank, a multiple of the pool's KV heads.
         head_dim: elements per query head (MLA: of the latent and rope parts together).
-        scale: what scores are multiplied by before the softmax.
-        layers: how each of the pool's layers attends; where not given, all see all tokens.
+        scale: factor of scores before the softmax.
+        layers: the attention of each of the pool's layers; empty: all layers see all tokens.
 
-    Of FP8 elements those are read that the pool stores: the keys' scale becomes part of the scores'
-    and the values' scale is multiplied to the output, so that dequantising costs nothing.
+    FP8 elements are read as stored: the keys' scale is multiplied into `scale`, the values' scale
+    into the output, so that dequantising costs nothing.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class AttentionBackend(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Of KV: how many blocks a table has for each block_size tokens."""
+        """Number of KV groups: blocks in a table for each block_size tokens."""
         return 1
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory beside the pool that steps write their intermediate results to."""
+        """Bytes of device memory, beside the pool, for intermediate results of steps."""
         return 0
 
     @abstractmethod
@@ -234,7 +234,7 @@ class AttentionBackend(ABC):
         return False
 
     def always_with_lse(self) -> None:
-        """Only forwards with `lse` will follow: some kernels must know when they are planned."""
+        """Announces that all forwards have `lse`: some kernels must be planned for it."""
         return None
 
     def forward(
@@ -251,12 +251,12 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, num_q_heads, head_dim], rope applied.
-            k, v: [T, num_kv_heads, head_dim], rope applied to k; perhaps changed in place to
-                what is stored of them.
-            turn: what is still to be done to q and k; both may be changed in place. Only where
-                the backend `rotates`.
-            lse: float32 [T, num_q_heads], to be filled with the natural log-sum-exp of the scores
-                that sinks are not among.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k; may be changed in place to the
+                stored elements.
+            turn: norms and rope still to be applied to q and k, which may be changed in place.
+                Only for a backend that `rotates`.
+            lse: float32 [T, num_q_heads], filled with the natural log-sum-exp of the scores without
+                sinks.
 
         Returns:
             [T, num_q_heads, head_dim] in q's dtype.
@@ -278,7 +278,7 @@ class AttentionBackend(ABC):
             q_latent: [T, num_q_heads, R], the query times the key up-projection.
             q_rope: [T, num_q_heads, P].
             latent: [T, R + P], the normed KV latent and the roped shared key.
-            lse: as of `forward`.
+            lse: as in `forward`.
 
         Returns:
             [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value up-projection.

@@ -33,23 +33,23 @@ _PROCESS = secrets.token_bytes(16)  # this and what it forks: ids are equal in t
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
-    """What a rank of P offers to processes of its own host."""
+    """A rank's pool as offered to processes of its own host."""
 
     host: str
     handle: bytes = b""  # of CUDA IPC; empty for host memory
     offset: int = 0  # bytes from the allocation's base to the pool
-    fd: int = -1  # of the owner, where the pool is host memory that others may map
-    token: bytes = b""  # that proves it is this memory; of a GPU's, that it is this process's
+    fd: int = -1  # the owner's, of a pool in host memory that others may map
+    token: bytes = b""  # proves the identity of host memory; for a GPU's, of the owner's process
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Memory that copies are placed out of: a peer's pool, or a slot of staging memory. A peer's
-    stays here until `close`, or the end of this object."""
+    """The source of placed copies: a peer's mapped pool, or a slot of staging memory. A peer's pool
+    stays mapped until `close`, or the end of this object."""
 
     address: int
-    bytes: torch.Tensor | None = None  # u8[n]: the same, where torch is to read it
-    close: Callable[[], None] = lambda: None  # every copy out of it has ended
+    bytes: torch.Tensor | None = None  # u8[n], a view of it if torch is to read it
+    close: Callable[[], None] = lambda: None  # to be called after the last copy out of it
 
 
 @cache
@@ -62,7 +62,7 @@ def host_id() -> str:
 
 
 def offer(pool: KVPool) -> dict[str, Any]:
-    """What to put into RankMetadata.extra so that processes of this host may map the pool."""
+    """RankMetadata.extra, by which processes of this host may map the pool."""
     record = MappableRecord(host=host_id(), token=_PROCESS)
     if pool.shared is not None:
         record.fd, record.token = pool.shared.fd, pool.shared.token
@@ -92,7 +92,7 @@ def describe(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
 
 
 def offered(rank: RankMetadata) -> MappableRecord:
-    """What a peer's rank offers, if it is on this host.
+    """The offer of a peer's rank on this host.
 
     Raises:
         NotMappable: it offers nothing usable, or lives elsewhere.

@@ -1,4 +1,4 @@
-"""What each attention backend supports, known before a model is loaded: no torch, no flashinfer."""
+"""The limits of each attention backend, known before a model is loaded: no torch, no flashinfer."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +22,7 @@ class UnsupportedPool(ValueError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a backend is to read, and with which queries."""
+    """The pool that a backend is to read, and its queries."""
 
     device: str  # "cpu" | "cuda"
     dtype: str  # of the queries

@@ -1,6 +1,6 @@
-"""Digests of KV: the same number on any two engines that hold the same, wherever it lies.
+"""Digests of KV: equal on any two engines that hold the same KV, in whatever layout.
 
-A *row* is what one head of one token has in one layer and component: D elements, next to each other
+A *row* has the D elements of one head of one token in one layer and component, next to each other
 in every layout. Its words, times an odd key each, are added up; key numbers of the token and of
 (layer, component, head) are added, and the sum is scrambled. The digest of a chunk of tokens and
 a head is the sum of its rows, so the parts of ranks that share a sequence's tokens add up. All is
@@ -87,7 +87,7 @@ class Digester:
         self._open.append((name, self._part(scope, np.asarray(blocks, np.int64)), tell))
 
     def stop(self, name: str) -> None:
-        """Nothing is told of it. A kernel that still reads blocks harms nobody."""
+        """Drops a digest: `tell` is not called. A kernel that still reads blocks is harmless."""
         self._open = deque(one for one in self._open if one[0] != name)
 
     def drive(self) -> bool:
@@ -166,7 +166,7 @@ def _by_kernel(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torc
 
 
 def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """i64[T, G], what each row adds."""
+    """i64[T, G], the value of each row."""
     groups, keys = rows.groups[rows.chunks], rows.group_keys[rows.chunks]
     index = (rows.tokens[:, None] + groups).view(-1)
     sums = torch.empty_like(index)

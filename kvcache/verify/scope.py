@@ -1,4 +1,4 @@
-"""What a digest of KV is of, and what becomes of the parts that ranks compute (digest.py)."""
+"""The scope of a digest of KV, and the merging and comparing of ranks' parts (digest.py)."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.stripe import IntArray
 
-Sums = Callable[[bytes], None]  # is told an engine's sums; empty: they cannot be computed
+Sums = Callable[[bytes], None]  # takes an engine's sums; empty: they cannot be computed
 U64s = npt.NDArray[np.uint64]
 
 SAMPLED_LAYERS: Final = 16  # a sample has one layer in so many
@@ -20,10 +20,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DigestPart(msgspec.Struct, frozen=True):
-    """What one rank knows of a digest.
+    """One rank's part of a digest.
 
     Attributes:
-        copy: of the heads; parts of one copy add up.
+        copy: number of the copy of its heads; parts of one copy add up.
         sums: u64[heads, chunks]
     """
 
@@ -47,7 +47,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
         return range(self.start // self.chunk_tokens, -(-self.stop // self.chunk_tokens))
 
     def layers(self, count: int) -> IntArray:
-        """[chunks, layers], which of `count` layers are looked at in each chunk."""
+        """i64[chunks, layers], the layers of `count` that are digested in each chunk."""
         every = np.arange(count)
         if not self.samples:
             return np.broadcast_to(every, (len(self.chunks), count))
@@ -69,7 +69,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
         return whole.tobytes()
 
     def faults(self, parts: Sequence[DigestPart | None], theirs: bytes) -> str:
-        """Where these ranks hold something else than their peer told; empty: nowhere."""
+        """The tokens and heads in which these ranks differ from their peer; empty: none."""
         whole = np.frombuffer(theirs, np.uint64).reshape(-1, len(self.chunks))
         wrong = np.zeros(whole.shape, bool)
         for heads, sums in self._copies(parts):

@@ -92,7 +92,7 @@ def enable_peer_access(device: int) -> None:
 
 
 def close_handle(address: int) -> None:
-    """Unmaps what `open_handle` mapped; no kernel may be reading it."""
+    """Unmaps memory mapped by `open_handle`; no kernel may be reading it."""
     _call("cuIpcCloseMemHandle", c_uint64(address))
 
 

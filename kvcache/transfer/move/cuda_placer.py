@@ -1,8 +1,8 @@
 """Placing on a GPU: by copy engines and by the kernel, on a stream beside the decode batch.
 
 Copy engines take no multiprocessor from the decode batch and move long runs, many with one call,
-nearly as fast as a plain copy. They do what is pieces of one run each. All else is the kernel's.
-What that cannot be compiled for is torch's.
+nearly as fast as a plain copy. They do copies whose pieces are one run each, the kernel does all
+others, and torch those that the kernel cannot be compiled for.
 
 The kernel (place_kernel.py) numbers the units (of up to 16 bytes) of a copy's pieces, piece by
 piece and inside a piece in the source's own order, so that neighbours in number are neighbours in
@@ -33,7 +33,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-UNIT_BYTES = 16  # what a thread moves at once, at most
+UNIT_BYTES = 16  # the most that a thread moves at once
 NUM_PARAMETERS = 3 + 4 * 6  # before the factors, if any
 MAX_UNITS = (1 << 31) - 1  # of one launch: their numbers are 32-bit
 NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
@@ -48,7 +48,7 @@ _COPIES = 128  # of a launch: begun in 0.1 to 0.6 ms
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants of a compiled kernel."""
 
     source_dtype: str
     target_dtype: str
@@ -237,6 +237,6 @@ def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
 
 
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
-    """What places quickly out of staging memory; not by copy engines, which read."""
+    """A fast placer out of staging memory; without copy engines, which READs use."""
     most = {"num_programs": _STAGING_PROGRAMS, "long_run_bytes": sys.maxsize}
     return placer_for(pool, convert=convert, **most)

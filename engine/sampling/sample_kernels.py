@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from attention.kernels.launch import PDL, let_next_begin_and_wait
 from engine.sampling.sampling_batch import SamplingBatch
 
 # Where a batch's tensors begin depends on its size; it shall not compile anything anew.
@@ -38,13 +39,16 @@ _MIN_TEMPERATURE: Final = tl.constexpr(1e-30)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _largest(logits, partial, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest number of each tile of each row, NaN counting as -inf."""
+def _largest(logits, best, best_token, stride, vocab, parts, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest number of each tile of each row, NaN counting as -inf, and its first token."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
+    let_next_begin_and_wait()
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))
-    tl.store(partial + row * parts + part, tl.max(x, 0))
+    x = tl.where(x == x, x, float("-inf")).to(tl.float32)
+    value, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + row * parts + part, value)
+    tl.store(best_token + row * parts + part, part * TILE + index)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -156,20 +160,9 @@ def _noise(seed, choice, position, token):  # type: ignore[no-untyped-def]
 
 @_jit_any_alignment  # type: ignore[untyped-decorator, unused-ignore]
 def _draw(  # type: ignore[no-untyped-def]
-    logits,
-    largest,
-    temperature,
-    keys,
-    seed,
-    choice,
-    position,
-    best,
-    best_token,
-    stride,
-    vocab,
-    parts,
-    TILE: tl.constexpr,
-):
+    logits, largest, temperature, keys, seed, choice, position, best, best_token,
+    stride, vocab, parts, TILE: tl.constexpr,
+):  # fmt: skip
     """The best token of each tile of each row and its score."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
@@ -189,17 +182,20 @@ def _draw(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _finish(best, best_token, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    let_next_begin_and_wait()
     score = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
     _, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(out + row, tl.load(best_token + row * parts + index).to(tl.int64))
 
 
-def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Draws a token for each row, int64 [S].
+def draw(
+    logits: torch.Tensor, batch: SamplingBatch | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Draws a token for each row, int64 [S], in `out` where given.
 
     Args:
         logits: float32 [S, V] on a GPU, rows contiguous; may hold NaN and infinities.
-        batch: S rows on the same device.
+        batch: S rows on the same device. None: the largest logits are wanted, of any float dtype.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -207,23 +203,25 @@ def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     # compile a variant of its own.
     stride = logits.stride(0) if rows > 1 else vocab
     parts, device = triton.cdiv(vocab, _TILE), logits.device
-    grid = (rows, parts)
-    heat, counters = batch.temperature, (batch.seed, batch.choice, batch.position)
-    scores = torch.empty(grid, dtype=torch.float32, device=device)
-    tokens = torch.empty(grid, dtype=torch.int32, device=device)
-    out = torch.empty(rows, dtype=torch.int64, device=device)
-    _largest[grid](logits, scores, stride, vocab, parts, TILE=_TILE, num_warps=8)
-    largest = scores.amax(-1)
-    keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
-    if batch.restricted_rows is not None:
-        limits = (batch.top_k, batch.top_p, batch.min_p)
-        scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        _threshold[(rows,)](
-            logits, largest, heat, *limits, keys, scaled, stride, vocab, TILE=2048, num_warps=32
-        )
-    sizes = (stride, vocab, parts)
-    _draw[grid](
-        logits, largest, heat, keys, *counters, scores, tokens, *sizes, TILE=_TILE, num_warps=8
+    grid, sizes = (rows, parts), (stride, vocab, parts)
+    best = (
+        torch.empty(grid, dtype=torch.float32, device=device),
+        torch.empty(grid, dtype=torch.int32, device=device),
     )
-    _finish[(rows,)](scores, tokens, out, parts, PARTS=triton.next_power_of_2(parts))
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int64, device=device)
+    _largest[grid](logits, *best, *sizes, TILE=_TILE, num_warps=8, launch_pdl=PDL)
+    if batch is not None:
+        heat, counters = batch.temperature, (batch.seed, batch.choice, batch.position)
+        largest = best[0].amax(-1)
+        keys = torch.full((rows,), _ALL, dtype=torch.int32, device=device)
+        if batch.restricted_rows is not None:
+            limits = (batch.top_k, batch.top_p, batch.min_p)
+            scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            _threshold[(rows,)](
+                logits, largest, heat, *limits, keys, scaled, stride, vocab, TILE=2048, num_warps=32
+            )
+        of_rows = (logits, largest, heat, keys, *counters)
+        _draw[grid](*of_rows, *best, *sizes, TILE=_TILE, num_warps=8)
+    _finish[(rows,)](*best, out, parts, PARTS=triton.next_power_of_2(parts), launch_pdl=PDL)
     return out

@@ -70,9 +70,12 @@ def is_greedy(params: Sequence[SamplingParams]) -> bool:
     return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """What `sample` draws at temperature 0, int64 [S], without any upload."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
+def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What `sample` draws at temperature 0, int64 [S], `out` if given; without any upload."""
+    if logits.device.type == "cuda":
+        return _draw_on_gpu(logits, None, out)
+    numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return torch.argmax(numbers, -1, out=out)
 
 
 def sample(
@@ -106,10 +109,12 @@ def sample(
     return SampledTokens(token_ids, _logprobs(unshaped, total, token_ids, batch.max_logprobs))
 
 
-def _draw_on_gpu(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def _draw_on_gpu(
+    logits: torch.Tensor, batch: SamplingBatch | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     from engine.sampling import sample_kernels
 
-    return sample_kernels.draw(logits, batch)
+    return sample_kernels.draw(logits, batch, out)
 
 
 def _draw_on_cpu(

@@ -127,8 +127,7 @@ class DecodeGraphs:
             token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
             hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
             logits = self._model.raw_logits(hidden)
-            greedy_ids = self._last_drawn.token_ids[:num_rows]
-            greedy_ids.copy_(greedy(logits))
+            greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
         return DecodeOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:

@@ -47,8 +47,12 @@ class Linear:
             _mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if self.is_packed else weight
         )
         self.bias = bias
+        is_fused = bias is None and fused_ops.works(weight.device, weight.dtype)
+        self.takes_one_row = is_fused and products.takes_one_row(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.takes_one_row and len(x) == 1:
+            return fused_ops.kernels().one_row(x, self.weight)  # type: ignore[no-any-return]
         if self.is_packed:
             rows, step = len(x), 1 << max(0, len(x).bit_length() - _ROWS_BITS)
             if -rows % step:
@@ -81,8 +85,6 @@ class RowParallelLinear:
         self._bias = bias
         self._parallel = parallel
         self._join = join or Join()
-        is_fused = parallel.size == 1 and fused_ops.works(weight.device, weight.dtype)
-        self._takes_one_row = is_fused and products.takes_one_row(weight)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._parallel.size == 1 and self._join.is_plain:
@@ -93,7 +95,7 @@ class RowParallelLinear:
 
     def add_share(self, x: Tensor, out: Tensor) -> None:
         """Adds this rank's part of the sum, without the bias, to `out` [T, out] in place."""
-        if self._takes_one_row and x.shape[0] == 1:
+        if self._product.takes_one_row and len(x) == 1:
             fused_ops.kernels().one_row(x, self.weight, residual=out)
         elif self._weight_t is not None:
             out.addmm_(x, self._weight_t)
@@ -189,7 +191,7 @@ class Columns:
         self._takes = (False, False, False)
         if self._is_fused and self._joined is not None and self._joined.bias is None:
             matrix, kernels = self._joined.weight, fused_ops.kernels()
-            of_one = (products.takes_one_row(matrix), products.takes_one_row(matrix, gated=True))
+            of_one = (self._joined.takes_one_row, products.takes_one_row(matrix, gated=True))
             self._takes = (*of_one, isinstance(matrix, Tensor) and kernels.gated_rows_work(matrix))
 
     def gated(self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu") -> Tensor:

@@ -223,7 +223,7 @@ def attend(
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
     if crowded is None:
         crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS
-    warps = 2 if is_fp8 else 4
+    warps = 2 if is_fp8 else 4 if crowded else 8
     if crowded and is_fp8 and dim <= 128:
         warps, tile = 1, min(tile, 4096 // dim)
     _attend_kernel[(num_pieces, num_kv_heads)](

@@ -2,8 +2,7 @@
 FP8, or all of it.
 
 Libraries take two kernels and two passes over the keys to rotate and store; torch would take six to
-store FP8. With programmatic dependent launch a rotation starts before its predecessor has ended,
-and waits before it reads anything; its successor may do the same.
+store FP8.
 """
 
 from typing import Any, Final
@@ -15,7 +14,8 @@ from torch import Tensor
 from attention.base import Turn
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
-_HEADS: Final = 8  # of one program
+_HEADS: Final = 8  # of one program; of few tokens one, which then take less time
+_FEW_TOKENS: Final = 32
 
 
 def _rotated(  # type: ignore[no-untyped-def]
@@ -139,16 +139,17 @@ def store(
         assert keys.dtype == k.dtype or keys.element_size() == 1, (keys.dtype, k.dtype)
         strides = (*keys.stride()[:3], keys.shape[2])
     num_q, num_kv, half = 0 if q is None else q.shape[1], k.shape[1], k.shape[2] // 2
-    parts = triton.cdiv(num_q, _HEADS) + triton.cdiv(num_kv, _HEADS) * (1 if v is None else 2)
+    heads, warps = (1, 1) if len(k) <= _FEW_TOKENS else (_HEADS, 2)
+    parts = triton.cdiv(num_q, heads) + triton.cdiv(num_kv, heads) * (1 if v is None else 2)
     tokens = [0 if x is None else x.stride(0) for x in (q, k, v)]
     _kernel[k.shape[0], parts](
         q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
         scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
         *tokens, 0 if q is None else q.stride(1), k.stride(1), *strides,
         NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=half, PAIR=1 if interleaved else half,
-        HEADS=_HEADS, ROTATE=cos_sin is not None, NORM=norms is not None, STORE=keys is not None,
+        HEADS=heads, ROTATE=cos_sin is not None, NORM=norms is not None, STORE=keys is not None,
         SCALED=keys is not None and keys.dtype != k.dtype, KEEP=read_back,
-        num_warps=2, launch_pdl=PDL,
+        num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
 
 

@@ -127,19 +127,20 @@ def test_what_was_captured_serves_other_steps(window, monkeypatch):
 @examples(12)
 @given(
     st.sampled_from([(9, 3, 64), (1, 1, 32), (20, 10, 128)]),
-    st.sampled_from(["BHLCND", "LCBNHD"]), *[st.booleans()] * 4,
+    st.sampled_from(["BHLCND", "LCBNHD"]), *[st.booleans()] * 4, st.sampled_from([4, 33]),
 )  # fmt: skip
-def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed, back):
+def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed, back, count):
     sizes, dim = [heads[0], heads[1], heads[1]], heads[2]
     layout = KVLayout(order, 6, heads[1], 2, 2, 16, dim, plain.FP8 if eight else "bfloat16")
     pool, expected = (KVPool(layout, "cpu", SCALES * eight) for _ in range(2))
-    rows, angle = torch.randn(4, sum(sizes), dim).bfloat16(), torch.rand(4, dim // 2)
+    rows, angle = torch.randn(count, sum(sizes), dim).bfloat16(), torch.rand(count, dim // 2)
     rows = rows.sign() if normed else rows  # of which the norm is exact
     norms = (torch.rand(dim), torch.rand(dim)) if normed else None
     (q, k, v), now = rows.clone().split(sizes, 1), rows.split(sizes, 1)
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
     scales = (pool.scale(1, 0), pool.scale(1, 1))
-    slots, caches = torch.tensor([95, 17, 16, 3]), (pool.component(1, 0), pool.component(1, 1))
+    slots = (95 + 37 * torch.arange(count)) % 96
+    caches = pool.component(1, 0), pool.component(1, 1)
     options = {"q": q, "turn": Turn(cos_sin, norms, 1e-20) if rotates else None, "read_back": back}
     storing.store(k, v, slots.int(), caches, scales, **options)
     weights = torch.stack(norms * 2)[:3] if norms else torch.ones(3, dim)

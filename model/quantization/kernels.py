@@ -2,6 +2,7 @@
 16 bits; scales are applied to sums in float32: nothing but the input and the result is rounded."""
 
 import functools
+import itertools
 import math
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import PDL, wait
-from model.quantization.quantized import FP8, FP8_MOST, TINY, Quantized
+from model.quantization.quantized import FP8, FP8_MOST, TINY, Kind, Quantized
 
 MIN_DEPTH: Final = 32  # columns multiplied at a time
 MAX_DEPTH: Final = 128
@@ -22,6 +23,40 @@ _TILES: Final = (
     (math.inf, (128, 128, 8, 3, 1)),
 )  # fmt: skip
 _MAX_SPLIT: Final = 16
+# How codes that begin with a sign become numbers of 16 bits: how far to the right of these, which
+# of the bits they are then, and a power of two, by which the number is still too small.
+_BITS: Final = {
+    ("fp8", torch.bfloat16): (4, 0x07F0, 0x7B80), ("fp8", torch.float16): (1, 0x3F80, 0x5C00),
+    ("fp4", torch.bfloat16): (6, 0x01C0, 0x7E80), ("fp4", torch.float16): (3, 0x0E00, 0x7400),
+}  # fmt: skip
+# Codes of int4 are the last bits of a number that is so much larger; its high byte, and 1.
+_OFFSETS: Final = {torch.bfloat16: (128, 0x43, 0x3F80), torch.float16: (1024, 0x64, 0x3C00)}
+
+
+@functools.cache
+def _ptx(kind: Kind, dtype: torch.dtype) -> str:
+    """Makes numbers of four bytes of codes, exactly; where a byte has two, of the low ones first.
+    GPUs have instructions for that, which take longer than reading the codes from memory does."""
+    two = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
+    if kind == "int4":  # less the offset and the zero
+        _, high, factor = _OFFSETS[dtype]
+        halves = ["and.b32 w, $4, 0x0F0F0F0F;", "shr.u32 w, $4, 4; and.b32 w, w, 0x0F0F0F0F;"]
+        number = f"prmt.b32 n, w, {high * 0x1010101}, {{}}; fma.rn.{two} ${{}}, n, factor, {{}};"
+        turns = [("0x4140", "$5"), ("0x4342", "$6")]
+    else:
+        shift, kept, factor = _BITS[kind, dtype]
+        halves = ["shl.b32 w, $4, 4; and.b32 w, w, 0xF0F0F0F0;", "and.b32 w, $4, 0xF0F0F0F0;"]
+        halves = halves if kind == "fp4" else ["mov.b32 w, $2;"]
+        number = (
+            f"prmt.b32 n, w, 0, {{}}; shr.u32 m, n, {shift}; and.b32 m, m, {kept * 0x10001};"
+            f"lop3.b32 n, n, 0x80008000, m, 0xEA; fma.rn.{two} ${{}}, n, factor, {{}};"
+        )
+        turns = [("0x1404", "nought"), ("0x3424", "nought")]
+    place, steps = itertools.count(), list[str]()
+    for half in halves:
+        steps += [half, *(number.format(order, next(place), last) for order, last in turns)]
+    declared = f".reg .b32 n, m, w, factor, nought; mov.b32 factor, {factor * 0x10001};"
+    return f"{{ {declared} mov.b32 nought, 0x80008000; {''.join(steps)} }} // {kind}"
 
 
 def _tile(ends, tile, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -47,7 +82,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     x, codes, scales, zeros, out, ends, partial, counters, num_rows, num_out, num_experts,
     WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, EXPERTS: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PTX: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left side, so that its numbers need not leave registers."""
     first, last, expert = tile_of(ends, tl.program_id(0), num_rows, num_experts, EXPERTS, ROWS)
@@ -68,23 +104,25 @@ def _multiply(  # type: ignore[no-untyped-def]
         start = tl.program_id(2) * OWN + step
         right = tl.load(x + of_x + start + depth[:, None])
         if KIND == "fp8":
-            left = tl.load(codes + of_weight[:, None] * WIDTH + start + depth[None, :]).to(dtype)
+            code = tl.load(codes + of_weight[:, None] * WIDTH + start + depth[None, :])
+            left = tl.inline_asm_elementwise(
+                PTX, "=r,=r,r", [code], dtype=x.dtype.element_ty, is_pure=True, pack=4
+            )
         else:
-            pair = tl.load(codes + of_weight[:, None] * (WIDTH // 2) + start // 2 + half[None, :])
+            code = tl.load(codes + of_weight[:, None] * (WIDTH // 2) + start // 2 + half[None, :])
             zero = tl.full((COLUMNS,), 8, tl.int32)
             if HAS_ZEROS:
                 zero = tl.load(zeros + of_weight * NUM_GROUPS + start // GROUP).to(tl.int32)
-            code = tl.interleave(pair & 15, pair >> 4).to(tl.int32)
-            number = code - zero[:, None]
-            if KIND == "fp4":  # twice what it says
-                size = code & 7
-                size = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16))
-                number = tl.where(code > 7, -size, size)
-            left = number.to(dtype)
+            less = (-OFFSET - zero).to(dtype)[:, None]
+            low, high = tl.inline_asm_elementwise(
+                PTX, "=r,=r,=r,=r,r,r,r", [code, less],
+                dtype=(x.dtype.element_ty, x.dtype.element_ty), is_pure=True, pack=4,
+            )  # fmt: skip
+            left = tl.interleave(low, high)
         if NUM_GROUPS == 1:
             sums = tl.dot(left, right, sums)
         else:
-            factor = _factor(scales + of_weight * NUM_GROUPS + start // GROUP, KIND)
+            factor = _factor(scales + of_weight * NUM_GROUPS + start // GROUP)
             sums += tl.dot(left, right) * factor[:, None]
     if SPLIT > 1:  # the last of the programs that share a tile adds up what each has found
         size = num_rows.to(tl.int64) * num_out
@@ -98,20 +136,20 @@ def _multiply(  # type: ignore[no-untyped-def]
         for part in range(SPLIT):
             sums += tl.load(partial + part * size + place, mask=exists, cache_modifier=".cg")
     if NUM_GROUPS == 1:
-        sums *= _factor(scales + of_weight, KIND)[:, None]
+        sums *= _factor(scales + of_weight)[:, None]
     if ADD:
         sums += tl.load(out + place, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + place, sums.to(dtype), mask=exists)
 
 
-def _factor(at, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read_factor(at):  # type: ignore[no-untyped-def]
     scale = tl.load(at)
     if at.dtype.element_ty == tl.uint8:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return scale.to(tl.float32) * (0.5 if KIND == "fp4" else 1.0)
+    return scale.to(tl.float32)
 
 
-_factor = triton.jit(_factor)
+_factor: Any = triton.jit(_read_factor)
 _multiply_kernel: Any = triton.jit(_multiply, do_not_specialize=["num_rows", "num_experts"])
 
 
@@ -149,13 +187,13 @@ def multiply(
         partial = x.new_empty(split, num_rows, num_out, dtype=torch.float32)
         stream = x.is_cuda and torch.cuda.current_stream(x.device).cuda_stream
         counters = _counters(x.device, stream)
-    codes = weight.codes.view(FP8) if weight.kind == "fp8" else weight.codes
     _multiply_kernel[(*grid, split)](
-        x.contiguous(), codes, weight.scales, weight.zeros, out, ends, partial, counters,
+        x.contiguous(), weight.codes, weight.scales, weight.zeros, out, ends, partial, counters,
         num_rows, num_out, experts, WIDTH=width, NUM_GROUPS=weight.scales.shape[-1],
         KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros is not None,
         EXPERTS=triton.next_power_of_2(experts) if experts else 0,
-        ADD=residual is not None, SPLIT=split, ROWS=rows, COLUMNS=columns, DEPTH=depth,
+        ADD=residual is not None, SPLIT=split, PTX=_ptx(weight.kind, weight.dtype),
+        OFFSET=_OFFSETS[weight.dtype][0], ROWS=rows, COLUMNS=columns, DEPTH=depth,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -321,9 +321,9 @@ class Borrower(KVConnector):
             logger.warning("request %s: %s (drawing its first token here)", event.pull_id, error)
             self._totals["baton_kv_first_tokens_redrawn"] += 1
             return
-        is_usable = kv_params.are_first_tokens_of(params, request, request.sampling.seed)
-        if not is_usable and request.max_tokens:
-            self._totals["baton_kv_first_tokens_redrawn"] += 1
+        draws = bool(request.max_tokens and not request.known)  # else its client has them
+        is_usable = draws and kv_params.are_first_tokens_of(params, request, request.sampling.seed)
+        self._totals["baton_kv_first_tokens_redrawn"] += draws and not is_usable
         sequence.find_first(kv_params.to_remote_prefill(params), is_usable=is_usable)
         if sequence.phase in (Phase.WAITING, Phase.RECEIVING):
             self.core.found(sequence)

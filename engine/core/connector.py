@@ -20,7 +20,7 @@ class CoreServices(Protocol):
         """Its first tokens were drawn elsewhere, while it waited or its KV was pulled."""
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        """Ends a sequence that no pull writes to with its one terminal event."""
+        """Ends a request, wherever it is, with its one terminal event."""
 
     def wake(self) -> None:
         """Makes the core take another round; callable from any thread."""

@@ -289,7 +289,6 @@ class EngineCore(CoreServices):
             if not self.grammars.prepare(sequence):
                 return
         except GrammarFailed as error:
-            self.connector.on_abort(sequence)
             self.fail(sequence, error)
             return
         self.found(sequence)
@@ -309,13 +308,10 @@ class EngineCore(CoreServices):
             self.connector.on_end(sequence)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
-        self._forget(sequence)
         for choice in sequence.choices:
-            self.grammars.forget(choice)
             choice.has_ended = True
-            if choice.phase in (Phase.WAITING, Phase.RUNNING):
-                self.scheduler.finish(choice)
-            choice.phase = Phase.FINISHED
+            self._stop(choice)
+        self._forget(sequence)
         self._output.error(sequence, error)
 
     def wake(self) -> None:
@@ -323,7 +319,6 @@ class EngineCore(CoreServices):
 
     def _begin(self, plan: Plan) -> None:
         for sequence in plan.stuck:
-            self.connector.on_abort(sequence)
             num = self.scheduler.allocator.capacity
             told = f"this request needs more than all {num} KV blocks: it would wait for ever"
             self.fail(sequence, Overloaded(f"{told}; raise --kv-cache-tokens or shorten it"))
@@ -434,10 +429,6 @@ class EngineCore(CoreServices):
     def _give_up(self, sequence: Sequence, error: Exception) -> None:
         """Ends a request that the engine failed on, whatever became of its choices."""
         logger.error("request %s is ended alone", sequence.request_id, exc_info=error)
-        for choice in sequence.choices:
-            choice.has_ended = True
-        for choice in sequence.choices:
-            self._stop(choice)
         reason = str(error).partition("\n")[0]
         self.fail(sequence, InternalError(f"The engine failed on this request: {reason}"))
 

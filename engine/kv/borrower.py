@@ -205,7 +205,7 @@ class Borrower(KVConnector):
 
     def on_abort(self, sequence: Sequence) -> bool:
         self._looking.pop(sequence.request_id, None)
-        if sequence.remote is None:
+        if self._remote.get(sequence.request_id) is not sequence:
             return False
         self._release_remote(sequence)
         if sequence.phase is Phase.RECEIVING:
@@ -288,7 +288,6 @@ class Borrower(KVConnector):
                 continue
             if sequence.remote is not None:
                 self._release_remote(sequence, lend=True)
-            scheduler.finish(sequence)
             self._totals["baton_requests_locked_out"] += 1
             told = (
                 f"this request needs more KV blocks than are left: {hung} of {total} are held by "

@@ -178,7 +178,7 @@ class Scheduler:
             if victim is sequence:
                 plan.stuck += [sequence] * self.allocator.is_all_available
                 return False
-        self.tables.fill(sequence.block_ids, places, self.allocator.allocate(needed))
+        self.limits.groups.fill(sequence.block_ids, places, self.allocator.allocate(needed))
         return True
 
     def may_preempt(self) -> bool:
@@ -280,7 +280,7 @@ class Scheduler:
             return False
         self.allocator.share(hits)
         fresh = self.allocator.allocate(len(places))
-        self.tables.fill(table, places, fresh)
+        self.limits.groups.fill(table, places, fresh)
         sequence.block_ids, sequence.num_computed = table, start
         if self.limits.groups.drops:
             sequence.prefix_cursor = PrefixCursor()  # it has gaps to fill

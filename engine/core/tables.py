@@ -42,12 +42,10 @@ class BlockTables:
 
     def places_to_admit(
         self, sequence: Sequence, table: list[int], num_tokens: int, budget: int
-    ) -> Sequenceable[int]:
+    ) -> list[int]:
         """What a sequence that has `table` lacks: for so many tokens, but in groups with a window
         for those only that are pulled, or computed first."""
         groups, tokens = self._groups, range(self.num_tokens(table), num_tokens)
-        if not groups.drops:
-            return range(len(table), groups.count * -(-num_tokens // self._block_size))
         first = [range(tokens.start, min(num_tokens, tokens.start + budget))] * groups.count
         if sequence.remote is not None:
             stop = sequence.num_to_pull
@@ -63,12 +61,6 @@ class BlockTables:
         if not groups.drops:
             return range(len(table), groups.count * -(-stop // self._block_size))
         return groups.missing(table, [range(start, stop)] * groups.count, self._block_size)
-
-    def fill(self, table: list[int], places: Sequenceable[int], blocks: Sequenceable[int]) -> None:
-        if self._groups.drops:
-            self._groups.fill(table, places, blocks)
-        else:
-            table += blocks
 
     def full(self, sequence: Sequence, num_full: int) -> list[int]:
         """The table of so many full blocks of each group."""

@@ -158,26 +158,20 @@ def _checksum(text: bytes) -> str:
 
 
 def build(
-    secret: bytes,
-    *,
-    lease_s: float,
-    seed: int,
-    first_tokens: Sequence[FirstToken],
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None,
-    remote_block_ids: Sequence[int],
-    **values: Any,
+    secret: bytes, remote: RemotePrefill, sampling_digest: str, seed: int
 ) -> KVTransferParams:
-    """Signed params from the fields of KVTransferParams, in the units of the engine."""
-    unsigned = KVTransferParams(
-        remote_block_ids=list(remote_block_ids),
-        lease_ms=max(1, round(lease_s * 1000)),
-        seed=str(seed),
-        first_tokens=[FirstTokenBits(token.id, _bits_of(token.logprobs)) for token in first_tokens],
-        prompt_logprobs=[*map(_bits_of, prompt_logprobs)] if prompt_logprobs else None,
-        signature="",
-        **values,
-    )
-    return unsigned.sign(secret)
+    """Signed params of what an engine lends; `to_remote_prefill` makes it a reference again."""
+    found, names = msgspec.structs.asdict(remote), KVTransferParams.__struct_fields__
+    told: dict[str, Any] = {name: found.get(name.removeprefix("remote_")) for name in names}
+    told |= {
+        "sampling_digest": sampling_digest,
+        "lease_ms": max(1, round(remote.lease_s * 1000)),
+        "seed": str(seed),
+        "first_tokens": [FirstTokenBits(t.id, _bits_of(t.logprobs)) for t in remote.first_tokens],
+        "prompt_logprobs": [*map(_bits_of, remote.prompt_logprobs or ())] or None,
+        "signature": "",
+    }
+    return KVTransferParams(**told).sign(secret)
 
 
 class Offer(Struct, frozen=True, kw_only=True):

@@ -114,40 +114,45 @@ class Lender(KVConnector):
     def _params(
         self, sequence: Sequence, block_ids: list[int], lease_id: str, num_tokens: int
     ) -> dict[str, Any]:
-        prompt = sequence.token_ids[:num_tokens]
-        sampling = sequence.request.sampling
-        host, port = self._config.side_channel_advertise, self._leases.address[1]
-        return kv_params.build(
-            self._config.cluster_secret,
-            remote_engine_id=self._config.engine_id,
-            remote_request_id=sequence.request_id,
-            remote_block_ids=self._told(block_ids, num_tokens),
-            remote_host=host,
-            remote_port=port,
-            tp_size=self._config.tp,
-            lease_id=lease_id,
-            lease_s=self._config.lease_s,
-            incarnation=self._config.incarnation,
-            remote_num_tokens=num_tokens,
-            remote_block_size=self._config.block_size,
-            remote_cached_tokens=sequence.num_skipped + sequence.num_transferred,
-            remote_transferred_tokens=sequence.num_transferred,
-            prompt_digest=kv_params.prompt_digest(prompt),
-            sampling_digest=kv_params.sampling_digest(sampling, sequence.request.stop_token_ids),
-            seed=sampling.seed,
+        request, sampling = sequence.request, sequence.request.sampling
+        digest = kv_params.sampling_digest(sampling, request.stop_token_ids)
+        remote = self._reference(
+            sequence.request_id,
+            block_ids,
+            lease_id,
+            num_tokens,
+            prompt_digest=kv_params.prompt_digest(sequence.token_ids[:num_tokens]),
+            cached_tokens=sequence.num_skipped + sequence.num_transferred,
+            transferred_tokens=sequence.num_transferred,
             first_tokens=[
                 FirstToken(choice.token_ids[choice.first_output], choice.first_logprobs)
                 for choice in sequence.choices
                 if len(choice.token_ids) > choice.first_output
             ],
             prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
-        ).to_json()
+        )
+        return kv_params.build(self._config.cluster_secret, remote, digest, sampling.seed).to_json()
 
-    def _told(self, block_ids: list[int], num_tokens: int) -> list[int]:
+    def _reference(
+        self, name: str, block_ids: list[int], lease_id: str, num_tokens: int, **found: Any
+    ) -> RemotePrefill:
         """Blocks as readers see them: of ranks that share tokens each has its own."""
-        num_blocks, dcp = -(-num_tokens // self._config.block_size), self._config.dcp
-        num_blocks *= self.core.scheduler.limits.groups.count
-        return [block for block in block_ids for _ in range(dcp)][:num_blocks]
+        config = self._config
+        num_blocks = -(-num_tokens // config.block_size) * self.core.scheduler.limits.groups.count
+        return RemotePrefill(
+            host=config.side_channel_advertise,
+            port=self._leases.address[1],
+            engine_id=config.engine_id,
+            incarnation=config.incarnation,
+            request_id=name,
+            lease_id=lease_id,
+            lease_s=config.lease_s,
+            block_ids=[block for block in block_ids for _ in range(config.dcp)][:num_blocks],
+            block_size=config.block_size,
+            num_tokens=num_tokens,
+            tp_size=config.tp,
+            **found,
+        )
 
     def on_abort_unknown(self, request_id: str) -> None:
         """The client went away after the prompt was done: nobody will come for its KV."""
@@ -187,7 +192,7 @@ class Lender(KVConnector):
 
     def _look_up(self, asked: Lookup) -> RemotePrefill | None:
         """Leases the longest prefix that is here, whoever else uses its blocks."""
-        config, scheduler = self._config, self.core.scheduler
+        scheduler = self.core.scheduler
         tables = scheduler.tables
         found = scheduler.prefix.match(asked.token_ids) if scheduler.prefix else []
         if tables.num_tokens(found) < asked.min_tokens:
@@ -207,23 +212,10 @@ class Lender(KVConnector):
             return None
         self._lookups["found"] += 1
         allocator.lease(held(block_ids))
-        lease_id = self._leases.grant(asked.nonce, block_ids, config.lease_s)
+        lease_id = self._leases.grant(asked.nonce, block_ids, self._config.lease_s)
         self._by_request[asked.nonce] = lease_id
-        return RemotePrefill(
-            host=config.side_channel_advertise,
-            port=self._leases.address[1],
-            engine_id=config.engine_id,
-            incarnation=config.incarnation,
-            request_id=asked.nonce,
-            lease_id=lease_id,
-            lease_s=config.lease_s,
-            block_ids=self._told(block_ids, num_tokens),
-            block_size=config.block_size,
-            num_tokens=num_tokens,
-            cached_tokens=num_tokens,
-            tp_size=config.tp,
-            first_tokens=[],
-        )
+        about = asked.nonce, block_ids, lease_id, num_tokens
+        return self._reference(*about, cached_tokens=num_tokens, first_tokens=[])
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()

@@ -27,7 +27,7 @@ from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.peer import LocalRank
 from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.messages import Event, PeerFailed, PeerReady, PullDone, PullFailed
+from kvcache.transfer.pulls.messages import Event, PeerDecided, PullDone, PullFailed
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
 from protocol.ipc.wire import allow_short_naps
@@ -276,7 +276,7 @@ class Decode:
     def connect(self) -> None:
         """Shakes hands. Raises BatonError where that fails."""
         self._coordinator.connect(self._prefill.call("lease", self._size.tokens))
-        assert isinstance(self._wait(), PeerReady)
+        assert isinstance(self._wait(), PeerDecided)
 
     def pull(self, tokens: int) -> PullDone:
         """A whole pull of so many; its seconds are those from the order to the end, fence included.
@@ -307,7 +307,7 @@ class Decode:
             if self._woken.wait(1.0):
                 self._woken.clear()
                 for event in self._coordinator.drain():
-                    if isinstance(event, PeerFailed | PullFailed):
+                    if isinstance(event, PeerDecided | PullFailed) and event.error:
                         raise event.error
                     return event
         raise RuntimeError(f"no event within {_WAIT_S} s")

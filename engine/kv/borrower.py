@@ -25,8 +25,7 @@ from kvcache.transfer.pulls.messages import (
     PATHS,
     UNVERIFIED,
     LookedUp,
-    PeerFailed,
-    PeerReady,
+    PeerDecided,
     PullBegun,
     PullDone,
     PullDrained,
@@ -231,16 +230,12 @@ class Borrower(KVConnector):
         allocator = self.core.scheduler.allocator
         for event in self._coordinator.drain():
             match event:
-                case PeerReady():
-                    for sequence, remote in self._awaiting(event):
-                        self._enqueue_begun(sequence, remote)
+                case PeerDecided():
+                    self._on_decided(event)
                 case PullBegun():
                     self._on_begun(event)
                 case PullSealed():
                     self._on_sealed(event)
-                case PeerFailed():
-                    for sequence, _ in self._awaiting(event):
-                        self._give_up_untouched(sequence, event.error)
                 case LookedUp():
                     self._on_looked_up(event)
                 case PullDone():
@@ -296,10 +291,16 @@ class Borrower(KVConnector):
             )
             self.core.fail(sequence, Overloaded(told))
 
-    def _awaiting(self, event: PeerReady | PeerFailed) -> list[tuple[Sequence, RemotePrefill]]:
-        """Who is to pull from there and does not wait for blocks yet."""
-        found = ((s, s.remote) for s in self._remote.values() if s.phase is Phase.NEW)
-        return [(s, r) for s, r in found if r is not None and key_of(r) == event.peer]
+    def _on_decided(self, event: PeerDecided) -> None:
+        """Who is to pull from there and does not wait for blocks yet goes on, or does without."""
+        for sequence in [s for s in self._remote.values() if s.phase is Phase.NEW]:
+            remote = sequence.remote
+            if remote is None or key_of(remote) != event.peer:
+                continue
+            if event.error is None:
+                self._enqueue_begun(sequence, remote)
+            else:
+                self._give_up_untouched(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
         sequence = self._remote.get(event.pull_id)

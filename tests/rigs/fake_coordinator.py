@@ -13,8 +13,7 @@ from typing import Any
 from kvcache.blocks import BlockState
 from kvcache.transfer.pulls.messages import (
     Event,
-    PeerFailed,
-    PeerReady,
+    PeerDecided,
     PullDone,
     PullDrained,
     PullFailed,
@@ -81,7 +80,7 @@ class FakeCoordinator:
 
     def connect(self, remote: RemotePrefill) -> None:
         if self.knows(remote):
-            self._events.append(PeerReady(key_of(remote)))
+            self._events.append(PeerDecided(key_of(remote)))
         else:
             self._awaited.add(key_of(remote))
 
@@ -159,9 +158,9 @@ class FakeCoordinator:
         self._awaited.discard(key)
         if self._rng.random() < 0.8:
             self._ready.add(key[0])
-            self._events.append(PeerReady(key))
+            self._events.append(PeerDecided(key))
         else:
-            self._events.append(PeerFailed(key, PeerUnreachable("nobody is there")))
+            self._events.append(PeerDecided(key, PeerUnreachable("nobody is there")))
 
     def _hold_on(self, pull_id: str) -> None:
         if self._rng.random() < self._losing:

@@ -23,9 +23,8 @@ from kvcache.transfer.pulls.messages import (
     DigestOrder,
     DropPeer,
     Event,
-    PeerFailed,
+    PeerDecided,
     PeerKey,
-    PeerReady,
     Pull,
     PullDone,
     PullDrained,
@@ -131,12 +130,12 @@ class PullCoordinator:
         self._ended: OrderedDict[str, bool] = OrderedDict()  # pull id -> PullDrained was emitted
 
     def knows(self, remote: RemotePrefill) -> bool:
-        """Whether a handshake with its engine is done, so that `connect` would emit PeerReady."""
+        """Whether a handshake with its engine is done, so that pulls may begin."""
         peer = self._peers.get(key_of(remote))
         return peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
 
     def connect(self, remote: RemotePrefill) -> None:
-        """Shakes hands unless that was done. Ends in PeerReady or PeerFailed."""
+        """Shakes hands unless that was done. Ends in PeerDecided."""
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, asked: Lookup) -> None:
@@ -326,7 +325,7 @@ class PullCoordinator:
 
     def _do_connect(self, remote: RemotePrefill) -> None:
         if withheld := self._withheld(remote):
-            self._emit(PeerFailed(key_of(remote), withheld))
+            self._emit(PeerDecided(key_of(remote), withheld))
             return
         peer = self._peers.connect(remote, self._clock())
         peer.is_awaited = True
@@ -385,8 +384,7 @@ class PullCoordinator:
         self._lookups.peer_decided(peer, self._clock())
         if peer.is_awaited:
             peer.is_awaited = False
-            failed = peer.error and PeerFailed(peer.key, peer.error)
-            self._emit(failed or PeerReady(peer.key))
+            self._emit(PeerDecided(peer.key, peer.error))
         for state in [state for state in self._pulls.values() if state.key == peer.key]:
             self._offer(state, peer)
 

@@ -62,13 +62,9 @@ class PullSettings:
     backoff_max_s: float = 60.0
 
 
-class PeerReady(msgspec.Struct, frozen=True):
+class PeerDecided(msgspec.Struct, frozen=True):
     peer: PeerKey
-
-
-class PeerFailed(msgspec.Struct, frozen=True):
-    peer: PeerKey
-    error: BatonError
+    error: BatonError | None = None  # None: pulls from there may begin
 
 
 class PullBegun(msgspec.Struct, frozen=True):
@@ -124,8 +120,7 @@ class PullStuck(msgspec.Struct, frozen=True):
 
 
 Event = (
-    PeerReady
-    | PeerFailed
+    PeerDecided
     | LookedUp
     | PullBegun
     | PullSealed

@@ -65,7 +65,7 @@ class Peer:
     deadline: float = 0.0  # when asked: of the handshake; after an error: end of the back-off
     next_ask: float = 0.0
     nonce: str = ""  # of the question; this and the next two are set by the coordinator
-    is_awaited: bool = False  # PeerReady or PeerFailed is to be emitted
+    is_awaited: bool = False  # PeerDecided is to be emitted
     is_announced: bool = False  # AddPeer was sent to the ranks
     pulls_failed: int = 0  # in a row
     no_pulls_until: float = 0.0

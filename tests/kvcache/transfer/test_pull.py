@@ -8,8 +8,7 @@ import pytest
 
 from kvcache.transfer.agent import ReadWindow
 from kvcache.transfer.pulls.messages import (
-    PeerFailed,
-    PeerReady,
+    PeerDecided,
     PullDone,
     PullDrained,
     PullFailed,
@@ -43,7 +42,7 @@ def test_a_pull_moves_the_bytes_and_ends_the_lease(rig, make_agent):
     prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent)
     remote = prefill.lease([5, 2, 9], 20)
     decode.coordinator.connect(remote)
-    assert decode.wait(PeerReady, PeerFailed) == PeerReady(("P", remote.incarnation))
+    assert decode.wait(PeerDecided) == PeerDecided(("P", remote.incarnation))
     decode.coordinator.hold("a", remote)
     done = decode.pull("a", remote, 0, 20, [3, 1, 7])
     assert done.path == "direct" and done.nbytes == 20 * layout().token_bytes
@@ -142,7 +141,7 @@ def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
     assert "restarted" in failed.error.message
     for number in range(2):  # told who is there once more, while "b" still drains
         decode.coordinator.connect(old)
-        assert isinstance(decode.wait(PeerFailed).error, LeaseGone)
+        assert isinstance(decode.wait(PeerDecided).error, LeaseGone)
         decode.coordinator.pull(f"old {number}", old, 0, 8, [6])
         gone = decode.wait(*ENDINGS, pull_id=f"old {number}")
         assert isinstance(gone, PullFailed) and isinstance(gone.error, LeaseGone)
@@ -216,7 +215,7 @@ def test_a_reference_unlike_its_peer_is_not_read(rig, block, tp, field):
 def test_another_secret_fails_the_handshake_at_once(rig):
     prefill, decode = rig(Prefill, secret=b"other"), rig(Decode)
     decode.coordinator.connect(prefill.lease([5], 8))
-    failed = decode.wait(PeerReady, PeerFailed)
+    failed = decode.wait(PeerDecided)
     assert isinstance(failed.error, PeerUnreachable) and "secret" in failed.error.message
     assert prefill.server.counters()["refused"] >= 1
 
@@ -227,12 +226,12 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
     remote = prefill.lease([5], 8)
     prefill.server.close()
     decode.coordinator.connect(remote)
-    failed = decode.wait(PeerReady, PeerFailed)
+    failed = decode.wait(PeerDecided)
     assert isinstance(failed.error, PeerUnreachable)
     assert "--side-channel-host" in failed.error.message
     rig(Prefill, port=port, incarnation=remote.incarnation)  # it is back, but not asked
     decode.coordinator.connect(remote)
-    assert decode.wait(PeerReady, PeerFailed) == PeerFailed(failed.peer, failed.error)
+    assert decode.wait(PeerDecided) == failed
     decode.coordinator.pull("a", remote, 0, 8, [3])
     assert decode.wait(*ENDINGS).error is failed.error
 
@@ -254,7 +253,7 @@ def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_ot
     other = prefill.lease([6], 8)
     assert decode.coordinator.knows(other) is False
     decode.coordinator.connect(other)
-    assert isinstance(decode.wait(PeerFailed).error, PullWithheld)
+    assert isinstance(decode.wait(PeerDecided).error, PullWithheld)
     decode.coordinator.pull("other", other, 0, 8, [4])
     withheld = decode.failed("other")
     assert isinstance(withheld, PullWithheld) and "hang" in withheld.message

@@ -9,16 +9,19 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from engine.core.sequence import Phase
+from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote, SamplingParams
 from tests.rigs.engine_pair import Pair
-from tests.rigs.shadow import VOCAB, add, expected_output, expected_scores
+from tests.rigs.engines import Engine, WindowedEngine
+from tests.rigs.shadow import VOCAB, add, expected_output, expected_scores, windowed_output
 
 SAMPLING = [
     SamplingParams(temperature=0.0),
@@ -39,9 +42,10 @@ class Chaos:
         stays_hung: bool = False,
         dcp: int = 1,
         launch_bytes: int | None = None,
+        groups: KVGroups | None = None,
         **sizes: int,
     ) -> None:
-        self.stays_hung = stays_hung
+        self.stays_hung, self.groups = stays_hung, groups
         self.random = random.Random(seed)
         pick = self.random.choice
         p_sizes, d_sizes = [2, 4, 8], [2, 3, 4]
@@ -50,6 +54,7 @@ class Chaos:
         pull_s = 0.03 if stays_hung else pick([0.03, 0.2, 5.0])
         limits = PullSettings(pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0)
         self.pair = Pair(
+            make=partial(WindowedEngine, groups) if groups else Engine,
             depth=pick([0, 1]), p_block_size=pick(p_sizes), block_size=pick(d_sizes),
             p_order=pick(["BHLCND", "LCBNHD"]), lease_s=pick([5.0, 30.0]), settings=limits,
             quarantine_timeout_s=0.5, dcp=dcp, launch_bytes=launch_bytes, rng=self.random, **sizes,
@@ -150,6 +155,8 @@ class Chaos:
             "stop_token_ids": self.random.choices(range(VOCAB), k=pick([0, 0, 3, 6])),
             "sampling": pick(SAMPLING),
         }
+        if self.groups:  # of which the shadow shapes and scores none
+            members |= {"num_prompt_logprobs": None, "sampling": SAMPLING[0]}
         if self.random.random() < 0.2:
             name = f"local{len(self.asked)}"
             self.pair.d.core.round([add(name, prompt, max_tokens, **members)])
@@ -198,6 +205,10 @@ class Chaos:
         for choice in range(members["num_choices"]):
             tokens = out.tokens(name, choice)
             expected = expected_output(prompt, limit, stop, choice, min_tokens)
+            if self.groups:
+                seen = windowed_output(prompt, limit, self.groups, choice)
+                ends = [at for at, token in enumerate(seen, 1) if token in stop]
+                expected = seen[: ends[0] if ends else limit]
             assert tokens == (expected if whole else expected[: len(tokens)])
         scores = [] if num_top is None else expected_scores(prompt, num_top)
         told = out.prompt_logprobs(name)
@@ -219,7 +230,7 @@ def _num_right(seed: int, **options: Any) -> int:
     try:
         if chaos.stays_hung:
             chaos.pair.d.movers.stall()
-        elif not chaos.pair.d.movers.placers:  # which read at once
+        elif not (chaos.groups or chaos.pair.d.movers.placers):  # which read at once
             chaos.lose_a_lease()
         chaos.run()
         for worker, placer in zip(chaos.pair.workers, chaos.pair.d.movers.placers, strict=False):
@@ -240,6 +251,15 @@ RUNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_faults_change_no_answer_and_keep_no_block(options):
     assert _num_right(**options) > 0
+
+
+WINDOWS = [KVGroups((None, 6, 6)), KVGroups((7,)), KVGroups((None, 2, 9))]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seed", range(6))
+def test_nor_do_they_where_blocks_go_home_behind_windows(seed):
+    assert _num_right(seed, groups=WINDOWS[seed % 3], num_blocks=60) > 0
 
 
 @pytest.mark.usefixtures("switching")

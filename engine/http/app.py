@@ -158,7 +158,7 @@ class _Pages:
 
     async def release_kv(self, request: Request) -> Response:
         """Nobody will use the KV of these `kv_transfer_params`."""
-        members, _ = await read_json(request, self._api.settings.max_body_bytes)
+        members, _ = await read_json(request, self._api.settings.max_body_bytes, is_held=False)
         messages = self._api.hooks.refused(members.get("kv_transfer_params"))
         for message in messages:
             self._api.client.tell(message)
@@ -173,7 +173,7 @@ class _Pages:
     async def migrate(self, request: Request) -> Response:
         """They go on with so many of them: {"requests": N}."""
         check_operator(request.scope)
-        members, _ = await read_json(request, self._api.settings.max_body_bytes)
+        members, _ = await read_json(request, self._api.settings.max_body_bytes, is_held=False)
         try:
             asked = msgspec.convert(members, _Migrate)
         except msgspec.ValidationError as error:

@@ -76,9 +76,11 @@ class RequestIdMiddleware:
                 await ending(scope, receive, send_with_id)
 
 
-async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], int]:
+async def read_json(
+    request: Request, max_bytes: int, *, is_held: bool = True
+) -> tuple[dict[str, Any], int]:
     """The members of the request's body, and its length: `max_bytes` at most beside what proxies
-    add.
+    add. See `read_body` for `is_held`.
 
     Raises:
         PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory. Or what
@@ -86,7 +88,8 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
         InvalidRequest: it is no JSON object.
         ClientDisconnected: the client went away before it was complete.
     """
-    raw = await read_body(request.scope, request.receive, max_bytes + KV_PARAMS_BYTES)
+    most = max_bytes + KV_PARAMS_BYTES
+    raw = await read_body(request.scope, request.receive, most, is_held=is_held)
     if len(raw) > max_bytes:
         _check_size(raw, max_bytes)
     return parse_json_object(raw), len(raw)

@@ -14,8 +14,10 @@ from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import InvalidRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
+from tests.proxy.fakes import until
 from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving, with_template
 from tests.rigs.metric import metric
+from tests.rigs.scripted_engine import hang
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LONG = "context_length_exceeded"
@@ -145,6 +147,17 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer, monkeypatch
         for values, status in ((41, 200), (42, 413)):  # which hold up all streams
             many = {**added, "values": [[]] * values}
             assert (await server.post(kv_transfer_params=many)).status_code == status
+
+
+async def test_a_server_full_of_bodies_takes_kv_back_and_operators_orders(tokenizer):
+    """Either makes room there."""
+    async with serving(tokenizer, hang, max_held_bytes=1) as server:
+        asked = asyncio.create_task(server.post())
+        await until(lambda: bool(server.engine.added))
+        posts = [("/release_kv", {}), ("/migrate", {"requests": 1}), (TEXT, {"prompt": "ab"})]
+        told = [(await server.http.post(path, json=members)).status_code for path, members in posts]
+        asked.cancel()
+        assert told == [200, 200, 429]
 
 
 @pytest.mark.parametrize(

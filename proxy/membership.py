@@ -176,13 +176,14 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a fleet tells; each is called with the server first.
+    """What a fleet tells of its members; each is called with the server first.
 
     Attributes:
         on_join, on_left: it is a member; it is none any more, and has nothing to do.
         on_change: (server, old, new) when it becomes ready or stops being so, and when the reason
             why it is not ready is another.
         on_circuit: when its circuit is another.
+        on_work: when it has a request more, or less.
         on_silence: (server, whether that is a LONG_SILENCE) at each health check without an
             answer, once they have made a server not ready.
     """
@@ -191,6 +192,7 @@ class Watch:
     on_left: Callable[[Server], None] = _nothing
     on_change: Callable[[Server, Health, Health], None] = _nothing
     on_circuit: Callable[[Server], None] = _nothing
+    on_work: Callable[[Server], None] = _nothing
     on_silence: Callable[[Server, bool], None] = _nothing
 
 
@@ -311,13 +313,11 @@ class Fleet(Pool):
         server.drained = drained
         self.changes += 1
 
-    def begun(self, server: Server) -> None:
-        """It was given a request."""
-        server.in_flight += 1
-
-    def ended(self, server: Server) -> None:
-        """It has nothing more to do for one of them."""
-        server.in_flight -= 1
+    def works(self, server: Server, num: int) -> None:
+        """It was given so many requests more. One that has left may be, for a stream of its own."""
+        server.in_flight += num
+        if not server.has_left:
+            self._watch.on_work(server)
         self._end(server)
 
     def _end(self, server: Server) -> None:

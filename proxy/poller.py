@@ -35,33 +35,29 @@ class Poller:
     settings: ProxySettings
 
     def __post_init__(self) -> None:
-        self._hurry: dict[Server, asyncio.Event] = {}
-        self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._polls: dict[Server, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     def watch(self, server: Server) -> None:
         """Checks a new member until it has left."""
-        self._hurry[server] = asyncio.Event()
+        hurry, own = asyncio.Event(), contextvars.Context()
         # Not in the context of the request by which it joined: its log lines are not of that.
-        poll, own = self._poll(server), contextvars.Context()
-        self._tasks[server] = asyncio.create_task(poll, context=own)
+        self._polls[server] = asyncio.create_task(self._poll(server, hurry), context=own), hurry
 
     def leave(self, server: Server) -> None:
-        self._hurry.pop(server, None)
-        if task := self._tasks.pop(server, None):
-            task.cancel()
+        task, _ = self._polls.pop(server)
+        task.cancel()
 
     def hurry(self, server: Server) -> None:
         """Asks at once: a connection broke, which may be all that is wrong with the server."""
-        if server in self._hurry:
-            self._hurry[server].set()
+        self._polls[server][1].set()
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [task for task, _ in self._polls.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _poll(self, server: Server) -> None:
-        hurry = self._hurry[server]
+    async def _poll(self, server: Server, hurry: asyncio.Event) -> None:
         while True:
             hurry.clear()
             try:

@@ -312,8 +312,7 @@ class Upstreams:
 
     async def _attempt(self, server: Server, call: UpstreamCall) -> Leg:
         call.on_ask(server)
-        self.metrics.inc("baton_proxy_upstream_in_flight", 1, **server.labels)
-        self.fleet.begun(server)
+        self.fleet.works(server, 1)
         work = told = None
         if call.ask is not None and not server.has_left:  # nobody would forget what it has
             if call.computes and not server.is_doubted:
@@ -397,10 +396,9 @@ class Upstreams:
 
     def release(self, server: Server, work: Work | None) -> None:
         """The server has nothing more to do for this leg."""
-        self.metrics.inc("baton_proxy_upstream_in_flight", -1, **server.labels)
         if work is not None:
             self.knowledge.ended(work)
-        self.fleet.ended(server)
+        self.fleet.works(server, -1)
 
     def end(self, leg: Leg) -> None:
         """Nobody reads more of its answer, which was begun to be read."""

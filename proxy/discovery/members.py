@@ -57,8 +57,8 @@ class Members:
         )
         self._is_ending = False
         self._created = int(time.time())
-        watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
-        self.fleet = Fleet(watch=watch)
+        own = self._joins, self._has_left, self._changed, self._circuit, self._works
+        self.fleet = Fleet(watch=Watch(*own, on_silence))
         self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
@@ -115,6 +115,9 @@ class Members:
         for name in SERIES:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
+
+    def _works(self, server: Server) -> None:
+        self._metrics.set("baton_proxy_upstream_in_flight", server.in_flight, **server.labels)
 
     def _circuit(self, server: Server) -> None:
         state = CIRCUITS.index(server.circuit)

@@ -43,12 +43,12 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
                 named[url].discard(source)
                 fleet.leave(server, source)
             case "begin" if server is not None and server.accepts:
-                fleet.begun(server)
+                fleet.works(server, 1)
                 begun = knowledge.begin(server, ASK, computes=True, generates=True)
                 works.setdefault(server, []).append(begun)
             case "end" if server is not None and works.get(server):
                 knowledge.ended(works[server].pop())  # type: ignore[arg-type]
-                fleet.ended(server)
+                fleet.works(server, -1)
         members = fleet.of[Kind.DECODE]
         most = max(most, len(members))
         busy = {server.url for server, some in works.items() if some}

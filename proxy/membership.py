@@ -24,6 +24,7 @@ DOUBTED_S = 30.0  # for which a server that believed no signature is sent none, 
 _TOLD = 64  # names in an error
 _MAX_TOKENS = 1 << 24
 _MAY_HAVE = 4  # as many tokens as are known of: text may have one for each byte
+_DECIDE = ("ready", "models", "kv_digest")  # of a server's health, what it may be given
 LISTED = "listed"  # the source that is the command line
 TWIN = "role both"  # the source that is the same server, as one of the other kind
 
@@ -91,24 +92,36 @@ class Server:
 
 
 class Pool:
-    """Those servers of a fleet that may get a request, and their turns.
+    """Those servers of a fleet that may get a request, whoever came or left since, and their turns.
 
     Args:
-        of: all of them by kind, in order of index.
+        has: whether a member is one of them.
         name: of its turns.
     """
 
-    def __init__(self, fleet: "Fleet", of: dict[Kind, list[Server]], name: str = "") -> None:
-        self._fleet, self.of, self._name = fleet, of, name
-        self._parts: dict[Hashable, Pool] = {}  # kept until members come, go or change
-        self._ready: dict[Kind, list[Server]] = {}  # as of `_changes`
+    def __init__(self, fleet: "Fleet", has: Callable[[Server], bool], name: str = "") -> None:
+        self._fleet, self._has, self._name = fleet, has, name
+        self._parts: dict[Hashable, Pool] = {}
+        self._of: dict[Kind, list[Server]] = {}  # as of `_changes`, as is `_ready`
+        self._ready: dict[Kind, list[Server]] = {}
         self._changes = -1
 
     def _part(self, key: Hashable, has: Callable[[Server], bool], name: str) -> "Pool":
         if key not in self._parts:
-            of = {kind: [each for each in self.of[kind] if has(each)] for kind in Kind}
-            self._parts[key] = Pool(self._fleet, of, name)
+            self._parts[key] = Pool(self._fleet, lambda s: self._has(s) and has(s), name)
         return self._parts[key]
+
+    def _look(self) -> None:
+        if self._changes != self._fleet.changes:
+            self._changes = self._fleet.changes
+            self._of = {k: [*filter(self._has, self._fleet.members[k])] for k in Kind}
+            self._ready = {k: [s for s in self._of[k] if s.accepts] for k in Kind}
+
+    @property
+    def of(self) -> dict[Kind, list[Server]]:
+        """All of them by kind, in order of index."""
+        self._look()
+        return self._of
 
     def paired(self) -> "Pool":
         """This one without prefill servers whose KV no decode server that is ready can read."""
@@ -125,9 +138,7 @@ class Pool:
         return self._part(digest, lambda s: may_pair(digest, s.health.kv_digest), self._name)
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
-        if self._changes != self._fleet.changes:
-            self._changes = self._fleet.changes
-            self._ready = {k: [s for s in self.of[k] if s.accepts] for k in Kind}
+        self._look()
         ready = self._ready[kind]
         return [s for s in ready if s not in exclude] if exclude else ready
 
@@ -201,6 +212,10 @@ class Fleet(Pool):
 
     Args:
         urls: by kind, in the order in which they take turns; one may be of both kinds.
+
+    Attributes:
+        members: by kind, in order of index.
+        changes: of them, and of what decides who may be given requests.
     """
 
     def __init__(
@@ -210,12 +225,13 @@ class Fleet(Pool):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(self, {kind: [] for kind in Kind})
-        self.changes = 0  # of who may be given requests
+        super().__init__(self, lambda server: True)
+        self.members: dict[Kind, list[Server]] = {kind: [] for kind in Kind}
+        self.changes = 0
         self._clock = clock
         self._watch = watch
         self._next: dict[Hashable, int] = {}  # whose turn it is, by index
-        self._models: list[str] | None = None  # kept as `_parts`
+        self._models: list[str] | None = None  # kept, as `_parts`, until something changes
         self.name_members(LISTED, urls)
 
     @property
@@ -249,17 +265,18 @@ class Fleet(Pool):
         return pool
 
     def _has_changed(self) -> None:
+        self.changes += 1
         self._parts.clear()
         self._models = None
 
     @property
     def servers(self) -> list[Server]:
-        return [server for kind in Kind for server in self.of[kind]]
+        return [server for kind in Kind for server in self.members[kind]]
 
     # members
 
     def find(self, kind: Kind, url: str) -> Server | None:
-        return next((server for server in self.of[kind] if server.url == url), None)
+        return next((server for server in self.members[kind] if server.url == url), None)
 
     def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
         """These are all that the source names now."""
@@ -277,22 +294,22 @@ class Fleet(Pool):
             said: what the source says of one that is new.
         """
         server = self.find(kind, url)
-        self.changes += 1
         if server is not None:
             server.sources.add(source)
+            self._has_changed()
             return server
-        taken = {each.index for each in self.of[kind]}
+        taken = {each.index for each in self.members[kind]}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         server = Server(kind, url, index, said or Health(), sources={source})
+        bisect.insort(self.members[kind], server, key=lambda each: each.index)
         self._has_changed()
-        bisect.insort(self.of[kind], server, key=lambda each: each.index)
         self._watch.on_join(server)
         return server
 
     def leave(self, server: Server, source: str) -> None:
         """The source names it no more."""
         server.sources.discard(source)
-        self.changes += 1
+        self._has_changed()
         if not server.sources - {TWIN}:
             self._twin(server, False)
         self._end(server)
@@ -311,7 +328,7 @@ class Fleet(Pool):
     def drain(self, server: Server, drained: bool = True) -> None:
         """It is given nothing new, or is again."""
         server.drained = drained
-        self.changes += 1
+        self._has_changed()
 
     def works(self, server: Server, num: int) -> None:
         """It was given so many requests more. One that has left may be, for a stream of its own."""
@@ -325,8 +342,8 @@ class Fleet(Pool):
             return
         server.has_left = True
         self._next.clear()  # turns of models that nobody serves any more
+        self.members[server.kind].remove(server)
         self._has_changed()
-        self.of[server.kind].remove(server)
         self._watch.on_left(server)
 
     # what is heard of them
@@ -334,7 +351,7 @@ class Fleet(Pool):
     def polled(self, server: Server, said: Said, started_at: float) -> None:
         known, channel = server.health, said.side_channel
         if channel and not (known.ready and known.side_channel == channel):
-            for other in self.of[server.kind]:
+            for other in self.members[server.kind]:
                 is_used = other is not server and other.health.ready and other.sources
                 if is_used and other.health.side_channel == channel:
                     reason = f"it is {other.name}, by another address"
@@ -361,8 +378,7 @@ class Fleet(Pool):
         old, server.health = server.health, new
         if server.has_left:  # what became of its last request
             return
-        self.changes += old.ready != new.ready
-        if (old.models, old.kv_digest) != (new.models, new.kv_digest):
+        if any(getattr(old, name) != getattr(new, name) for name in _DECIDE):
             self._has_changed()
         circuit = health.circuit(new, self._clock())
         if circuit != server.circuit:

@@ -26,7 +26,6 @@ from protocol.errors import (
     Forbidden,
     NoServerAvailable,
     PayloadTooLarge,
-    RequestError,
 )
 from protocol.http.access import Visit
 from protocol.http.deadlines import Deadline, within
@@ -73,6 +72,7 @@ class PDRequest:
     def __post_init__(self) -> None:
         self._fleet = self.upstreams.fleet
         self._pool: Pool = self._fleet
+        self._own: Pool = self._fleet  # of its model; `_pool` may be less of it
         self._plain: bodies.Body = {}  # as the client sent it, but for kv_transfer_params
         self._trace = self.reply.trace
         ups = self.upstreams
@@ -117,7 +117,7 @@ class PDRequest:
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
-            self._pool = self._own_pool()
+            self._pool = self._own = self._fleet.pool(bodies.model_of(self._plain))
             is_scoring = bodies.is_scoring(self._body)
             if not (is_scoring and await self._score()):
                 await self._generate(is_scored=is_scoring)
@@ -163,7 +163,7 @@ class PDRequest:
             elif all(server in avoided for server in servers):
                 avoided = []
             await self._until_ready(avoided)
-        self._pool = self._own_pool()
+        self._pool = self._own
         if loss.params is None:
             await self._generate_once(is_scored)
             return
@@ -175,16 +175,8 @@ class PDRequest:
         """Until some decode server is, for as long as that may take one that broke a connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_WITHIN_S):
-                while not self._own_pool().ready(Kind.DECODE, avoided):
+                while not self._own.ready(Kind.DECODE, avoided):
                     await asyncio.sleep(_READY_LOOK_S)
-
-    def _own_pool(self) -> Pool:
-        try:
-            return self._fleet.pool(bodies.model_of(self._plain))
-        except RequestError:
-            if not self._losses.num:
-                raise
-            return self._pool  # the last of its model has left; it may take back what it had
 
     async def _generate_once(self, is_scored: bool) -> None:
         if not self._pool.ready(Kind.DECODE):

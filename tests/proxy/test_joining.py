@@ -19,7 +19,7 @@ from protocol.registration import MAX_AGE_S, Record, seal
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.sources import MAX_FILE_BYTES, BadFile, Discovery, read_servers
 from proxy.membership import Fleet, Kind
-from tests.proxy.fakes import Fake, Rig, Waits, decodes, until
+from tests.proxy.fakes import Fake, Rig, Waits, decodes, prefills, until
 
 SECRET = "a secret of this test"
 END = b"data: [DONE]\n\n"
@@ -77,6 +77,27 @@ async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream()
         text = (await rig.client.get("/metrics")).text
         assert 'server="decode-1"' in text and 'server="decode-0"' not in text
         await asyncio.gather(slow.stop(), other.stop())
+
+
+@pytest.mark.parametrize("told", [{}, {"model": "m", "kv_digest": "a.b.c"}])
+async def test_a_server_that_joined_while_a_prompt_was_computed_generates_its_answer(told):
+    """The one that was there before may have left meanwhile."""
+    slow, old, new = Waits(prefills), Fake(decodes, told=told), Fake(decodes, told=told)
+    async with Rig([Fake(slow, told=told)], [], cluster_secret=SECRET, fixed_series=False) as rig:
+        for fake in (old, new):
+            fake.start()
+        await register(rig, record(old.url))
+        await until(ready(rig, old.url))
+        asked = asyncio.create_task(rig.complete())
+        await slow.begun.wait()
+        await register(rig, record(new.url))
+        await until(ready(rig, old.url, new.url))
+        await register(rig, record(old.url, leaving=True))
+        slow.go.set()
+        answer = await asked
+        await asyncio.gather(old.stop(), new.stop())
+        assert answer.json() == {"text": "onetwo"}
+        assert (len(old.calls), len(new.calls)) == (0, 1)
 
 
 async def test_a_registration_that_is_not_repeated_lapses_unless_the_proxy_ends(caplog):

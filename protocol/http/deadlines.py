@@ -25,7 +25,7 @@ class Countdown:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], None]
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], object]
     ) -> None:
         self._loop, self._callback = loop, callback
         self._part_s = timeout_s / _PARTS

@@ -4,9 +4,11 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from protocol.handshake import same_model
+from protocol.http.deadlines import Countdown
 from protocol.process.logging import get_logger
 from protocol.registration import (
     MAX_AGE_S,
@@ -37,7 +39,7 @@ class _Heard(NamedTuple):
     """Of one server: when its last record was issued, and what happens in the end."""
 
     issued_ms: int
-    timer: asyncio.TimerHandle
+    timer: Countdown
 
 
 class Registry:
@@ -125,7 +127,8 @@ class Registry:
         if heard := self._heard.get(key):
             heard.timer.cancel()
         own = contextvars.Context()  # what it logs is not of the request that brought the record
-        timer = asyncio.get_running_loop().call_later(after_s, then, key, context=own)
+        loop = asyncio.get_running_loop()
+        timer = own.run(Countdown, loop, after_s, partial(then, key))
         self._heard[key] = _Heard(issued_ms, timer)
 
     def _warn(self, error: BadRecord) -> None:

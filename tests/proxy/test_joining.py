@@ -115,6 +115,21 @@ async def test_a_registration_that_is_not_repeated_lapses_unless_the_proxy_ends(
     assert set(ids) == {None}  # not that of the request that registered it
 
 
+async def test_a_registration_that_is_repeated_while_the_proxy_stands_still_does_not_lapse(caplog):
+    """As where its machine is suspended: what came meanwhile is in time."""
+    async with rig_of(fixed_series=False) as rig:
+        await register(rig, record("http://d:1", ttl_s=1.0))
+        again = seal(record("http://d:1", ttl_s=60.0), SECRET.encode())
+        with socket.create_connection(rig.listener.getsockname()) as client:
+            head = b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(again)
+            client.sendall(head + again)
+            time.sleep(1.2)
+            client.setblocking(False)
+            answer = await asyncio.get_running_loop().sock_recv(client, 1000)
+        assert b" 200 " in answer
+        assert names(rig) == ["decode-0"] and "lapsed" not in caplog.text
+
+
 async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(caplog):
     now_ms = int(time.time() * 1000)
     late_ms = now_ms - int(MAX_AGE_S * 2000)

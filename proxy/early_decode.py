@@ -45,7 +45,7 @@ class EarlyDecode:
         self._answer = asyncio.create_task(self._ask(prefill))
         self._answer.add_done_callback(self._on_done)
 
-    async def take(self, prefill: "asyncio.Task[Leg | None]") -> "asyncio.Task[Leg] | None":
+    async def take(self, prefill: "asyncio.Task[Leg | str]") -> "asyncio.Task[Leg] | None":
         """The decode leg, as soon as either leg has an answer: it has one, or is about to, as the
         prefill is done. None: the prefill leg's answer decides, and no decode leg is left."""
         prefill.add_done_callback(self._on_done)
@@ -92,9 +92,9 @@ class EarlyDecode:
         self._upstreams.drop(answer.result())
 
 
-def lender_of(prefill: "asyncio.Task[Leg | None]") -> Server | None:
+def lender_of(prefill: "asyncio.Task[Leg | str]") -> Server | None:
     """Who has computed the prompt, if the leg has ended well."""
     if not prefill.done() or prefill.cancelled() or prefill.exception():
         return None
     leg = prefill.result()
-    return leg.server if leg is not None and leg.response.status == 200 else None
+    return leg.server if isinstance(leg, Leg) and leg.response.status == 200 else None

@@ -184,10 +184,8 @@ class PDRequest:
         if self._ask is not None and not self._losses.num:  # or P would work in vain
             urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
-        is_answered, leg = (False, None) if is_scored else await self._prefill_or_both()
-        if is_answered:
-            return
-        if leg is not None:
+        leg = None if is_scored else await self._prefill_or_both()
+        if isinstance(leg, Leg):
             if leg.response.status != 200 and not self._losses.num:
                 await self._relay_refusal(leg.response)
                 return
@@ -199,7 +197,11 @@ class PDRequest:
                 return
             if params is not None:  # who could read it has gone
                 self.upstreams.give_back(leg.server, self.headers, params)
-            self._decode_only("no_kv_params" if params is None else "incompatible")
+            leg = "no_kv_params" if params is None else "incompatible"
+        if leg is not None:
+            self._decode_only(leg)
+        elif not is_scored:
+            return
         is_long = self._trace.decode_only == "prefill_context"  # then for the longest context
         length = self._pool.context(Kind.DECODE) if is_long else None
         unfit = self._unfit(Kind.DECODE, length or 0)
@@ -228,19 +230,19 @@ class PDRequest:
         call = replace(self._decode_call(params, whole_from=400), pool=pool)
         return await self.upstreams.run(call, self._trace, unfit)
 
-    async def _prefill_or_both(self) -> tuple[bool, Leg | None]:
-        """False and what `_prefill` returns; or True, when a decode leg that was opened together
-        with the prefill leg has been relayed. Either of them ends with the other."""
+    async def _prefill_or_both(self) -> Leg | str | None:
+        """What `_prefill` returns; or None, when a decode leg that was opened together with the
+        prefill leg has been relayed. Either of them ends with the other."""
         early = EarlyDecode(self.upstreams, self._open_early, self._losses)
         prefill, leg = asyncio.ensure_future(self._prefill(early)), None
         try:
             decode = await early.take(prefill)
             if decode is None:
                 leg = await prefill
-                return False, leg
+                return leg
             self._count("pd", "routed")
             await self._have_answered(decode)
-            return True, None
+            return None
         finally:
             early.end()
             is_over = leg is not None or self.reply.has_succeeded
@@ -270,7 +272,8 @@ class PDRequest:
         call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
         contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
-        if asked is None:
+        if isinstance(asked, str):
+            self._decode_only(asked)
             return False
         self._trace.prefill = asked.server.url
         if asked.response.body is None:
@@ -280,23 +283,20 @@ class PDRequest:
             await self._relay_refusal(asked.response)
         return True
 
-    async def _prefill(self, early: EarlyDecode) -> Leg | None:
-        """A prefill server's whole answer; None to do without."""
+    async def _prefill(self, early: EarlyDecode) -> Leg | str:
+        """A prefill server's whole answer; or why the request is to do without."""
         context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = self._transfer_id = uuid.uuid4().hex
         leg = bodies.prefill_leg(self._body, self.path, transfer_id)
         if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
-            self._decode_only("decode_choices")
-            return None
+            return "decode_choices"
         self._pool = everyone.paired()
         if everyone.ready(Kind.PREFILL) and not self._pool.ready(Kind.PREFILL):
-            self._decode_only("incompatible")
-            return None
+            return "incompatible"
         prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
         knowledge, ask = self.upstreams.knowledge, self._ask
         if ask is not None and prefills and knowledge.goes_alone(ask, prefills, decodes):
-            self._decode_only("placed")
-            return None
+            return "placed"
         call = self._call(
             Kind.PREFILL,
             leg,
@@ -306,16 +306,15 @@ class PDRequest:
             foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
         )
         asked = await self._ask_prefill(call, context)
-        if asked is None:
-            return None
+        if isinstance(asked, str):
+            return asked
         trace = self._trace
         trace.prefill, trace.prefill_s = asked.server.url, trace.elapsed_s()
         self.upstreams.metrics.observe("baton_proxy_prefill_seconds", trace.prefill_s)
         return asked
 
-    async def _ask_prefill(self, call: UpstreamCall, context: int | None) -> Leg | None:
-        """What the first prefill server says that has room for the request. None: to be done
-        without, which is counted.
+    async def _ask_prefill(self, call: UpstreamCall, context: int | None) -> Leg | str:
+        """What the first prefill server says that has room for the request; or why none did.
 
         Args:
             context: the longest of the servers that may be asked instead.
@@ -326,18 +325,15 @@ class PDRequest:
             try:
                 leg = await self.upstreams.run(call, self._trace, unfit)
             except LegFailed as failed:
-                reason = failed.failure.value if failed.failure else "no_prefill_server"
-                break
+                return failed.failure.value if failed.failure else "no_prefill_server"
             answer = leg.response
             if answer.status == PayloadTooLarge.status and ready(Kind.DECODE):
-                reason = "prefill_body"
-                break
+                return "prefill_body"
             own = leg.server.health.room.max_model_len
             if not _is_beyond(answer, own, context):
                 return leg
             reason, unfit = "prefill_context", self._unfit(Kind.PREFILL, (own or 0) + 1)
-        self._decode_only(reason)
-        return None
+        return reason
 
     async def _decode(
         self, params: msgspec.Raw | None, unfit: Sequence[Server] = (), **options: Any

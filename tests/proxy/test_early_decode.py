@@ -201,9 +201,12 @@ async def test_both_legs_end_well_and_nothing_is_given_back():
         assert not rig.prefill[0].releases
 
 
-async def test_no_other_prefill_server_works_for_an_answer_that_has_begun():
+@pytest.mark.parametrize("names", ["", "1"])
+async def test_no_other_prefill_server_works_for_an_answer_that_has_begun(names):
+    """Nor does the request count as one that was served without any."""
     p, d = Waits(drops), Waits(decodes, sends=b'data: {"text": "one"}\n\n')
-    async with early([fake(p, "P0"), fake(prefills, "P1")], [fake(d)]) as rig:
+    others = [fake(prefills, name) for name in names]
+    async with early([fake(p, "P0"), *others], [fake(d)]) as rig:
         asked = rig.client.stream("POST", "/v1/completions", json=BODY | {"stream": True})
         async with asked as response:
             lines = response.aiter_lines()
@@ -212,3 +215,5 @@ async def test_no_other_prefill_server_works_for_an_answer_that_has_begun():
             await until(lambda: rig.in_flight() == 1)
         assert sum(len(one.calls) for one in rig.prefill) == 1
         await until(lambda: rig.in_flight() == 0)
+        assert rig.decode_only("lost") == 0
+        assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1

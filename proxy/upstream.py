@@ -294,13 +294,18 @@ def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
 
 
 def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
-    """Raises Lost for the answer to another request: servers return the id of each. A server that
+    """Raises Lost for a status that no server of ours answers with, as one by which a gateway leads
+    elsewhere, and for the answer to another request: servers return the id of each. A server that
     says more than it was asked for would otherwise be heard by whoever comes next."""
     sent = next((as_text(value) for name, value in headers if name == b"x-request-id"), None)
-    told = response.headers.get("x-request-id", sent)
-    if told != sent and sent is not None:
+    problem = ""
+    if response.status // 100 not in (2, 4, 5):
+        problem = f"it answers with status {response.status}"
+    elif sent not in (None, response.headers.get("x-request-id", sent)):
+        problem = "the server answered another request"
+    if problem:
         response.close()
-        raise Lost("the server answered another request")
+        raise Lost(problem)
 
 
 def as_text(header: bytes) -> str:

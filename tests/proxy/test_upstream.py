@@ -100,6 +100,17 @@ async def test_what_is_no_head_is_lost_and_not_quoted(sent):
         assert not re.search("garbage|x00|aaa", str(raised.value))
 
 
+@pytest.mark.parametrize("status", [101, 304, 307, 600])
+async def test_what_no_server_of_ours_answers_is_lost(status):
+    """A gateway before it may lead elsewhere: there clients would send their keys."""
+    script = Script(b"HTTP/1.1 %d X\r\nlocation: http://inside\r\n\r\n" % status, OK)
+    async with serving(script) as client:
+        with pytest.raises(Lost, match=f"it answers with status {status}"):
+            await ask(client, script)
+        await until_closed(script, 1)
+        assert await ask(client, script) == b"ok"
+
+
 @pytest.mark.parametrize("told", [b"1", b"2"])
 async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(told):
     babbled = asyncio.Event()

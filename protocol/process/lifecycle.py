@@ -239,8 +239,8 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
     def wait() -> None:
         try:
-            while os.read(fd, 1):
-                pass
+            with contextlib.suppress(ConnectionResetError):  # it has not read all that we told it
+                os.read(fd, 1)  # until its end, as it sends nothing
             os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:

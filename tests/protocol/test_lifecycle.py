@@ -4,6 +4,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -181,6 +182,30 @@ def test_a_process_started_by_hand_watches_and_reports_nothing(value, monkeypatc
     lifecycle.report_ready({"port": 1})
     lifecycle.report_failure("why")
     assert capfd.readouterr().err == "error: why\n"
+
+
+def test_a_parent_that_ends_without_having_read_all_reports_leaves_time_to_end_in_order():
+    program = """
+import signal, sys
+from protocol.process import lifecycle
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+lifecycle.watch_parent(grace_s=60.0)
+lifecycle.report_progress("so far")
+print("up", flush=True)
+signal.pause()
+"""
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, lifecycle.PARENT_FD: str(theirs.fileno())},
+        pass_fds=(theirs.fileno(),),
+        stdout=subprocess.PIPE,
+    )
+    theirs.close()
+    with child:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        ours.close()
+    assert child.returncode == 7
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "0", "99999", "9" * 40, "1.5", "{a_pipe}"])

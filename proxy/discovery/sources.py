@@ -98,19 +98,23 @@ class Discovery:
         self._fleet, self._resolve, self._clock = fleet, resolve, clock
         self._interval_s = settings.discovery_interval_s
         self._file = settings.servers_file
+        self._seen: object = None  # of it
         given = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
-        is_name = {url: url.startswith(DNS_SCHEME) for urls in given.values() for url in urls}
-        self._names = [(kind, url) for kind, urls in given.items() for url in urls if is_name[url]]
-        self._listed = {k: [url for url in urls if not is_name[url]] for k, urls in given.items()}
+        told = [(kind, url) for kind, urls in given.items() for url in urls]
+        self._known_at = {each: clock() for each in told if each[1].startswith(DNS_SCHEME)}
+        self._listed = {
+            kind: [url for url in urls if (kind, url) not in self._known_at]
+            for kind, urls in given.items()
+        }
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._fleet.name_members(LISTED, self._listed)
         looks: dict[str, Look] = {}
-        for kind, url in self._names:
-            looks[f"{kind.value} {url}"] = _NameLook(kind, url, self._resolve, self._clock).look
+        for kind, url in self._known_at:
+            looks[f"{kind.value} {url}"] = partial(self._look_up, kind, url)
         if self._file is not None:
-            looks[self._file] = partial(asyncio.to_thread, _FileLook(self._file).look)
+            looks[self._file] = partial(asyncio.to_thread, self._look_at, self._file)
         self._tasks = [asyncio.create_task(self._follow(*each)) for each in looks.items()]
 
     async def close(self) -> None:
@@ -135,40 +139,26 @@ class Discovery:
             before = problem
             await asyncio.sleep(self._interval_s * random.uniform(1 - JITTER, 1 + JITTER))
 
-
-class _FileLook:
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen: object = None
-
-    def look(self) -> Found:
+    def _look_at(self, name: str) -> Found:
         try:
-            found = Path(self._name).stat()
+            found = Path(name).stat()
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-            urls = read_servers(self._name) if stamp != self._seen else None
+            urls = read_servers(name) if stamp != self._seen else None
             self._seen = stamp
         except (OSError, BadFile) as error:
-            why = f"--servers-file {self._name}: {error}; the servers stay as they are"
-            return None, why
+            return None, f"--servers-file {name}: {error}; the servers stay as they are"
         return urls, ""
 
-
-class _NameLook:
-    def __init__(self, kind: Kind, url: str, resolve: Resolve, clock: Callable[[], float]) -> None:
-        self._kind, self._url, self._resolve, self._clock = kind, url, resolve, clock
+    async def _look_up(self, kind: Kind, url: str) -> Found:
         parts = urlsplit(url.removeprefix(DNS_SCHEME))
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        self._known_at = clock()
-
-    async def look(self) -> Found:
+        host, port = parts.hostname or "", parts.port or 80
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                found = await self._resolve(self._host, self._port)
+                found = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:  # TimeoutError is one
-            why = f"--{self._kind.value} {self._url} cannot be looked up: {error or 'no answer'}"
-            if self._clock() - self._known_at <= STALE_S:
+            why = f"--{kind.value} {url} cannot be looked up: {error or 'no answer'}"
+            if self._clock() - self._known_at[kind, url] <= STALE_S:
                 return None, why
             return {}, f"{why}; its last answer, older than {STALE_S:g} s, is forgotten"
-        self._known_at = self._clock()
-        addresses = sorted(set(found))[:MAX_SERVERS]
-        return {self._kind: [http_url(each, self._port) for each in addresses]}, ""
+        self._known_at[kind, url] = self._clock()
+        return {kind: [http_url(each, port) for each in sorted(set(found))[:MAX_SERVERS]]}, ""

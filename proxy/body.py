@@ -90,7 +90,7 @@ def prefill_leg(
     foreign: bool = False,
 ) -> bytes:
     """What the prefill server is asked: the same request, for one token. By `transfer_id` it can
-    be called off; see `unanswered`. A `foreign` one, vLLM's, is told no more than vLLM's own
+    be called off. A `foreign` one, vLLM's, is told no more than vLLM's own
     proxies tell it."""
     leg = {name: value for name, value in body.items() if name != "stream_options"}
     names = _LIMITS.get(path, _USUAL_LIMITS)

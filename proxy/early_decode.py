@@ -89,7 +89,7 @@ class EarlyDecode:
         answer, self._answer = self._answer, None
         if answer is None or answer.cancel() or answer.cancelled() or answer.exception():
             return
-        self._upstreams.drop(answer.result())
+        self._upstreams.end(answer.result())
 
 
 def lender_of(prefill: "asyncio.Task[Leg | str]") -> Server | None:

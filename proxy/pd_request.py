@@ -371,7 +371,7 @@ class PDRequest:
         self._trace.decode = leg.server.url
         is_usable = self.reply.can_go_on_with(leg.response) if begun else leg.response.status < 400
         if (begun or goes_on) and not is_usable:
-            self.upstreams.drop(leg)
+            self.upstreams.end(leg)
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
             raise DecodeServerLost(f"no decode server goes on with this answer: {code}")
         self._losses.count("resumed")

@@ -151,13 +151,14 @@ class LegFailed(Exception):
         self.answer = answer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Leg:
-    """An answer, whose it is, and the server's work on it."""
+    """An answer, whose it is, and the server's work on it: `is_open` until nobody reads more."""
 
     server: Server
     response: Response
     work: Work | None
+    is_open: bool = True
 
 
 def _all_full(kind: Kind, retry_after_s: float) -> QueueFull:
@@ -205,7 +206,7 @@ class Upstreams:
     async def run(
         self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
     ) -> Leg:
-        """The first answer that is not a server's failure: `drop` it, or read it and `end` it.
+        """The first answer that is not a server's failure: `end` it, read or not.
 
         Args:
             unfit: servers that cannot do this; asked only where no other is ready.
@@ -320,14 +321,14 @@ class Upstreams:
             work = self.knowledge.begin(
                 server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
             )
-        goes_on = False
+        leg = None
         try:
             sending = self._send_hinted(server, call, told) if told else self._send(server, call)
             response = await self.unless_given_up(server, sending, goes_on=call.goes_on)
-            goes_on = response.body is None
             if work is not None and response.status == 200:
                 self.knowledge.answered(work)
-            return Leg(server, response, work)
+            leg = Leg(server, response, work, is_open=response.body is None)
+            return leg
         except (Unreachable, Exhausted):
             raise
         except BaseException:  # the answer may be on its way, and KV kept for who reads it
@@ -336,8 +337,8 @@ class Upstreams:
                 self.give_back(server, call.headers, unanswered)
             raise
         finally:
-            if not goes_on:
-                self.release(server, work)
+            if leg is None or not leg.is_open:
+                self._release(server, work)
 
     async def _send_hinted(self, server: Server, call: UpstreamCall, told: KVHint) -> Response:
         """Without it once more, if the server does not believe it."""
@@ -394,21 +395,17 @@ class Upstreams:
             if everything or (goes_on and has_others):
                 patience.reschedule(asyncio.get_running_loop().time())
 
-    def release(self, server: Server, work: Work | None) -> None:
-        """The server has nothing more to do for this leg."""
+    def _release(self, server: Server, work: Work | None) -> None:
         if work is not None:
             self.knowledge.ended(work)
         self.fleet.works(server, -1)
 
     def end(self, leg: Leg) -> None:
-        """Nobody reads more of its answer, which was begun to be read."""
-        leg.response.close()
-        self.release(leg.server, leg.work)
-
-    def drop(self, leg: Leg) -> None:
-        """Nobody reads its answer."""
-        if leg.response.body is None:
-            self.end(leg)
+        """Nobody reads more of its answer: the server has nothing more to do for it."""
+        if leg.is_open:
+            leg.is_open = False
+            leg.response.close()
+            self._release(leg.server, leg.work)
 
     def distrust(self, server: Server) -> None:
         """It does not believe what this proxy signs."""

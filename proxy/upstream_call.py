@@ -256,7 +256,8 @@ class Upstreams:
             own = call.max_deliveries if not server.health.is_foreign else MAX_DELIVERIES
             if not may_retry(kind, failures, own):
                 break
-        if full and failures[-1] not in _DELIVERED:
+        does_without = call.is_admitted and kind is Kind.PREFILL
+        if full and failures[-1] not in _DELIVERED and not does_without:
             raise _all_full(kind, min(one.retry_at for one in full) - time.monotonic())
         raise LegFailed(message, failures[-1] if failures else None, answer)
 

@@ -11,7 +11,20 @@ from protocol import resume
 from protocol.resume import BUSY, DIED, HEADER, MEMBER
 from proxy.membership import LISTED, Kind
 from proxy.relay import MAX_MOVES
-from tests.proxy.fakes import LENT, Behave, Call, Drop, Fake, Rig, breaks_off, decodes, fails, until
+from tests.proxy.fakes import (
+    LENT,
+    Behave,
+    Call,
+    Drop,
+    Fake,
+    Rig,
+    answers,
+    breaks_off,
+    decodes,
+    fails,
+    prefills,
+    until,
+)
 
 _SECRET = "a secret of sixteen bytes"
 _ORIGIN = {"id": "x", "created": 1, "seed": 2, "limits": [9], "digest": "d"}
@@ -110,6 +123,19 @@ async def test_another_server_goes_on_and_the_client_does_not_notice(name):
         assert rig.metric("baton_proxy_resumes", reason=reason, outcome="resumed") == 1
         assert rig.metric("baton_proxy_requests", path="pd", reason="routed") == 1
         assert rig.in_flight() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_had_from_another_server_though_no_prefill_server_has_room(stream):
+    """It had begun: the one that goes on with it computes the prompt itself."""
+    full = answers(429, {"error": {"phase": "admission"}})
+    both = _in_turn(_DROPS if stream else breaks_off, _GOES_ON if stream else decodes)
+    fakes = [Fake(_in_turn(prefills, full))], _of(both, both)
+    async with Rig(*fakes, cluster_secret=_SECRET) as rig:
+        answer = await rig.complete(stream=stream)
+        whole = b"".join(_EVENTS) if stream else b'{"text": "onetwo"}'
+        assert (answer.status_code, answer.content) == (200, whole)
+        assert len(rig.prefill[0].calls) == 2
 
 
 async def test_a_server_that_falls_silent_is_left_if_there_is_another():

@@ -340,5 +340,7 @@ def _translated(
             return Lost(f"no HTTP: {_QUOTE.split(error.message)[0]}")
         case aiohttp.ServerDisconnectedError():  # whose text is what was there of a head
             return Lost("connection ended: Server disconnected")
+        case aiohttp.ClientPayloadError():
+            return Lost(_CUT_OFF)
         case _:  # what was behind it names no URL
             return Lost(f"connection ended: {error.__cause__ or error}")

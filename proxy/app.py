@@ -135,7 +135,7 @@ class ProxyApp:
         except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
-                logger.info("client gone, phase %s", reply.trace.phase)
+                logger.info("client gone, asked were %s", [leg for leg, _ in reply.trace.legs])
         except BatonError as error:
             await self._tell(reply, error)
         except asyncio.CancelledError:
@@ -197,17 +197,15 @@ class ProxyApp:
         async with within(deadline):
             most = self.settings.max_body_bytes
             data = b"" if is_read else await read_body(scope, receive, most)
-        own = visit_of(scope), data, deadline
-        request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
-        if path in GENERATE_PATHS:
-            await self._run(request.run(), receive)
-        else:
+            own = visit_of(scope), data, deadline
+            request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
             start, _, model = path.partition(MODELS_PATH + "/")
             named = None if start else model or None
-            await self._run(request.pass_on(named), receive)
+            is_generated = path in GENERATE_PATHS
+            await self._run(request.run() if is_generated else request.pass_on(named), receive)
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """Awaits `work`, cancelling it when the client goes or this process has to end.
+        """Awaits `work`, cancelling it with itself, and when the client goes or this process ends.
 
         Raises:
             ClientDisconnected, ShuttingDown: it was cancelled.

@@ -28,7 +28,7 @@ from protocol.errors import (
     PayloadTooLarge,
 )
 from protocol.http.access import Visit
-from protocol.http.deadlines import Deadline, within
+from protocol.http.deadlines import Deadline
 from protocol.kv_params import Offer
 from protocol.resume import Kept
 from proxy import body as bodies
@@ -55,7 +55,7 @@ class PDRequest:
 
     Attributes:
         data: the body as it came.
-        deadline: of all of it; None: it may take as long as it takes.
+        deadline: at which it is cancelled, for servers to know; None: there is none.
     """
 
     upstreams: Upstreams
@@ -82,13 +82,12 @@ class PDRequest:
     async def pass_on(self, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
-        async with within(self.deadline):
-            if self.data and len(self._fleet.models) > 1:
-                self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
-            elif model is not None:
-                self._pool = self._fleet.pool(model)
-            asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
-            await self._have_answered(asked)
+        if self.data and len(self._fleet.models) > 1:
+            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+        elif model is not None:
+            self._pool = self._fleet.pool(model)
+        asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
+        await self._have_answered(asked)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -96,10 +95,6 @@ class PDRequest:
         Raises:
             BatonError: what the client is to be told; the reply has not ended.
         """
-        async with within(self.deadline):
-            await self._serve()
-
-    async def _serve(self) -> None:
         least = self.visit.min_priority
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
         self._body = bodies.seeded(self._plain)

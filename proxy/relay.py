@@ -48,7 +48,6 @@ class RequestTrace:
     prefill: str = "-"  # URL of the server that answered
     decode: str = "-"
     decode_only: str = "-"  # why no prefill server was used
-    phase: str = "body"  # "prefill" or "decode" from the time on that leg begins
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
     legs: list[tuple[str, float]] = field(default_factory=list)  # servers asked, and when (s)

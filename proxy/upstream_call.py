@@ -215,7 +215,6 @@ class Upstreams:
             LegFailed: no server is ready, or those that may be tried failed.
         """
         kind = call.kind
-        trace.phase = kind.value
         tried: list[Server] = []
         failures: list[Failure] = []
         message = f"no {kind.value} server is ready"

@@ -173,6 +173,7 @@ class ProxyApp:
                 await self._ready(reply, self.access.bare(scope))
             case "/metrics":
                 content_type = (b"content-type", CONTENT_TYPE.encode())
+                members.show()
                 await reply.answer(200, [content_type], self.metrics.expose())
             case _ if is_read and (told := members.models(path)):
                 await reply.answer_json(200, told)

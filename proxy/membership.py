@@ -194,7 +194,6 @@ class Watch:
         on_change: (server, old, new) when it becomes ready or stops being so, and when the reason
             why it is not ready is another.
         on_circuit: when its circuit is another.
-        on_work: when it has a request more, or less.
         on_silence: (server, whether that is a LONG_SILENCE) at each health check without an
             answer, once they have made a server not ready.
     """
@@ -203,7 +202,6 @@ class Watch:
     on_left: Callable[[Server], None] = _nothing
     on_change: Callable[[Server, Health, Health], None] = _nothing
     on_circuit: Callable[[Server], None] = _nothing
-    on_work: Callable[[Server], None] = _nothing
     on_silence: Callable[[Server, bool], None] = _nothing
 
 
@@ -333,8 +331,6 @@ class Fleet(Pool):
     def works(self, server: Server, num: int) -> None:
         """It was given so many requests more. One that has left may be, for a stream of its own."""
         server.in_flight += num
-        if not server.has_left:
-            self._watch.on_work(server)
         self._end(server)
 
     def _end(self, server: Server) -> None:

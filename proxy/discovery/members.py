@@ -57,8 +57,8 @@ class Members:
         )
         self._is_ending = False
         self._created = int(time.time())
-        own = self._joins, self._has_left, self._changed, self._circuit, self._works
-        self.fleet = Fleet(watch=Watch(*own, on_silence))
+        watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
+        self.fleet = Fleet(watch=watch)
         self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
@@ -99,11 +99,16 @@ class Members:
             return {"object": "list", "data": [*cards.values()]}
         return cards.get(path.removeprefix(MODELS_PATH + "/"))
 
+    def show(self) -> None:
+        """Tells the metrics how each member is."""
+        for server in self.fleet.servers:
+            told = server.health.ready, CIRCUITS.index(server.circuit), server.in_flight
+            for name, value in zip(SERIES, told, strict=True):
+                self._metrics.set(f"baton_proxy_upstream_{name}", value, **server.labels)
+
     # what the fleet tells
 
     def _joins(self, server: Server) -> None:
-        for name in SERIES:
-            self._metrics.set(f"baton_proxy_upstream_{name}", 0, **server.labels)
         for twin in [s for s in self.fleet.servers if s.url == server.url and s is not server]:
             self.knowledge.are_one(server, twin)
         self._poller.watch(server)
@@ -116,17 +121,11 @@ class Members:
             self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
 
-    def _works(self, server: Server) -> None:
-        self._metrics.set("baton_proxy_upstream_in_flight", server.in_flight, **server.labels)
-
     def _circuit(self, server: Server) -> None:
-        state = CIRCUITS.index(server.circuit)
-        self._metrics.set("baton_proxy_upstream_circuit", state, **server.labels)
         if server.circuit != "half_open":
             logger.warning("the circuit of %s is %s", server, server.circuit)
 
     def _changed(self, server: Server, old: Health, new: Health) -> None:
-        self._metrics.set("baton_proxy_upstream_ready", new.ready, **server.labels)
         if new.ready:
             logger.info("%s is ready", server)
             return

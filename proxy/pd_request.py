@@ -181,8 +181,9 @@ class PDRequest:
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = None if is_scored else await self._prefill_or_both()
         if isinstance(leg, Leg):
-            if leg.response.status != 200 and not self._losses.num:
-                await self._relay_refusal(leg.response)
+            if (status := leg.response.status) != 200 and not self._losses.num:
+                self.upstreams.count("prefill", f"status_{status}")
+                await self._relay(leg)
                 return
             params = bodies.params_of(leg.response.body or b"")
             readers = self._pool.readers_of(leg.server.health.kv_digest)
@@ -271,11 +272,9 @@ class PDRequest:
             self._decode_only(asked)
             return False
         self._trace.prefill = asked.server.url
-        if asked.response.body is None:
-            self.upstreams.count("prefill", "scored")
-            await self._relay(asked)
-        else:
-            await self._relay_refusal(asked.response)
+        outcome = "scored" if asked.is_open else f"status_{asked.response.status}"
+        self.upstreams.count("prefill", outcome)
+        await self._relay(asked)
         return True
 
     async def _prefill(self, early: EarlyDecode) -> Leg | str:
@@ -370,23 +369,19 @@ class PDRequest:
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
             raise DecodeServerLost(f"no decode server goes on with this answer: {code}")
         self._losses.count("resumed")
-        if leg.response.body is None:
-            await self._relay(leg)
-        else:
-            await self.reply.relay(leg.response)
+        await self._relay(leg)
 
     async def _relay(self, leg: Leg) -> None:
-        server, response, kind = leg.server, leg.response, leg.server.kind.value
-        failure, event, params = Failure.ERROR, None, None
-        error: BatonError
+        if not leg.is_open:
+            await self.reply.relay(leg.response)
+            return
+        server, kind, goes_on = leg.server, leg.server.kind.value, self._losses.may_go_on
+        event, params = None, None
         try:
-            relaying = self.reply.relay(response)
-            goes_on = self._losses.may_go_on
-            if await self.upstreams.unless_given_up(server, relaying, goes_on=goes_on):
-                self._fleet.succeeded(server)
-                return
-            self.upstreams.failed(server, failure, "no last event", None)
-            error = DecodeServerLost(f"the {kind} server ended the stream before its last event")
+            relaying = self.reply.relay(leg.response)
+            await self.upstreams.unless_given_up(server, relaying, goes_on=goes_on)
+            self._fleet.succeeded(server)
+            return
         except UpstreamError as broken:
             failure = broken.failure
             if isinstance(broken, HandedBack):
@@ -400,7 +395,7 @@ class PDRequest:
         if self.reply.finished:  # all that was missing is HTTP's own end
             await self.reply.end()
             return
-        if not self._losses.may_go_on:
+        if not goes_on:
             raise error
         self._trace.num_moved += params is not None
         self._trace.num_lost += params is None
@@ -409,10 +404,6 @@ class PDRequest:
             self.upstreams.give_back(server, self.headers, params)
             params = None
         raise Loss(error, failure, server, event, has_begun, params)
-
-    async def _relay_refusal(self, answer: Response) -> None:
-        self.upstreams.count("prefill", f"status_{answer.status}")
-        await self.reply.relay(answer)
 
     def _call(
         self, kind: Kind, leg: bytes, params: msgspec.Raw | None = None, **options: Any

@@ -20,7 +20,7 @@ from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, aski
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
-from proxy.upstream import Failure, Headers, Lost, Response, UpstreamError, as_text
+from proxy.upstream import Failure, Headers, Lost, Response, Unended, UpstreamError, as_text
 
 logger = get_logger(__name__)
 
@@ -235,24 +235,21 @@ class Reply:
             number = _next_number(self._sent) if is_numbered else None
             await self.break_off(sse.error_event(error, number))
 
-    async def relay(self, response: Response) -> bool:
+    async def relay(self, response: Response) -> None:
         """Sends what a server answers: an event stream as it comes, perhaps as the rest of one that
         has begun; anything else whole.
 
-        Returns:
-            Whether it had an end of its own. If not, `fail` has to end it.
-
         Raises:
-            UpstreamError: the server broke it off before that.
+            UpstreamError: the server broke it off before its end, so that `fail` has to end it.
         """
         if response.body is None and response.is_event_stream:
-            return await self._relay_stream(response)
+            await self._relay_stream(response)
+            return
         body = await response.read()  # whole: a failure up to here is still an HTTP error
         self.trace.on_bytes()
         await self.answer(response.status, end_to_end(response.headers), body)
-        return True
 
-    async def _relay_stream(self, response: Response) -> bool:
+    async def _relay_stream(self, response: Response) -> None:
         is_framed = _is_framed(response)
         events = FramedEvents(self.kept) if is_framed else EventBuffer()
         if not is_framed:
@@ -279,10 +276,10 @@ class Reply:
         else:
             if rest := events.rest():
                 await self._body(rest, more=True)
-        if events.has_ended:
-            self.is_broken = events.has_failed
-            await self.end()
-        return events.has_ended
+        if not events.has_ended:
+            raise Unended("it ended the stream before its last event")
+        self.is_broken = events.has_failed
+        await self.end()
 
     async def end(self) -> None:
         """Ends a stream whose last event was sent."""

@@ -72,6 +72,8 @@ class Lost(UpstreamError):  # the connection ended, or spoke no HTTP, after the 
     failure = Failure.LOST
 class TimedOut(UpstreamError):  # nothing came for the read timeout
     failure = Failure.TIMEOUT
+class Unended(UpstreamError):  # a stream that ended as HTTP has it, and not as its events do
+    failure = Failure.ERROR
 # fmt: on
 
 

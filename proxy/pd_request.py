@@ -113,24 +113,28 @@ class PDRequest:
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
             self._pool = self._own = self._fleet.pool(bodies.model_of(self._plain))
-            is_scoring = bodies.is_scoring(self._body)
-            if not (is_scoring and await self._score()):
-                await self._generate(is_scored=is_scoring)
+            alone = await self._score() if bodies.is_scoring(self._body) else ""
+            if alone is not None:
+                await self._generate(alone)
         finally:
             self.upstreams.knowledge.unplaced(self._ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
-    async def _generate(self, is_scored: bool) -> None:
+    async def _generate(self, alone: str) -> None:
         """Has the answer generated; where a decode server is lost on the way, the rest of it by
-        another one, as nothing but the request and the tokens so far decides what follows."""
+        another one, as nothing but the request and the tokens so far decides what follows.
+
+        Args:
+            alone: why no prefill server is asked, if none is.
+        """
         self._losses.may_go_on = self.upstreams.max_resumes > 0
         loss: Loss | None = None
         while loss is None or self._losses.take(loss, self._fleet.of[Kind.DECODE]):
             try:
                 if loss is None:
-                    await self._generate_once(is_scored)
+                    await self._generate_once(alone)
                 else:
-                    await self._generate_again(loss, is_scored)
+                    await self._generate_again(loss, alone)
                 return
             except Loss as another:
                 loss = another
@@ -148,38 +152,32 @@ class PDRequest:
             raise loss.told
         await self.reply.break_off(loss.event)
 
-    async def _generate_again(self, loss: Loss, is_scored: bool) -> None:
+    async def _generate_again(self, loss: Loss, alone: str) -> None:
         self._trace.decode_only = "-"
-        if loss.params is None:
-            avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
-            if loss.has_begun:  # all but its own model's would refuse the rest
-                like = loss.server.health.kv_digest
-                avoided = [s for s in servers if s.health.kv_digest != like]
-            elif all(server in avoided for server in servers):
-                avoided = []
-            await self._until_ready(avoided)
-        self._pool = self._own
-        if loss.params is None:
-            await self._generate_once(is_scored)
+        self._pool, like = self._own, loss.server.health.kv_digest
+        if loss.params is not None:
+            # Without another server that one itself does, as long as it lives.
+            readers = self._pool.readers_of(like)
+            await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
             return
-        # Without another server that one itself does, as long as it lives.
-        readers = self._pool.readers_of(loss.server.health.kv_digest)
-        await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
-
-    async def _until_ready(self, avoided: Sequence[Server]) -> None:
-        """Until some decode server is, for as long as that may take one that broke a connection."""
+        avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
+        if loss.has_begun:  # all but its own model's would refuse the rest
+            avoided = [s for s in servers if s.health.kv_digest != like]
+        elif all(server in avoided for server in servers):
+            avoided = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_WITHIN_S):
-                while not self._own.ready(Kind.DECODE, avoided):
+                while not self._pool.ready(Kind.DECODE, avoided):
                     await asyncio.sleep(_READY_LOOK_S)
+        await self._generate_once(alone)
 
-    async def _generate_once(self, is_scored: bool) -> None:
+    async def _generate_once(self, alone: str) -> None:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
         if self._ask is not None and not self._losses.num:  # or P would work in vain
             urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
-        leg = None if is_scored else await self._prefill_or_both()
+        leg = alone or await self._prefill_or_both()
         if isinstance(leg, Leg):
             if (status := leg.response.status) != 200 and not self._losses.num:
                 self.upstreams.count("prefill", f"status_{status}")
@@ -194,11 +192,11 @@ class PDRequest:
             if params is not None:  # who could read it has gone
                 self.upstreams.give_back(leg.server, self.headers, params)
             leg = "no_kv_params" if params is None else "incompatible"
-        if leg is not None:
-            self._decode_only(leg)
-        elif not is_scored:
+        if leg is None:
             return
-        is_long = self._trace.decode_only == "prefill_context"  # then for the longest context
+        self._trace.decode_only = leg
+        self._count("decode_only", leg)
+        is_long = leg == "prefill_context"  # then for the longest context
         length = self._pool.context(Kind.DECODE) if is_long else None
         unfit = self._unfit(Kind.DECODE, length or 0)
         if not self._pool.ready(Kind.DECODE, unfit):  # a shorter one may be enough
@@ -263,19 +261,18 @@ class PDRequest:
             if not self.reply.has_succeeded:
                 self.upstreams.give_back(lender, self.headers, params, after_s)
 
-    async def _score(self) -> bool:
-        """Has a prefill server answer the request; False: none can be had, nothing was sent."""
+    async def _score(self) -> str | None:
+        """Has a prefill server answer the request; or says why none can be had."""
         call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
         contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if isinstance(asked, str):
-            self._decode_only(asked)
-            return False
+            return asked
         self._trace.prefill = asked.server.url
         outcome = "scored" if asked.is_open else f"status_{asked.response.status}"
         self.upstreams.count("prefill", outcome)
         await self._relay(asked)
-        return True
+        return None
 
     async def _prefill(self, early: EarlyDecode) -> Leg | str:
         """A prefill server's whole answer; or why the request is to do without."""
@@ -419,10 +416,6 @@ class PDRequest:
     def _unfit(self, kind: Kind, num_tokens: int = 0) -> list[Server]:
         """Servers without room for so long a sequence, or for so many of them."""
         return self._pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
-
-    def _decode_only(self, reason: str) -> None:
-        self._trace.decode_only = reason
-        self._count("decode_only", reason)
 
     def _count(self, path: str, reason: str) -> None:
         """A request counts once, whatever becomes of its servers."""

@@ -200,8 +200,7 @@ class ProxyApp:
             data = b"" if is_read else await read_body(scope, receive, most)
             own = visit_of(scope), data, deadline
             request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
-            start, _, model = path.partition(MODELS_PATH + "/")
-            named = None if start else model or None
+            named = path.partition(MODELS_PATH + "/")[2] or None  # a model
             is_generated = path in GENERATE_PATHS
             await self._run(request.run() if is_generated else request.pass_on(named), receive)
 

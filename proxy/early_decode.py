@@ -41,7 +41,7 @@ class EarlyDecode:
             raise asyncio.CancelledError
         if self._is_over:
             return
-        self._cancel()
+        self.end()
         self._answer = asyncio.create_task(self._ask(prefill))
         self._answer.add_done_callback(self._on_done)
 
@@ -55,16 +55,11 @@ class EarlyDecode:
         self._is_over = True
         is_lent = not prefill.done() or lender_of(prefill) is not None  # or is about to be
         if self._answer is None or not is_lent or await self._is_refused(self._answer):
-            self._cancel()
+            self.end()
             return None
         self._is_taken = True
         answer, self._answer = self._answer, None
         return answer
-
-    def end(self) -> None:
-        """Nobody takes it any more."""
-        self._is_over = True
-        self._cancel()
 
     async def _is_refused(self, answer: asyncio.Task[Leg]) -> bool:
         """Whether the decode server does not take an offer, or has failed with it, and another one
@@ -85,7 +80,8 @@ class EarlyDecode:
         if not leg.cancelled():
             leg.exception()  # whoever awaits it hears of it, or nobody does
 
-    def _cancel(self) -> None:
+    def end(self) -> None:
+        """Nobody takes the decode leg that there is."""
         answer, self._answer = self._answer, None
         if answer is None or answer.cancel() or answer.cancelled() or answer.exception():
             return

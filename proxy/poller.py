@@ -94,8 +94,7 @@ class Poller:
             if not server.has_left:
                 self.knowledge.lends(server, health.ready and health.side_channel is not None)
             if said.ready and said.totals is not None:
-                known = said.capacity, said.totals, said.itl_target_s
-                self.knowledge.told(server, *known)
+                self.knowledge.told(server, said.capacity, said.totals, said.itl_target_s)
 
     async def _ask(self, server: Server) -> Said:
         if not (server.health.ready and server.health.is_foreign):

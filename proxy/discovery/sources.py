@@ -100,12 +100,9 @@ class Discovery:
         self._file = settings.servers_file
         self._seen: object = None  # of it
         given = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
-        told = [(kind, url) for kind, urls in given.items() for url in urls]
-        self._known_at = {each: clock() for each in told if each[1].startswith(DNS_SCHEME)}
-        self._listed = {
-            kind: [url for url in urls if (kind, url) not in self._known_at]
-            for kind, urls in given.items()
-        }
+        dns = DNS_SCHEME
+        self._listed = {k: [u for u in urls if not u.startswith(dns)] for k, urls in given.items()}
+        self._known_at = {(k, u): clock() for k in given for u in given[k] if u.startswith(dns)}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

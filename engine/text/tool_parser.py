@@ -27,17 +27,14 @@ however long blanks or brackets go on.
 import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.harmony import END, MESSAGE, START
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_arguments import as_json, call_in, json_of_python, quoted
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
-
-Syntax = Literal[
-    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic", "harmony"
-]
+from protocol.settings.options import ToolSyntax
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG, _PYTHON_START = "<|python_tag|>", "<|python_start|>"
@@ -94,7 +91,7 @@ _TAGS: Final = {
     ),
 }  # fmt: skip
 # What a chat template shows of a format, the surest first, and the tokens that are its tags.
-_SHOWN: Final[dict[Syntax, str]] = {
+_SHOWN: Final[dict[ToolSyntax, str]] = {
     "mistral": r"\[TOOL_CALLS\]",
     "deepseek_v3": _CALL,
     "qwen3_coder": _FUNCTION,
@@ -104,7 +101,7 @@ _SHOWN: Final[dict[Syntax, str]] = {
     "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
 }
 # What only a call begins with, in some formats with the name of a tool.
-_BEGINNINGS: Final[dict[Syntax, tuple[str, ...]]] = {
+_BEGINNINGS: Final[dict[ToolSyntax, tuple[str, ...]]] = {
     "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
     "glm45": (_OPEN,), "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
     "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'), "harmony": (" to=functions.{}",),
@@ -123,12 +120,12 @@ class Parsed:
     calls: list[ToolCallPiece] = field(default_factory=list)
 
 
-def tool_syntax(option: str, template: ChatTemplate | None) -> Syntax:
+def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
     """How the model writes calls: `--tool-call-parser`, or as its chat template shows; Hermes' way
     where that does not say."""
     source = template.source if template and template.knows_tools else ""
-    shown: Iterator[Syntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
-    return next(shown, "hermes") if option == "auto" else cast(Syntax, option)
+    shown: Iterator[ToolSyntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
+    return next(shown, "hermes") if option == "auto" else cast(ToolSyntax, option)
 
 
 def call_beginnings(tools: Tools, option: str, tokenizer: Tokenizer) -> tuple[str | int, ...]:

@@ -30,7 +30,14 @@ def integer(default: int | None, low: int, high: int) -> Any:
     return Field(default, ge=low, le=high, description=f"an integer from {low} to {high}")
 
 
+def _listed(item: Any, least: int, most: int) -> Read:
+    """A list, kept as a tuple."""
+    size = Field(fail_fast=True, min_length=least, max_length=most)
+    return Read(Annotated[list[item], size], tuple)
+
+
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
 _TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # JSON has no other keys than text
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -60,28 +67,17 @@ Stops = Annotated[
 ]
 StopTokenIds = Annotated[
     tuple[int, ...],
-    Read(Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)], tuple),
+    _listed(_TokenId, 0, MAX_STOP_TOKEN_IDS),
     Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
 ]
 AllowedTokenIds = Annotated[
     tuple[int, ...],
-    Read(
-        Annotated[
-            list[_TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
-        ],
-        tuple,
-    ),
+    _listed(_TokenId, 1, MAX_ALLOWED_TOKEN_IDS),
     Field(description=f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids"),
 ]
 BadWords = Annotated[
     tuple[str, ...],
-    Read(
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
-            Field(fail_fast=True, max_length=MAX_BAD_WORDS),
-        ],
-        tuple,
-    ),
+    _listed(_BadWord, 0, MAX_BAD_WORDS),
     Field(
         description=f"a list of at most {MAX_BAD_WORDS} strings, none of them empty or longer than "
         f"{MAX_BAD_WORD_CHARS} characters"

@@ -27,6 +27,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], Field(description="lowest severity logged")
 ]
+ToolSyntax = Literal[
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic", "harmony"
+]
 Port = Annotated[int, Field(ge=0, le=65535, description="HTTP port (0: a free one, reported)")]
 # Eleven days: the system's own timers, in milliseconds, end at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
@@ -76,17 +79,7 @@ class ModelOptions(ModelName):
 
     served_model_name: str | None = None
     """model name that clients use (None: the value of --model)"""
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "deepseek_v3",
-        "qwen3_coder",
-        "glm45",
-        "pythonic",
-        "harmony",
-    ] = "auto"
+    tool_call_parser: Literal["auto", ToolSyntax] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = "auto"
     """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>

@@ -169,7 +169,7 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "tool":
             group_of.get(message.get("tool_call_id", ""), groups[-1]).append(message)
             continue
-        calls, group_of, before = message.get("tool_calls", ()), {}, groups[-1]
+        calls, before = message.get("tool_calls", ()), groups[-1]
         thought, said = message.get("thinking"), message.get("content")
         if calls and thought and said:
             said = f"<|end|><|start|>assistant<|channel|>commentary<|message|>{said}"

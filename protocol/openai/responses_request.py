@@ -106,7 +106,7 @@ class TextOptions(Strict):
 
 
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
-    """An assistant's turn is what it thought, what it said, and what it called, in that order."""
+    """An assistant's turn is what it thought, what it said, and what it called."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -123,8 +123,9 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
         elif item.type == "reasoning":
             thought = item.content or item.summary_
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-        elif item.role == "assistant" and turn and not (turn["content"] or "tool_calls" in turn):
-            turn["content"] = item.content
+        elif item.role == "assistant" and turn and ("tool_calls" in turn or not turn["content"]):
+            # Some clients tell of calls first; between a call and its output no turn may stand.
+            turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
     return messages

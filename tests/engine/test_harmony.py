@@ -271,6 +271,16 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
     assert prompt.endswith(f"Hi<|end|>{told}<|start|>assistant")
 
 
+def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
+    """As clients tell calls that one answer made with thoughts between them."""
+    add, sub = (
+        {"role": "assistant", "content": "", "thinking": name, "tool_calls": [call(name, {})]}
+        for name in ("add", "sub")
+    )
+    of_add, of_sub = ({"role": "tool", "tool_call_id": name} for name in ("add", "sub"))
+    assert one_call_each([add, sub, of_add, of_sub]) == [add, of_add, sub, of_sub]
+
+
 @pytest.mark.parametrize(("before", "say", "expected"), [
     ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
     (f"So{START}{CALL}", "{}<|call|>", (None, None)),  # spelled out by a client, tags are tags

@@ -38,16 +38,8 @@ class BatonError(Exception):
 
     def to_openai(self) -> dict[str, Any]:
         """The error object of OpenAI's API, with our phase and retryable flag beside it."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-                "phase": self.phase,
-                "retryable": self.retryable,
-            }
-        }
+        names = ("message", "type", "param", "code", "phase", "retryable")
+        return {"error": {name: getattr(self, name) for name in names}}
 
 
 # fmt: off

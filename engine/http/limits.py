@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
-from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from protocol.errors import ContextLengthExceeded, ModelNotFound
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import DEFAULT_COMPLETION_TOKENS
@@ -41,12 +41,10 @@ def settle_model(members: dict[str, Any], served: str) -> None:
 def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequest for an empty prompt and for ids that the model does not have."""
     if not ids:
-        raise InvalidRequest(f"`{param}` has no tokens; send some text.", param=param)
+        refuse(param, "has no tokens; send some text")
     wrong = least if (least := min(ids)) < 0 else max(ids)
     if not 0 <= wrong < vocab_size:
-        raise InvalidRequest(
-            f"`{param}` has the token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param
-        )
+        refuse(param, f"has the token id {wrong}; ids are from 0 to {vocab_size - 1}")
 
 
 def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
@@ -56,11 +54,8 @@ def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seq
             check_token_ids(ids, vocab_size, name)
     if parsed.num_candidates > max_num_seqs:
         param = "n" if parsed.n > max_num_seqs else "best_of"
-        raise InvalidRequest(
-            f"`{param}` is {parsed.num_candidates} and this server runs {max_num_seqs} sequences "
-            f"at once (--max-num-seqs); ask for at most {max_num_seqs}.",
-            param=param,
-        )
+        told = f"is {parsed.num_candidates} and this server runs {max_num_seqs} sequences at once"
+        refuse(param, f"{told} (--max-num-seqs); ask for at most {max_num_seqs}")
 
 
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
@@ -83,11 +78,8 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     ]
     num_chars = sum(len(schema.grammar.text) for schema in schemas)
     if num_chars > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(
-            f"`tools` have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are "
-            "taken; send fewer or simpler ones.",
-            param="tools",
-        )
+        told = f"have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are taken"
+        refuse("tools", f"{told}; send fewer or simpler ones")
     return schemas + guided
 
 
@@ -123,11 +115,8 @@ def token_limit(
         usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         limit = min(unasked or usual, room)
         if parsed.min_tokens > limit:
-            raise InvalidRequest(
-                f"`min_tokens` is {parsed.min_tokens}, and without `max_tokens` at most {limit} "
-                "tokens are generated here; lower the one or set the other.",
-                param="min_tokens",
-            )
+            told = f"is {parsed.min_tokens}, and without `max_tokens` at most {limit} tokens are"
+            refuse("min_tokens", f"{told} generated here; lower the one or set the other")
         return limit
     if asked > room:
         field = parsed.limit_field
@@ -171,9 +160,6 @@ def check_size(
     limit = max(MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS))
     if size > limit:
         param = "best_of" if choices > parsed.n else "n" if choices > 1 else parsed.prompt_field
-        raise InvalidRequest(
-            f"`{param}`: {len(lengths)} prompts with {choices} choices each may have {size} tokens "
-            f"in all, prompts and outputs, and a choice counts as {MIN_CHOICE_TOKENS} at least; "
-            f"ask for at most {limit} at once.",
-            param=param,
-        )
+        told = f"is too much: {len(lengths)} prompts with {choices} choices each may have {size}"
+        told += f" tokens in all, and a choice counts as {MIN_CHOICE_TOKENS} at least"
+        refuse(param, f"{told}; ask for at most {limit} at once")

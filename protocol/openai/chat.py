@@ -151,10 +151,8 @@ class ChatRequest(PromptFields, GenerationRequest):
     add_special_tokens: Switch = False  # beside those that the chat template writes
     include_reasoning: Switch = True
     prediction: Any = UNREAD
-    parallel_tool_calls: bool | None = Field(None, description="true or false")
+    parallel_tool_calls: Switch = True
 
-    best_of: Any = neutral(1)
-    echo: Any = neutral(False)
     documents: Any = neutral([])
     modalities: Any = neutral(["text"])
     functions: Any = neutral([])
@@ -163,13 +161,13 @@ class ChatRequest(PromptFields, GenerationRequest):
     @cached_property
     def toolset(self) -> Tools:
         """The tools that the model is told of, and whether it must call one."""
-        parallel = self.parallel_tool_calls is not False
-        return read_tools(self.tools, self.tool_choice, parallel, self.function_path)
+        how = self.parallel_tool_calls, self.function_path
+        return read_tools(self.tools, self.tool_choice, *how)
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:
         called, said = self.toolset.guided, super().guided
-        if called and said and said.field.startswith("response_format"):
+        if called and said and said.field.startswith(self.format_paths):
             return called  # a format is of what the model says, and it is to call
         return only_one([called, said])
 

@@ -68,14 +68,6 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs is not None
 
     @property
-    def wants_echo(self) -> bool:
-        return self.echo and not self.is_prefill
-
-    @property
-    def num_candidates(self) -> int:
-        return self.best_of or self.n
-
-    @property
     def num_prompt_logprobs(self) -> int | None:
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((k for k in wanted if k is not None), default=None)

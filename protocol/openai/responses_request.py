@@ -3,7 +3,6 @@
 Nothing is stored, so an earlier response cannot be continued; the client sends the conversation.
 """
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -14,7 +13,6 @@ from protocol.openai.sampling import (
     MAX_INT31,
     UNREAD,
     CommonFields,
-    GenerationConfig,
     StreamOptions,
     Switch,
     Temperature,
@@ -23,11 +21,10 @@ from protocol.openai.sampling import (
     UnreadText,
     integer,
 )
-from protocol.openai.structured import FormatType, GuidedDecoding, SchemaMembers
+from protocol.openai.structured import FormatType, SchemaMembers
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
-_SAMPLING = {"temperature", "top_p"}
-_AS_CHATS = {*_SAMPLING, *CommonFields.model_fields}
+_AS_CHATS = {"temperature", "top_p", "parallel_tool_calls", *CommonFields.model_fields}
 
 
 class InputPart(Strict):
@@ -131,16 +128,13 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
     return messages
 
 
-class _OfFunction(Strict):
+class NamedFunction(Strict):
     type: Literal["function"] = Field(description="function")
-
-
-class FunctionTool(Function, _OfFunction):
-    """`tools` of chats, but for the function's members, which lie flat in it."""
-
-
-class NamedFunction(_OfFunction):
     name: FunctionName
+
+
+class FunctionTool(Function, NamedFunction):
+    """`tools` of chats, but for the function's members, which lie flat in it."""
 
 
 class ReasoningOptions(Strict):
@@ -163,7 +157,7 @@ class ResponsesRequest(CommonFields):
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    text: TextOptions | None = Field(None, description="an object with `format`")
+    text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
         list[dict[str, Any]],
         Read(Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
@@ -172,7 +166,7 @@ class ResponsesRequest(CommonFields):
         "auto", description='"none", "auto", "required" or {"type": "function", "name": "..."}'
     )
     parallel_tool_calls: Switch = True
-    reasoning: ReasoningOptions | None = Field(None, description="an object with `effort`")
+    reasoning: ReasoningOptions = Field(ReasoningOptions(), description="an object with `effort`")
     metadata: dict[str, str] = Field(
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
@@ -189,52 +183,36 @@ class ResponsesChat(ChatRequest):
     """The chat that a request to /v1/responses is served as."""
 
     endpoint = "/v1/responses"
-    prompt_field = "input"
+    prompt_field, usual_limit = "input", "max_output_tokens"
     function_path = ""
+    format_paths = ("text.format", "text.format")
 
     asked: ResponsesRequest
 
-    @cached_property
-    def guided(self) -> GuidedDecoding | None:
-        asked = self.asked.text.format if self.asked.text else None
-        if self.toolset.guided or asked is None or asked["type"] == "text":
-            return self.toolset.guided
-        return validate(TextFormat, asked).guided_at("text.format")
 
-    @property
-    def limit_field(self) -> str:
-        return "max_output_tokens"
-
-    def with_defaults(self, config: GenerationConfig) -> Self:
-        chat = super().with_defaults(config)
-        used = {name: getattr(chat, name) for name in _SAMPLING}  # as the answer tells them
-        return chat.model_copy(update={"asked": self.asked.model_copy(update=used)})
-
-
-def _tools_of_chats(asked: ResponsesRequest) -> dict[str, Any]:
-    tools = [
-        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-        for tool in asked.tools
-    ]
-    choice: Any = asked.tool_choice
-    if isinstance(choice, NamedFunction):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    return {"tools": tools, "tool_choice": choice}
+def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
+    """As chats have it: all but the type within `name`."""
+    return {"type": flat["type"], name: {k: v for k, v in flat.items() if k != "type"}}
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:
     """Validates the body of /v1/responses. Raises InvalidRequest naming the field."""
     asked = validate(ResponsesRequest, body)
-    told = asked.instructions
+    told, choice, form = asked.instructions, asked.tool_choice, asked.text.format
     first = [] if told is None else [{"role": "system", "content": told}]
+    if form and form["type"] == "json_schema":
+        form = _nested(form, "json_schema")
     chat = {
         "asked": asked,
         "messages": [*first, *asked.input],
         "max_completion_tokens": asked.max_output_tokens,
-        "parallel_tool_calls": asked.parallel_tool_calls,
-        "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
-        "verbosity": asked.text.verbosity if asked.text else None,
-        **_tools_of_chats(asked),
+        "reasoning_effort": asked.reasoning.effort,
+        "verbosity": asked.text.verbosity,
+        "response_format": form,
+        "tools": [_nested(tool, "function") for tool in asked.tools],
+        "tool_choice": (
+            choice if isinstance(choice, str) else _nested(choice.model_dump(), "function")
+        ),
         **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
     }
     return validate(ResponsesChat, chat)

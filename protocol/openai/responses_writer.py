@@ -33,11 +33,11 @@ class _Item:
     """One that is being written."""
 
     def __init__(self, kind: str, response_id: str, at: int, call: ToolCallPiece | None) -> None:
-        self.prefix, self.text_kind = _KINDS[kind]
+        prefix, self.text_kind = _KINDS[kind]
         self.kind = kind
         self.call = call
         self.text = ""
-        self.id = f"{self.prefix}{response_id}" + (f"_{at}" if at else "")
+        self.id = f"{prefix}{response_id}" + (f"_{at}" if at else "")
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": at}
         if kind != _CALL:
             self.place["content_index"] = 0
@@ -46,12 +46,8 @@ class _Item:
     def to_json(self, status: str) -> dict[str, Any]:
         about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.call is not None:
-            return {
-                **about,
-                "call_id": self.call.id,
-                "name": self.call.name,
-                "arguments": self.text,
-            }
+            call = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {**about, **call}
         content = [self.part()] if self.text or status != "in_progress" else []
         own: dict[str, Any] = {"role": "assistant"} if self.kind == _MESSAGE else {"summary": []}
         return {**about, **own, "content": content}
@@ -159,7 +155,6 @@ class ResponsesWriter(ResponseWriter):
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         asked = self._told
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        given = asked.text.format if asked.text else None
         choice = asked.tool_choice
         return {
             "id": self._head["id"],
@@ -176,13 +171,13 @@ class ResponsesWriter(ResponseWriter):
             "output": list(self._output),
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": given or {"type": "text"}},
+            "temperature": self._asked.temperature,
+            "text": {"format": asked.text.format or {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": asked.tools,
-            "top_p": asked.top_p,
+            "top_p": self._asked.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": asked.user,

@@ -146,7 +146,9 @@ class CommonFields(Strict):
 class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     """What completions and chats share."""
 
-    prompt_field: ClassVar[str] = "prompt"  # that it comes in, for error messages
+    # That a prompt and a limit come in, for error messages.
+    prompt_field: ClassVar[str] = "prompt"
+    usual_limit: ClassVar[str] = "max_completion_tokens"
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -154,8 +156,8 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     frequency_penalty: Penalty = 0.0
     logit_bias: Biases = Field(default_factory=dict)
     stop: Stops = ()
-    stream_options: StreamOptions | None = Field(
-        None, description="an object with `include_usage`: true or false"
+    stream_options: StreamOptions = Field(
+        StreamOptions(), description="an object with `include_usage`: true or false"
     )
     stop_token_ids: StopTokenIds = ()
     include_stop_str_in_output: Switch = False
@@ -168,6 +170,8 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     return_tokens_as_token_ids: Switch = False
     return_token_ids: Switch = False
 
+    best_of: Any = neutral(1)
+    echo: Any = neutral(False)
     length_penalty: Any = neutral(1.0)
     typical_p: Any = neutral(1.0)
     top_a: Any = neutral(0.0)
@@ -186,13 +190,12 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options.include_usage
 
     @property
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries the usage so far."""
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return self.include_usage and self.stream_options.continuous_usage_stats
 
     @property
     def num_logprobs(self) -> int | None:
@@ -206,12 +209,12 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     @property
     def wants_echo(self) -> bool:
         """Whether the prompt is a part of the answer's text."""
-        return False
+        return bool(self.echo) and not self.is_prefill
 
     @property
     def num_candidates(self) -> int:
         """How many continuations of each prompt are drawn; the best `n` of them are returned."""
-        return self.n
+        return self.best_of or self.n
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -227,7 +230,7 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     @property
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
-        return "max_tokens" if self.max_tokens == self.token_limit else "max_completion_tokens"
+        return "max_tokens" if self.max_tokens == self.token_limit else self.usual_limit
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""

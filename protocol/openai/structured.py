@@ -8,7 +8,7 @@ Only the shape is checked here; llguidance decides whether a schema or regex can
 import json
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -98,9 +98,9 @@ class ResponseFormat(Strict):
             raise fault("type", "must be json_schema beside `json_schema`.")
         return self
 
-    def guided_at(self, where: str) -> GuidedDecoding | None:
+    def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
         if self.json_schema is not None:
-            return self.json_schema.guided_at(f"{where}.json_schema")
+            return self.json_schema.guided_at(inside)
         is_free = self.type == "text"
         return None if is_free else GuidedDecoding(Grammar("json_object"), where)
 
@@ -131,6 +131,8 @@ def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
 class StructuredFields(Strict):
     """What both endpoints have to say what their output must match."""
 
+    # Of what `response_format` has, and of what its schema has, in error messages.
+    format_paths: ClassVar = ("response_format", "response_format.json_schema")
     response_format: ResponseFormat | None = Field(
         None,
         description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
@@ -153,7 +155,7 @@ class StructuredFields(Strict):
         if self.structured_outputs:
             said = _grammars_of(self.structured_outputs, "structured_outputs.") + said
         whole = self.response_format
-        return only_one([whole.guided_at("response_format") if whole else None, *said])
+        return only_one([whole.guided_at(*self.format_paths) if whole else None, *said])
 
 
 def only_one(said: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None:

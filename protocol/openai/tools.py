@@ -16,9 +16,8 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import ConfigDict, Field
 
-from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.requests import Read, Strict, wrong
+from protocol.openai.requests import Read, Strict, refuse, wrong
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
@@ -122,10 +121,8 @@ def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool, path: st
         return Tools(offered, mode, None, parallel, path)
     named = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
-        raise InvalidRequest(
-            f"`tool_choice` is {short_repr(named or choice)}, but no `tools` are given; send some.",
-            param="tool_choice",
-        )
+        told = f"is {short_repr(named or choice)}, but no `tools` are given; send some"
+        refuse("tool_choice", told)
     if named is None:
         return Tools(offered, "required", None, parallel, path)
     if named not in names:

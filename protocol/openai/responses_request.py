@@ -136,6 +136,8 @@ class NamedFunction(Strict):
 class FunctionTool(Function, NamedFunction):
     """`tools` of chats, but for the function's members, which lie flat in it."""
 
+    model_config = ConfigDict(extra="allow")
+
 
 class ReasoningOptions(Strict):
     effort: Effort = None

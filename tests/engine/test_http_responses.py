@@ -16,7 +16,7 @@ SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|{{ m.tool_calls | tojson if m.tool_calls }};\
 {% endfor %}\
 {{ tools | length if tools }},{{ reasoning_effort }}"
-FLAT = {"type": "function", "strict": True, **TOOL["function"]}
+FLAT = {"type": "function", "strict": True, "defer_loading": False, **TOOL["function"]}
 PIECES = [
     ("<think>I add.</think>\nSo: ", ("reasoning", "message")),
     ("Hello", ("message",)),

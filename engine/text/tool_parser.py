@@ -463,9 +463,10 @@ class ToolParser:
 
     def _tell(self, arguments: str) -> None:
         calls = self._parsed.calls
-        if not calls or calls[-1].index != self.num_calls - 1:
+        if arguments and (not calls or calls[-1].name is not None):  # a name comes alone
             calls.append(ToolCallPiece(self.num_calls - 1))
-        calls[-1].arguments += arguments
+        if arguments:
+            calls[-1].arguments += arguments
 
 
 _READERS: Final = {

@@ -133,16 +133,20 @@ class ResponseWriter:
         """One entry of `choices` in a chunk."""
         raise NotImplementedError
 
+    def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
+        """What is told in an event of its own."""
+        return [piece]
+
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """The event for one piece of one choice; `usage` so far where a client wants it."""
+        """The events for one piece of one choice; `usage` so far where a client wants it."""
         tail = {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
-        return self._choices_event([self._with_extras(self.delta(piece), piece)], tail)
+        return self._events(piece, tail, tail)
 
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._asked.include_usage:
-            return self._choices_event([self._with_extras(self.delta(piece), piece)], tail)
+            return self._events(piece, {}, tail)
         so_far = usage if self._asked.continuous_usage else None
         return self.chunk(piece, so_far) + self._choices_event(
             [], {"usage": usage.to_openai(), **tail}
@@ -160,6 +164,11 @@ class ResponseWriter:
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
         return _encode({**body, "usage": usage.to_openai(), **extra})
+
+    def _events(self, piece: ChoicePiece, tail: dict[str, Any], last: dict[str, Any]) -> bytes:
+        *before, end = ([self._with_extras(self.delta(p), p)] for p in self.parts(piece))
+        events = [self._choices_event(choices, tail) for choices in before]
+        return b"".join(events) + self._choices_event(end, last)
 
     def _choices_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
@@ -212,6 +221,19 @@ class ChatWriter(ResponseWriter):
             message["content"] = piece.text or None
             message["tool_calls"] = whole_calls(piece.tool_calls)
         return _entry(piece, chat_logprobs, message=message)
+
+    def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
+        """Thoughts, a text, what is new of one call, and the end, as OpenAI tells them: some
+        clients look for one of them only."""
+        if not (piece.tool_calls or piece.finish_reason or (piece.reasoning and piece.text)):
+            return [piece]
+        told: list[dict[str, Any]] = [{"reasoning": piece.reasoning}, {"text": piece.text}]
+        told += ({"tool_calls": [call]} for call in piece.tool_calls)
+        told += [{"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}]
+        parts = [ChoicePiece(piece.index, **one) for one in told if any(one.values())]
+        parts[0].first, parts[0].prompt_token_ids = piece.first, piece.prompt_token_ids
+        parts[0].logprobs, parts[0].token_ids = piece.logprobs, piece.token_ids
+        return parts
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}

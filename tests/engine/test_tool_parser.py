@@ -200,12 +200,12 @@ def test_blanks_without_end_are_looked_at_once(kind, begin):
 
 
 def test_arguments_come_as_they_are_written():
-    """The name first, then pieces of the arguments, not all at the end."""
+    """The name first and alone, then pieces of the arguments, not all at the end."""
     parser = new("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
     pieces = [parser.feed(text).calls for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")]
     told = [[piece.arguments for piece in some] for some in pieces]
-    assert told == [['{"a"'], [": 1, "], ['"b": 2}'], []]
+    assert told == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,13 @@ import json
 from typing import Any
 
 from protocol.messages import KVUsage
-from protocol.openai.responses import ChoicePiece, Usage
+from protocol.openai.chat import ChatRequest
+from protocol.openai.requests import validate
+from protocol.openai.responses import ChatWriter, ChoicePiece, Usage
 from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
+from protocol.openai.tools import ToolCallPiece
+from tests.protocol.test_openai_mistakes import USER
 from tests.rigs.client import sse_events
 
 USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5))
@@ -44,3 +48,24 @@ def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 10,
     }
+
+
+def test_an_event_of_a_chat_tells_one_thing():
+    """As OpenAI's do: litellm, for Claude Code, drops what else is in one that begins a call, or
+    that says how the answer ended."""
+    calls = [ToolCallPiece(0, "", "a", "f"), ToolCallPiece(0, "{}"), ToolCallPiece(1, "", "b", "g")]
+    piece = ChoicePiece(0, "So", [1, 2], None, "tool_calls", first=True, reasoning="hm")
+    piece.tool_calls = calls
+    asked = validate(ChatRequest, {"model": "m", "messages": [USER], "return_token_ids": True})
+    told = sse_events(ChatWriter("1", 5, asked).last_chunk(piece, USAGE, {}).decode())
+    chunks = [json.loads(text) for _, text in told]
+    assert ["baton_kv" in chunk for chunk in chunks] == [False] * 5 + [True]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2]] + [[]] * 5
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"content": "So"},
+        *({"tool_calls": [call.delta()]} for call in calls),
+        {},
+    ]

@@ -169,11 +169,12 @@ class TextEncoder:
 
 def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
-    messages = [message.model_dump(exclude_none=True) for message in parsed.messages]
-    for message in messages:
-        told = message.pop("reasoning", "") or message.pop("reasoning_content", "")
-        if told:
-            message |= {"reasoning_content": told, "thinking": told}  # as gpt-oss reads it
+    messages = []
+    for turn in parsed.messages:
+        message = {"content": turn.content, **turn.model_dump(exclude_none=True)}
+        if thoughts := turn.thoughts:
+            message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
+        messages.append(message)
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
         messages = one_call_each(messages)
     messages, tools = with_tools(messages, parsed.toolset, tokenizer)

@@ -34,9 +34,20 @@ class TextPart(Strict):
     cache_control: Any = UNREAD
 
 
-def joined(content: Any) -> str:
-    """Text parts, joined by newlines."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+class Thought(Strict):
+    """A block of Anthropic's, as litellm sends it back, beside a turn's content or in it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["thinking", "redacted_thinking"] = Field(description="thinking")
+    text: str = Field("", alias="thinking", description="a string")
+
+
+def joined(parts: Any, kind: Any = Strict) -> str:
+    """A text, or those of the parts of a kind, joined by newlines."""
+    if isinstance(parts, str):
+        return parts
+    return "\n".join(part.text for part in parts if isinstance(part, kind))
 
 
 def _as_object(arguments: str | dict[str, Any]) -> Any:
@@ -82,9 +93,9 @@ class Message(Strict):
     """
 
     role: Role = Field(description="system, developer, user, assistant or tool")
-    content: Annotated[
-        str, Read(str | Annotated[list[TextPart], Field(fail_fast=True)], joined)
-    ] = Field("", description="a string or a list of text parts")
+    content_: str | Annotated[list[TextPart | Thought], Field(fail_fast=True)] = Field(
+        "", alias="content", exclude=True, description="a string or a list of text parts"
+    )
     name: Text = None
     tool_calls: Annotated[list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)] = Field(
         None, description="a list, in an assistant's message only"
@@ -92,10 +103,24 @@ class Message(Strict):
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # every prompt's beginning is cached
     provider_specific_fields: Any = UNREAD  # what litellm adds to an answer and sends back
+    parsed: Any = UNREAD  # and OpenAI's client: the content as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")
-    reasoning_content: Text = None
-    reasoning: Text = None  # as some servers call it
+    reasoning_content: Text = Field(None, exclude=True)
+    reasoning: Text = Field(None, exclude=True)  # as some servers call it
+    thinking_blocks: Annotated[list[Thought], Field(fail_fast=True)] = Field(
+        [], exclude=True, description="a list of blocks of thoughts"
+    )
+
+    @property
+    def content(self) -> str:
+        return joined(self.content_, TextPart)
+
+    @property
+    def thoughts(self) -> str:
+        parts = self.thinking_blocks or self.content_
+        blocks = "" if isinstance(parts, str) else joined(parts, Thought)
+        return self.reasoning or self.reasoning_content or blocks
 
     @model_validator(mode="after")
     def _is_of_its_role(self) -> Self:
@@ -103,7 +128,7 @@ class Message(Strict):
             raise fault("tool_call_id", "must be in a tool's message only.")
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "must be in an assistant's message only.")
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content_" not in self.model_fields_set and not (self.tool_calls or self.thoughts):
             raise fault("content", "is missing; it must be a string or a list of text parts.")
         return self
 

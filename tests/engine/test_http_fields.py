@@ -18,6 +18,7 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 {{ m.reasoning_content }}{{ m.thinking }};{% endfor %}\
 {{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
 HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+THOUGHT = {"type": "thinking", "thinking": "hm"}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -76,6 +77,15 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
      IGNORED),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
        prompt("user:Hi|;assistant:Yo|hmhm;,,,")) for name in ("reasoning_content", "reasoning")),
+    # As litellm sends back what Claude Code has, by its providers; and OpenAI's own client.
+    *(((CHAT,), {"messages": [HISTORY[0], {"role": "assistant", **told}]},
+       prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, told in (
+        ("Yo", {"content": "Yo", "thinking_blocks": [{**THOUGHT, "signature": ""}]}),
+        ("Yo", {"content": [THOUGHT, {"type": "text", "text": "Yo"}]}),
+        ("", {"content": None, "thinking_blocks": [THOUGHT]}), ("", {"content": [THOUGHT]}),
+        ("", {"content": None, "reasoning_content": "hm"}))),
+    ((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], "parsed": {"a": 1}}]},
+     prompt("user:Hi|;assistant:Yo|;,,,")),
     ((CHAT,), {"messages": [{**HISTORY[0], "reasoning_content": ""}]}, IGNORED),
 ]  # fmt: skip
 

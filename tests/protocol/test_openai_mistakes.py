@@ -186,6 +186,9 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     (chat, messages(role="tool", content="x", tool_call_id=3), "messages[0].tool_call_id"),
     (chat, messages(**USER, tool_calls=[CALL]), "messages[0].tool_calls"),
     (chat, calling(), "messages[0].content"),
+    *((chat, messages(role="assistant", **{name: [{"type": "thinking", "thinking": 1}]}),
+       f"messages[0].{name}[0]{member}")
+      for name, member in (("content", ""), ("thinking_blocks", ".thinking"))),
     (completion, {"stream_options": {"speed": 3}}, "stream_options.speed"),
     (chat, {"tools": [TOOL] * 129}, "tools"),
     (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),

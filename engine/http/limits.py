@@ -69,18 +69,27 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     if not isinstance(parsed, ChatRequest):
         return guided
     tools = parsed.toolset
-    extra = {"x-guidance": {"lenient": True}} if tools.mode in ("none", "auto") else {}
-    schemas = [
-        GuidedDecoding(
-            Grammar("json_schema", json.dumps({**parameters_of(tool), **extra})), tools.field(at)
-        )
-        for at, tool in enumerate(tools.offered)
-    ]
+    schemas = []
+    for at, tool in enumerate(tools.offered):
+        schema = parameters_of(tool)
+        if tools.mode in ("none", "auto"):
+            schema = {**_without_patterns(schema), "x-guidance": {"lenient": True}}
+        schemas.append(GuidedDecoding(Grammar("json_schema", json.dumps(schema)), tools.field(at)))
     num_chars = sum(len(schema.grammar.text) for schema in schemas)
     if num_chars > MAX_GRAMMAR_CHARS:
         told = f"have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are taken"
         refuse("tools", f"{told}; send fewer or simpler ones")
     return schemas + guided
+
+
+def _without_patterns(schema: Any) -> Any:
+    """Many look ahead, such as zod's of e-mail addresses, which no grammar can."""
+    if isinstance(schema, list):
+        return [_without_patterns(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = ((k, v) for k, v in schema.items() if k != "pattern" or not isinstance(v, str))
+    return {key: _without_patterns(value) for key, value in kept}
 
 
 def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:

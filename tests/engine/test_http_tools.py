@@ -94,7 +94,11 @@ async def test_an_answer_without_calls_is_as_ever(tokenizer):
 
 
 async def test_what_the_engine_is_told(tokenizer):
-    odd = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    email = {"pattern": {"type": "string", "pattern": r"^(?!\.)[a-z]+@[a-z]+$"}}
+    odd = {
+        "name": "f",
+        "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
+    }
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         # No grammar can enforce the odd one; it need not be called.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])

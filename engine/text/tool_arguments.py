@@ -28,12 +28,20 @@ def call_in(text: str) -> tuple[str | None, str]:
     return name, arguments
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Takes JSON's names for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
+
+
 def json_of_python(text: str) -> str | None:
     """The arguments of Python's `f(a=1, b=[True])`, from behind the first bracket, as JSON."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a model writes nobody's log need tell
-            call = ast.parse("f(" + text, mode="eval").body
+            call = _JsonNames().visit(ast.parse("f(" + text, mode="eval").body)
         assert isinstance(call, ast.Call) and not call.args
         given = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
         arguments = quoted(given)

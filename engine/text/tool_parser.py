@@ -198,6 +198,7 @@ class ToolParser:
         while True:
             yield from self._content_to(_OPEN)
             if (yield from self._call()):
+                yield from self._skip("}")  # one too many
                 yield from self._skip(_CLOSE)
 
     def _read_mistral(self) -> _Reader[None]:
@@ -416,7 +417,8 @@ class ToolParser:
             if head and self._begin_call(call_in(head[1] + "}")[0]):
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
-                yield from self._until((0,), lambda text: None)
+                if not (yield from self._skip(_CLOSE)):  # without the last bracket
+                    yield from self._until((0,), lambda text: None)
                 return True
             if self._depth:
                 yield from self._until((0,), self._held.append)

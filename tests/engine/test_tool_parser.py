@@ -37,6 +37,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
     return content, [(call.name or "", call.arguments) for call in calls]
 
 
+UNCLOSED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}'
 CASES = [
     ("hermes", "Just text < with <tags>.\n", "Just text < with <tags>.\n", []),
     ("hermes",
@@ -50,6 +51,9 @@ CASES = [
      '<tool_call>{"name": "add", "arguments": ""}</tool_call>', "", [("add", "{}")] * 2),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
      " and more", [("add", '{"a": 1}')]),
+    ("hermes", f'{UNCLOSED}</tool_call>\n{UNCLOSED}}}\n</tool_call> so', " so",
+     [("add", '{"a": 1}')] * 2),
+    ("hermes", f"{UNCLOSED}}}}}\n</tool_call>{UNCLOSED}, ", "", [("add", '{"a": 1}')] * 2),
     ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
     ("hermes", '<tool_call>{"x": 1}', '<tool_call>{"x": 1}', []),
     ("hermes", "<tool_ca", "<tool_ca", []),
@@ -122,6 +126,8 @@ CASES = [
      [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
      ("add", "{}")]),
     ("pythonic", "<|python_start|>[add(a=-1)]<|python_end|>", "", [("add", '{"a": -1}')]),
+    ("pythonic", '[add(ok=true, deep={"x": null, "true": [false]})]', "",
+     [("add", '{"ok": true, "deep": {"x": null, "true": [false]}}')]),
     ("pythonic", "[add(a=1), nobody(b=2)] so", ", nobody(b=2)] so", [("add", '{"a": 1}')]),
     ("pythonic", "[add(1)]", "[add(1)]", []),
     ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),

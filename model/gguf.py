@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from model.errors import ModelError, ModelLoadError, UnsupportedModel
 
 # What a conversion depends on besides its input; a new number makes directories anew.
-CONVERTER_VERSION: Final = 4
+CONVERTER_VERSION: Final = 5
 
 _ARCHITECTURES: Final = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -60,6 +60,7 @@ _REGEXES: Final = {
     "llama-bpe": _CONTRACTIONS + _WORDS % r"\p{N}{1,3}",
     "qwen2": _CONTRACTIONS + _WORDS % r"\p{N}",
 }
+_ENDS: Final = ("<|eot_id|>", "<|eom_id|>")  # of Llama 3's turns; a file names one token only
 _SPECIAL: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -102,6 +103,9 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
     config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
     _write_json(target / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = fields.get("tokenizer.ggml.tokens", [])
+    if more := [i for i, token in enumerate(tokens) if token in _ENDS and i != ids["eos_token_id"]]:
+        ids["eos_token_id"] = [ids["eos_token_id"], *more]
     _write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
     progress("writing the tokenizer")
     _write_tokenizer(target, fields.get, config["max_position_embeddings"])
@@ -344,7 +348,8 @@ def _add_specials(tokenizer: Tokenizer, get: _Get, tokens: list[str]) -> None:
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in controls])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
     bos = get("tokenizer.ggml.bos_token_id", None)
-    default = get("tokenizer.ggml.model", None) == "llama"
+    kinds = {get("tokenizer.ggml.model", None), get("tokenizer.ggml.pre", None)}
+    default = not kinds.isdisjoint({"llama", "llama-bpe"})  # as in llama.cpp
     if bos is not None and get("tokenizer.ggml.add_bos_token", default):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A",

@@ -151,6 +151,22 @@ def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
     assert generation["eos_token_id"] == 2
 
 
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", ["<s>"]), ("smollm", [])])
+def test_a_text_for_llama3_begins_with_its_bos_and_its_turns_end(
+    pre, begins, tmp_path, monkeypatch
+):
+    """Its files name neither that a text begins so, nor all tokens that end a turn."""
+    monkeypatch.setattr("tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"])
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    monkeypatch.setattr("tests.model.test_gguf.MERGES", MERGES[:1])
+    write_gguf(tmp_path / "m.gguf", reference, pre=pre)
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.encode("he").tokens == [*begins, "he"]
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, len(TOKENS) - 2, len(TOKENS) - 1]
+
+
 def test_what_cannot_be_converted_is_refused(tmp_path):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "gemma.gguf", reference, "gemma2")

@@ -11,6 +11,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.errors import InvalidRequest
+from protocol.openai.requests import refuse
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -117,11 +118,8 @@ _HERE = "<|baton ends here|> "
 def _cut_at_the_end_of_the_last_message(text: str) -> str:
     found = text.rfind(_HERE.strip())
     if found < 0:
-        raise InvalidRequest(
-            "The model's chat template leaves out the end of the last message, so "
-            "`continue_final_message` cannot continue it; set it to false.",
-            param="continue_final_message",
-        )
+        told = "cannot be done: the model's chat template leaves out the end of the last message"
+        refuse("continue_final_message", f"{told}; set it to false")
     keeps_spaces = text.startswith(_HERE, found)
     return text[:found] if keeps_spaces else text[:found].rstrip()
 

@@ -20,8 +20,9 @@ import msgspec
 
 from engine.text.grammar_compile import Try, Verdict, line_of
 from engine.text.tokenizer import Tokenizer
-from protocol.errors import InternalError, InvalidRequest, Overloaded
+from protocol.errors import InternalError, Overloaded
 from protocol.messages import Grammar
+from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
 from protocol.settings.sources import clean_environment
 
@@ -131,20 +132,16 @@ class GrammarChecker:
                 turns.release()
             left = self._unknown(left)
         if left:
-            raise InvalidRequest(
-                f"`{left[0].field}` takes more than {self._timeout_s:g} s or "
-                f"{MEMORY_BYTES >> 20} MB of memory to compile; send a simpler one "
-                "(the server's limit of time is --grammar-timeout-s).",
-                param=left[0].field,
-            )
+            told = f"takes more than {self._timeout_s:g} s or {MEMORY_BYTES >> 20} MB of memory to"
+            told += " compile; send a simpler one (the server's limit of time is"
+            refuse(left[0].field, f"{told} --grammar-timeout-s)")
 
     def _unknown(self, all_guided: Sequence[GuidedDecoding]) -> list[GuidedDecoding]:
         """Those not known to be good. Raises InvalidRequest of the first known to be bad."""
         verdicts = [self._known.get(_key(guided.grammar)) for guided in all_guided]
         for guided, known in zip(all_guided, verdicts, strict=True):
             if known is not None and known.mistake is not None:
-                told = f"`{guided.field}` cannot be used: {known.mistake}"
-                raise InvalidRequest(told, param=guided.field)
+                refuse(guided.field, f"cannot be used: {known.mistake}")
         return [g for g, known in zip(all_guided, verdicts, strict=True) if known is None]
 
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:

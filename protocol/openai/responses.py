@@ -127,7 +127,8 @@ class ResponseWriter:
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         """One entry of `choices` in a whole response."""
-        raise NotImplementedError
+        asked = piece.prompt_logprobs
+        return self.delta(piece) | ({} if asked is None else {"prompt_logprobs": asked})
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
         """One entry of `choices` in a chunk."""
@@ -197,12 +198,6 @@ class CompletionWriter(ResponseWriter):
     id_prefix = "cmpl-"
     full_object = "text_completion"
     chunk_object = "text_completion"
-
-    def choice(self, piece: ChoicePiece) -> dict[str, Any]:
-        choice = self.delta(piece)
-        if piece.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = piece.prompt_logprobs
-        return choice
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
         return _entry(piece, completion_logprobs, text=piece.text)

@@ -61,8 +61,6 @@ class ResponsesWriter(ResponseWriter):
     """Writes the answer to one request to /v1/responses."""
 
     id_prefix = "resp_"
-    full_object = "response"
-    chunk_object = "response"
     end: ClassVar[bytes] = b""  # the last event says that it is the last
 
     def __init__(

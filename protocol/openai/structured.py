@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from protocol.errors import InvalidRequest
 from protocol.messages import Grammar
-from protocol.openai.requests import Read, Strict, fault
+from protocol.openai.requests import Read, Strict, fault, refuse
 
 MAX_CHOICES = 1024
 
@@ -162,9 +161,6 @@ def only_one(said: Sequence[GuidedDecoding | None]) -> GuidedDecoding | None:
     """Raises InvalidRequest where two fields say what the output must match."""
     found = [guided for guided in said if guided is not None]
     if len(found) > 1:
-        first, second = found[0].field, found[1].field
-        raise InvalidRequest(
-            f"`{first}` and `{second}` both say what the output must match; send one of them.",
-            param=second,
-        )
+        told = f"and `{found[0].field}` both say what the output must match; send one of them"
+        refuse(found[1].field, told)
     return found[0] if found else None

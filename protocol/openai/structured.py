@@ -75,11 +75,6 @@ class SchemaMembers(Strict):
         None, alias="schema", description="a JSON schema, an object"
     )
 
-    def guided_at(self, where: str) -> GuidedDecoding:
-        if self.schema_ is None:
-            return GuidedDecoding(Grammar("json_object"), where)
-        return GuidedDecoding(self.schema_, f"{where}.schema")
-
 
 class NamedSchema(SchemaMembers):
     name: str = Field(description="a string")
@@ -98,10 +93,11 @@ class ResponseFormat(Strict):
         return self
 
     def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
-        if self.json_schema is not None:
-            return self.json_schema.guided_at(inside)
-        is_free = self.type == "text"
-        return None if is_free else GuidedDecoding(Grammar("json_object"), where)
+        if self.type == "text":
+            return None
+        if self.json_schema and self.json_schema.schema_:
+            return GuidedDecoding(self.json_schema.schema_, f"{inside}.schema")
+        return GuidedDecoding(Grammar("json_object"), inside if self.json_schema else where)
 
 
 class StructuredOutputs(Strict):

@@ -119,7 +119,7 @@ class Api:
         check_parsers(self.settings, tokenizer)
         self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self.generation_config = generation_config or GenerationConfig()
-        self.texts = TextEncoder(tokenizer)
+        self.texts = TextEncoder(tokenizer, self.settings.tool_call_parser)
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
 
     @property

@@ -19,7 +19,7 @@ from engine.http.limits import too_long
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import call_beginnings
+from engine.text.tool_parser import call_beginnings, tool_syntax
 from protocol.errors import QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
@@ -35,13 +35,18 @@ _LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before
 
 _T = TypeVar("_T")
 _HOW_TO_CALL = {
-    "auto": "To call a tool, answer with\n"
-    '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}</tool_call>\n'
-    "and nothing else. Call one only where it helps to answer.",
+    "auto": "To call a tool, answer with\n{call}\nand nothing else. "
+    "Call one only where it helps to answer.",
     "required": "Answer with calls and nothing else, as a list: "
     '[{"name": <its name>, "parameters": <an object of its parameters>}]',
     "named": "Answer with the arguments of a call of `{name}` and nothing else, as a JSON object "
     "of its parameters.",
+}
+_CALL = '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}</tool_call>'
+_OTHER_CALLS = {  # of models whose templates know no tools, too
+    "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
+    "<an object of its parameters><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 
 
@@ -98,8 +103,8 @@ class TextEncoder:
     """Tokenizes the texts of one application, on one event loop: none holds up its streams, nor
     do several at once fill its memory."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, tool_call_parser: str = "auto") -> None:
+        self._tokenizer, self._option = tokenizer, tool_call_parser
         self._alone = asyncio.Lock()
         self._num_chars = 0  # for threads
 
@@ -142,7 +147,8 @@ class TextEncoder:
 
         def render() -> Sequence[str | list[int]]:
             if isinstance(parsed, ChatRequest):
-                found: Sequence[Any] = [tokenizer.render_chat(**_chat(parsed, tokenizer))]
+                chat = _chat(parsed, tokenizer, self._option)
+                found: Sequence[Any] = [tokenizer.render_chat(**chat)]
             else:
                 found = parsed.prompts
             for text in found:
@@ -167,7 +173,7 @@ class TextEncoder:
         return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
 
 
-def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def _chat(parsed: ChatRequest, tokenizer: Tokenizer, option: str) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
     messages = []
     for turn in parsed.messages:
@@ -177,23 +183,25 @@ def _chat(parsed: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
         messages.append(message)
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
         messages = one_call_each(messages)
-    messages, tools = with_tools(messages, parsed.toolset, tokenizer)
+    messages, tools = with_tools(messages, parsed.toolset, tokenizer, option)
     told = {"messages": messages, "field": parsed.prompt_field}
     return {**told, **parsed.template_options, "tools": tools}
 
 
 def with_tools(
-    messages: list[dict[str, Any]], tools: Tools, tokenizer: Tokenizer
+    messages: list[dict[str, Any]], tools: Tools, tokenizer: Tokenizer, option: str = "auto"
 ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
     """The messages, and the tools for the chat template; either may be the way to tell of them."""
     template = tokenizer.chat_template
     if template is None or template.knows_tools:
         return messages, tools.offered if tools.active else None
-    messages = [_without_tool_calls(message) for message in messages]
+    call = _OTHER_CALLS.get(tool_syntax(option, template), _CALL)
+    if call == _CALL or "tool_calls" not in template.source:
+        messages = [_without_tool_calls(message) for message in messages]
     if not tools.active:
         return messages, None
     functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered)
-    how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "")
+    how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "").replace("{call}", call)
     told = "\n".join(["You can call these tools:", *functions, how])
     if messages and messages[0]["role"] in ("system", "developer"):
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}

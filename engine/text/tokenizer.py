@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 
 from engine.text.chat_template import ChatTemplate, find_chat_template
-from protocol.errors import InvalidRequest
+from protocol.openai.requests import refuse
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
@@ -127,9 +127,7 @@ class Tokenizer:
             InvalidRequest: the model has no chat template, or its template refuses the messages.
         """
         if self.chat_template is None:
-            raise InvalidRequest(
-                "The model has no chat template; use /v1/completions.", param=field
-            )
+            refuse(field, "cannot be used: the model has no chat template; use /v1/completions")
         return self.chat_template.render(messages, self.special_tokens, field=field, **options)
 
     def _token_text(self, token_id: int) -> TokenText:

@@ -465,10 +465,10 @@ class ToolParser:
 
     def _tell(self, arguments: str) -> None:
         calls = self._parsed.calls
-        if arguments and (not calls or calls[-1].name is not None):  # a name comes alone
-            calls.append(ToolCallPiece(self.num_calls - 1))
-        if arguments:
+        if calls and calls[-1].name is None:  # which comes alone
             calls[-1].arguments += arguments
+        elif arguments:
+            calls.append(ToolCallPiece(self.num_calls - 1, arguments))
 
 
 _READERS: Final = {

@@ -8,7 +8,7 @@ import pytest
 from engine.http.text_encoder import with_tools
 from engine.text.tool_parser import call_beginnings, create_tool_parser
 from protocol.messages import Grammar
-from protocol.openai.tools import Tools
+from protocol.openai.tools import Tools, whole_calls
 from tests.rigs.http_server import chunks, saying, serving_4k, with_template
 
 TOOL = {
@@ -140,6 +140,25 @@ def test_another_template_gets_a_system_message(tokenizer, mode):
     joined, _ = with_tools([system, USER], tools, tokenizer)
     assert [m["role"] for m in joined] == ["system", "user"]
     assert joined[0]["content"] == "Be kind.\n\n" + messages[0]["content"]
+
+
+@pytest.mark.parametrize("option", ["auto", "deepseek_v3", "llama3_json"])
+@pytest.mark.parametrize("source", ["{{ messages }}", "{{ messages }} {{ tool_calls }}"])
+def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option):
+    """DeepSeek's own templates know earlier calls, and no tools."""
+    knowing = with_template(tokenizer, source)
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    tools = Tools((TOOL,), "auto")
+    (told, plain), _ = with_tools([turn], tools, knowing, option)
+    (shape,) = (line for line in told["content"].splitlines() if "<its name>" in line)
+    call = shape.replace("<an object of its parameters>", '{"a": 1}')
+    call = call.replace("<its name>,", '"add",').replace("<its name>", "add")
+    parser = create_tool_parser(tools, option, knowing.chat_template)
+    assert parser is not None
+    pieces = parser.feed(call).calls + parser.finish().calls
+    assert whole_calls(pieces)[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    is_native = option != "auto" and "tool_calls" in source
+    assert ("tool_calls" in plain) == is_native
 
 
 def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):

@@ -71,13 +71,14 @@ class Usage(msgspec.Struct):
     kv: KVUsage = KVUsage()
     reasoning_tokens: int = 0  # of the completion's
 
-    def to_openai(self) -> dict[str, Any]:
+    def to_openai(self, read: str = "prompt", made: str = "completion") -> dict[str, Any]:
+        """`read` and `made` are what an endpoint calls them."""
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
+            f"{read}_tokens": self.prompt_tokens,
+            f"{made}_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.kv.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            f"{read}_tokens_details": {"cached_tokens": self.kv.cached_tokens},
+            f"{made}_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def baton_kv(self, leg: str = "") -> dict[str, int]:

@@ -187,10 +187,6 @@ def _status(piece: ChoicePiece) -> str:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.kv.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+    told = usage.to_openai("input", "output")
+    told["input_tokens_details"]["cache_write_tokens"] = 0
+    return told

@@ -261,9 +261,6 @@ class ChoiceStream:
             _take_calls_out(piece, self._tool_parser)
         return piece
 
-    def _write(self, piece: ChoicePiece, text: str) -> None:
-        self._tell(piece, *self._reasoning.feed(text))
-
     def _tell(self, piece: ChoicePiece, reasoning: str, text: str) -> None:
         if getattr(self._request, "include_reasoning", False):
             piece.reasoning += reasoning
@@ -303,16 +300,14 @@ class ChoiceStream:
         # Before min_tokens no stop string begins or ends, nor in what the client does not see.
         if self.num_tokens > self._request.min_tokens and not self._reasoning.is_in_head:
             text, self.stop_found = self._stops.push(text)
-        self._write(piece, text)
+        self._tell(piece, *self._reasoning.feed(text))
         self.num_reasoning += thinks and self._reasoning.is_inside
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
         if not self.stop_found:
-            emitted, self.stop_found = self._stops.push(self._detokenizer.flush())
-            self._write(piece, emitted)
-        if not self.stop_found:
-            self._write(piece, self._stops.flush())
+            text, self.stop_found = self._stops.push(self._detokenizer.flush())
+            self._tell(piece, *self._reasoning.feed(text + self._stops.flush()))
         self._tell(piece, *self._reasoning.finish())
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found

@@ -215,16 +215,13 @@ class ToolParser:
                 self._ends_call, between = True, _BLANKS + ","
 
     def _read_deepseek(self) -> _Reader[None]:
-        """Calls between tags of their own, all of them between another two."""
+        """Calls between tags of their own, and all of them between two that may be missing."""
         while True:
-            yield from self._content_to(_CALLS)
-            while (yield from self._tag(_CALL)):
-                if not (yield from self._headed_call()):
-                    break
+            yield from self._content_to(_CALLS, _CALL)
+            if (yield from self._headed_call()):
                 yield from self._skip("```")
                 yield from self._skip(_END_CALL)
-                if (yield from self._skip(_END_CALLS)):
-                    break
+                yield from self._skip(_END_CALLS)
 
     def _read_tagged(self) -> _Reader[None]:
         """Functions and parameters between tags; the outermost ones may be missing."""

@@ -95,6 +95,9 @@ CASES = [
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
      '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"s": "<｜tool▁call▁end｜>"}', "",
      [("add", "{}"), ("look_up", '{"s": "<｜tool▁call▁end｜>"}')]),
+    ("deepseek_v3",
+     "So <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>look_up"
+     "<｜tool▁sep｜>{}<｜tool▁call▁end｜> so", "So so", [("add", "{}"), ("look_up", "{}")]),
     ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", "a <｜tool▁calls▁begin｜> b", []),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}",
      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>? {}", []),

@@ -199,3 +199,15 @@ def test_litellm_calls_tools(lite):
     (again,) = rebuilt.choices[0].message.tool_calls
     assert again.function.arguments == call.function.arguments
     assert rebuilt.choices[0].finish_reason == "tool_calls"
+
+
+def test_claude_code_gets_whole_calls_through_litellm(lite):
+    """Of an event that begins a call litellm tells the name alone."""
+    from litellm.llms.anthropic.experimental_pass_through.adapters import streaming_iterator
+
+    asked = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False, "stream_options": {"include_usage": True}}
+    chunks = litellm.completion(messages=_MESSAGES, stream=True, **asked)
+    events = list(streaming_iterator.AnthropicStreamWrapper(chunks, MODEL))
+    told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    Toy.model_validate_json("".join(delta.get("partial_json", "") for delta in told))

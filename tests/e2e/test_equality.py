@@ -1,15 +1,31 @@
 """The law of this project: through prefill and decode, or not, the tokens are the same.
 
 Prompts of every awkward length, greedy and sampled, in float32: P/D equals the decode server alone
-equals transformers' generate.
+equals transformers' generate. That each draws as it says, and tells the right logprobs,
+tests/engine/test_against_transformers.py holds against transformers' logits.
 """
+
+from typing import Any
 
 import pytest
 
-from tests.rigs.client import complete, complete_all, make_prompt
+from tests.rigs.client import (
+    answer_of,
+    complete,
+    complete_all,
+    make_prompt,
+    stream,
+    streamed_token_ids,
+)
+
+pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
 _BLOCK = 64
 _LENGTHS = [1, 2, 17, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 129, 300, 511, 512, 513, 700]
+_SHAPED: dict[str, Any] = {
+    "temperature": 1.2, "presence_penalty": 0.7, "frequency_penalty": 0.5,
+    "repetition_penalty": 1.3, "logit_bias": {"60": 2.5},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [*_LENGTHS, 1500])
@@ -53,13 +69,47 @@ def test_many_at_once_with_shared_prefixes(tiny_cluster, tiny_reference):
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 1.3, "top_k": 20},
         {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95, "top_k": 50},
+        _SHAPED,
     ],
 )
 def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
     for seed, prompt in enumerate(prompts):
-        through = complete(tiny_cluster.url, prompt, 20, seed=seed, **sampling)
-        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=seed, **sampling)
+        through = complete(tiny_cluster.url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
+        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
         assert through.token_ids == alone.token_ids
-    batched = complete_all(tiny_cluster.url, prompts, 20, seed=3, **sampling)
-    assert batched[3].token_ids == through.token_ids
+    last = {"seed": 2**63 - 1, **sampling}
+    batched = complete_all(tiny_cluster.url, prompts, 20, **last)
+    streamed = streamed_token_ids(stream(tiny_cluster.url, prompts[3], 20, **last))
+    assert batched[3].token_ids == streamed == through.token_ids
+
+
+_ASKED = {"prompt": "Ida painted the wooden boat near the old river. Then", "seed": 2**63 - 1}
+_ASKED["ignore_eos"] = True
+
+
+def test_each_choice_is_drawn_by_its_own_noise_and_the_best_are_the_likeliest(tiny_cluster):
+    body = {"max_tokens": 10, "return_token_ids": True, "logprobs": 0, **_ASKED, **_SHAPED}
+    told = []
+    for url in (tiny_cluster.url, tiny_cluster.decode[0].url):
+        answer = answer_of(url, n=4, **body)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        told.append([choice["token_ids"] for choice in choices])
+        assert len({tuple(ids) for ids in told[-1]}) > 1
+        assert answer["usage"]["completion_tokens"] == 40
+        # Of equal lengths: sums rank as means do.
+        choices.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+        best = answer_of(url, n=2, best_of=4, **body)["choices"]
+        assert [one["token_ids"] for one in best] == [one["token_ids"] for one in choices[:2]]
+    assert told[0] == told[1]
+
+
+def test_a_stop_string_ends_one_choice_and_not_the_others(tiny_cluster):
+    asked = {"n": 4, "max_tokens": 24, "temperature": 1.2, **_ASKED}
+    whole = answer_of(tiny_cluster.url, **asked)["choices"]
+    stop = whole[2]["text"][5:9]
+    for server in tiny_cluster.servers():
+        cut = answer_of(server.url, stop=stop, **asked)["choices"]
+        for before, after in zip(whole, cut, strict=True):
+            assert after["text"] == before["text"].partition(stop)[0]
+            assert after["finish_reason"] == ("stop" if stop in before["text"] else "length")

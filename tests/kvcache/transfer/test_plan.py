@@ -230,6 +230,7 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
         (MIXED, {"convert": True}, "staging_bytes is None"),
         (MIXED, {"convert": True, "staging_bytes": 1000}, r"is 1000; .* use at least \d+"),
         (simple(side(1, 32), SHARING, heads=1), {}, "16 here and 32 on the peer"),
+        (simple(side(1, 12), SHARING, heads=1), {}, "16 here and 12 on the peer.*--block-size 12"),
         (simple(side(1), side(1), start=-1, stop=4), {}, r"token range is \[-1, 4\)"),
         (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
     ],

@@ -42,13 +42,6 @@ def test_property_posts_move_each_byte_once_within_their_limits(reads, max_bytes
         assert post.lengths.min() > 0
 
 
-def test_no_more_posts_than_the_limits_ask_for():
-    posts = list(Throttle(ReadWindow(max_bytes=250)).cut([read_of([10] * 100)]))
-    assert [post.nbytes for post in posts] == [250] * 4
-    (one,) = Throttle(ReadWindow()).cut([read_of([10] * 100)])
-    assert one.nbytes == 1000
-
-
 def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
     busy = False
     throttle = Throttle(ReadWindow(max_bytes=1 << 30), lambda: busy)

@@ -1,4 +1,5 @@
-"""Counter-based noise: pure, well mixed, and Gumbel."""
+"""Counter-based noise is a pure function, of these integers. That draws by it follow their softmax,
+and are independent, is tests/engine/test_sampler.py's."""
 
 import math
 
@@ -11,18 +12,6 @@ from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:
     num = len(positions)
     return row_keys(torch.full((num,), seed), torch.full((num,), choice), torch.tensor(positions))
-
-
-def uniforms(noise: torch.Tensor) -> torch.Tensor:
-    """The uniform variates behind Gumbel ones."""
-    return torch.exp(-torch.exp(-noise.double()))
-
-
-def chi_square(counts: torch.Tensor, expected: float) -> float:
-    """Standard deviations by which the statistic exceeds its mean."""
-    statistic = ((counts.double() - expected) ** 2 / expected).sum()
-    freedom = counts.numel() - 1
-    return float((statistic - freedom) / math.sqrt(2 * freedom))
 
 
 def test_keys_are_those_of_splitmix64():
@@ -72,22 +61,3 @@ def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(other):
     assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400])
     changed = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
     assert int((changed[0] == whole[0]).sum()) < 3
-
-
-@pytest.mark.parametrize("distance", [1, 2, 64, 4096])
-def test_neighbours_are_independent(distance):
-    """Pairs of neighbouring tokens, and of neighbouring positions, fill the unit square evenly."""
-    num = 100_000
-    tokens = uniforms(gumbel_of_vocabulary(keys_of(1, 0, [0]), num + distance))[0]
-    positions = uniforms(gumbel_of_vocabulary(keys_of(1, 0, [100, 100 + distance]), num))
-    for a, b in ((tokens[:num], tokens[distance:]), (positions[0], positions[1])):
-        cells = (a * 20).long() * 20 + (b * 20).long()
-        assert abs(chi_square(torch.bincount(cells, minlength=400), num / 400)) < 5
-
-
-def test_noise_is_finite_and_has_a_gumbel_tail():
-    noise = gumbel_of_vocabulary(keys_of(2, 0, list(range(100))), 100_000)
-    assert bool(noise.isfinite().all())
-    for level in (5.0, 8.0, 11.0):
-        expected = noise.numel() * -math.expm1(-math.exp(-level))
-        assert int((noise > level).sum()) == pytest.approx(expected, abs=5 * math.sqrt(expected))

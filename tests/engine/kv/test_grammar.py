@@ -69,16 +69,6 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told
     assert lease_ends or waiting.pair.d.kv(name) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("regex", "is_sent"), [("[!]+", True), ("[!", False)])
-def test_a_grammar_that_refuses_the_first_token_or_has_a_mistake_gives_the_lease_back(
-    waiting, told, regex, is_sent
-):
-    prompt, token, _ = told
-    name = waiting.ask(prompt, Grammar("regex", regex))
-    waiting.go_on.set()
-    assert waiting.end(name) == ([token] * is_sent, None, "grammar_failed")
-
-
 def test_an_abort_meanwhile_gives_the_lease_back(waiting, told):
     name = waiting.ask(told[0], Grammar("regex", "a+"))
     waiting.pair.d.core.round([AbortRequest(name)])

@@ -79,31 +79,26 @@ OTHERS = {"model_fingerprint": "x", "kv_dtype": "float32", "num_layers": 4, "tot
 OTHERS |= {"num_components": 1, "head_dim": 128, "rope": "{}"}
 
 
-@pytest.mark.parametrize("field", OTHERS)
-def test_a_difference_names_the_field_and_both_values(field):
+LONGROPES = [
+    compat(model_fingerprint=name, rope=f'{{"rope_type": "longrope", "divisors": "{name}"}}')
+    for name in ("short", "long")
+]
+SCALED, OTHER_SCALED = (fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2)))
+DIFFERENCES = [
+    *((COMPAT, compat(**{field: value}), (field, json.dumps(getattr(COMPAT, field)),
+       json.dumps(value))) for field, value in OTHERS.items()),
+    (SCALED, OTHER_SCALED,
+     ("kv_scales", "differs at index 3", "0.25 here", "0.125 on the", "--kv-convert")),
+    (*LONGROPES, ("model_fingerprint", "the same --max-model-len, by which longrope")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ours", "theirs", "words"), DIFFERENCES)
+def test_a_difference_names_the_field_both_values_and_the_fix(ours, theirs, words):
     with pytest.raises(PeerIncompatible) as caught:
-        check_compatible(COMPAT, compat(**{field: OTHERS[field]}))
-    assert caught.value.param == field
-    assert json.dumps(OTHERS[field]) in caught.value.message
-    assert json.dumps(getattr(COMPAT, field)) in caught.value.message
-
-
-def test_unequal_scales_name_both_values_and_the_fix():
-    ours = fp8(kv_scales=(1.0, 0.5, 1.0, 0.25, 1.0, 1.0))
-    with pytest.raises(PeerIncompatible) as caught:
-        check_compatible(ours, fp8(kv_scales=(1.0, 0.5, 1.0, 0.125, 1.0, 2.0)))
-    assert caught.value.param == "kv_scales"
-    for word in ("kv_scales differs at index 3", "0.25 here", "0.125 on the", "--kv-convert"):
-        assert word in caught.value.message
-
-
-def test_unequal_factors_of_longrope_name_the_option_that_chooses_them():
-    short, long = (
-        compat(model_fingerprint=name, rope=f'{{"rope_type": "longrope", "divisors": "{name}"}}')
-        for name in ("short", "long")
-    )
-    with pytest.raises(PeerIncompatible, match="the same --max-model-len, by which longrope"):
-        check_compatible(short, long)
+        check_compatible(ours, theirs)
+    assert caught.value.param == words[0]
+    assert all(word in caught.value.message for word in words), caught.value.message
 
 
 def test_only_the_dtype_and_scales_may_differ_when_the_reader_converts():

@@ -1,6 +1,7 @@
 """Pulls over the mapped path, without a GPU: P's pools are in this process, numpy gathers."""
 
 import itertools
+import re
 import threading
 from typing import Any
 
@@ -202,28 +203,22 @@ class Broken(MemoryPlacer):
 
 
 @pytest.mark.parametrize(
-    ("of_p", "make_placer", "told"),
+    ("of_p", "make_placer", "told", "refusal"),
     [
-        ({"edit": without_offer}, MemoryPlacer, "not mapped, it offers no memory"),
-        ({}, without_compiler, "not every kernel that places KV can be compiled"),
-        ({}, Broken, "not mapped, a bug"),
+        ({"edit": without_offer}, MemoryPlacer, "not mapped, it offers no memory",
+         "offers no memory to map.*--transfer auto"),
+        ({}, without_compiler, "not every kernel that places KV can be compiled",
+         "the kernel that places KV"),
+        ({}, Broken, "not mapped, a bug", "a bug"),
     ],
-)
-def test_a_peer_that_cannot_be_mapped_is_read_by_the_agent(rig, of_p, make_placer, told, caplog):
+)  # fmt: skip
+def test_who_cannot_be_mapped_is_read_by_the_agent_or_refused_if_the_path_is_pinned(
+    rig, of_p, make_placer, told, refusal, caplog
+):
     caplog.set_level("INFO")
     prefill, decode = rig(Prefill, **of_p), rig(Decode, make_placer=make_placer)
     assert pull(decode, prefill, "direct").descriptors > 0
     assert told in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("of_p", "make_placer", "told"),
-    [
-        ({"edit": without_offer}, MemoryPlacer, ("offers no memory to map", "--transfer auto")),
-        ({}, without_compiler, ("the kernel that places KV",)),
-    ],
-)
-def test_a_pinned_mapped_path_refuses_what_it_cannot_map(rig, of_p, make_placer, told):
-    decode = rig(Decode, make_placer=make_placer, maps_only=True)
-    error = pull(decode, rig(Prefill, **of_p), None)
-    assert isinstance(error, PeerIncompatible) and all(words in str(error) for words in told)
+    error = pull(rig(Decode, make_placer=make_placer, maps_only=True), prefill, None)
+    assert re.search(refusal, str(error)), error
+    assert isinstance(error, PeerIncompatible) or make_placer is Broken

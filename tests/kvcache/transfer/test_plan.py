@@ -168,15 +168,6 @@ def scattered(of: Side) -> Side:
     return dataclasses.replace(of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2)))
 
 
-def test_a_latent_is_read_once_by_each_rank_and_striped_over_its_copies():
-    case = simple(side(4), side(2), heads=1, components=1)
-    for d_rank in range(2):
-        plan = case.plan(d_rank)
-        assert plan.bytes_read == 128 * 2 * 4 * 4
-        assert [read.remote_rank for read in plan.reads] == [0, 1, 2, 3]
-        assert [len(read.lengths) for read in plan.reads] == [2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"])
 def test_ranks_that_share_tokens_begin_at_different_copies(dcp, tokens):
     """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""

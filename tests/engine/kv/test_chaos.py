@@ -240,12 +240,14 @@ def _num_right(seed: int, **options: Any) -> int:
     return len(chaos.asked)
 
 
-RUNS: list[dict[str, Any]] = [
+RUNS: list[Any] = [
     *({"seed": seed} for seed in range(12)),
     *({"seed": seed, **SMALL} for seed in range(8)),  # blocks are few
     *({"seed": seed, "dcp": dcp} for seed, dcp in ((2, 2), (3, 3), (22, 4))),  # share tokens
     *({"seed": seed, "stays_hung": True} for seed in range(3)),  # READs hang for ever
-]
+    *(pytest.param({"seed": seed, "dcp": max(1, seed % 8 - 3)}, marks=pytest.mark.slow)
+      for seed in range(100, 300)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
@@ -266,9 +268,3 @@ def test_nor_do_they_where_blocks_go_home_behind_windows(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_nor_do_they_where_memory_is_mapped(seed):
     assert _num_right(seed, launch_bytes=1 if seed % 2 else 1 << 30) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 300))
-def test_nor_do_they_in_many_draws(seed):
-    assert _num_right(seed, dcp=max(1, seed % 8 - 3)) > 0

@@ -419,13 +419,10 @@ def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
         return _Mixture(seed, compiler).run()
 
 
-@pytest.mark.parametrize("seed", range(80))
-def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(compiler, seed):
-    assert_all_blocks_home(_run(seed, compiler))
+MANY = [pytest.param(range(at, at + 200), marks=pytest.mark.slow) for at in range(100, 2100, 200)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 2100, 200))
-def test_so_in_many_draws(compiler: GrammarCompiler, first: int) -> None:
-    for seed in range(first, first + 200):
+@pytest.mark.parametrize("seeds", [*([seed] for seed in range(80)), *MANY])
+def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(compiler, seeds):
+    for seed in seeds:
         assert_all_blocks_home(_run(seed, compiler))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvcache.groups import deal
@@ -31,8 +31,6 @@ from tests.rigs.geometry import (
     with_dtypes,
 )
 from tests.rigs.memory_placer import place_units
-
-MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10_000)
 
 
 def check_direct(case: Case, d_rank: int) -> None:
@@ -140,15 +138,13 @@ BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arit
 KEPT = partial(given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept)
 
 
-@pytest.mark.parametrize(("check_law", "count"), [(DIRECT, 500), (KEPT, 150)])
+LAWS = [(DIRECT, 500), (KEPT, 150)]
+LAWS += [pytest.param(law, 10_000, marks=pytest.mark.slow) for law, _ in LAWS]
+
+
+@pytest.mark.parametrize(("check_law", "count"), LAWS)
 def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(check_law, count):
     examples(count, suppress_health_check=list(HealthCheck))(check_law())()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_law", [DIRECT, KEPT])
-def test_so_are_they_in_many_draws(check_law):
-    MANY(check_law())()
 
 
 def simple(p: Side, d: Side, **changes) -> Case:

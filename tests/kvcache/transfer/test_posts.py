@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,9 @@ def as_pairs(posts: list[ReadDescriptors]) -> list[tuple[int, int, int]]:
     max_bytes=st.integers(1, 100),
     max_runs=st.integers(1, 5),
 )
-def test_property_posts_move_each_byte_once_within_their_limits(reads, max_bytes, max_runs):
+def test_property_posts_move_each_byte_once_and_are_as_large_as_their_limits(
+    reads, max_bytes, max_runs
+):
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
     posts = list(Throttle(ReadWindow(max_bytes, max_runs)).cut(whole))
     assert as_pairs(posts) == as_pairs(whole)
@@ -40,6 +44,9 @@ def test_property_posts_move_each_byte_once_within_their_limits(reads, max_bytes
         assert 0 < post.nbytes <= max_bytes
         assert 0 < len(post.lengths) <= max_runs
         assert post.lengths.min() > 0
+    for before, after in pairwise(posts):
+        is_full = len(before.lengths) == max_runs or before.nbytes + after.lengths[0] > max_bytes
+        assert is_full or before.remote_rank != after.remote_rank
 
 
 def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():

@@ -32,7 +32,7 @@ MAX_LINES = {
     "prefill_server": 149,
     "protocol": 6865,
     "proxy": 5082,
-    "tests": 41180,
+    "tests": 40834,
 }
 SLACK_LINES = 150  # that a package may be below its ceiling before the ceiling follows
 REQUIRED_FOLDERS = {

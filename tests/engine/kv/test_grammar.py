@@ -69,8 +69,14 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told
     assert lease_ends or waiting.pair.d.kv(name) == (0, 0, 0)
 
 
-def test_an_abort_meanwhile_gives_the_lease_back(waiting, told):
-    name = waiting.ask(told[0], Grammar("regex", "a+"))
-    waiting.pair.d.core.round([AbortRequest(name)])
-    assert waiting.end(name) == ([], "abort", None)
+@pytest.mark.parametrize(
+    ("regex", "ends"), [("a+", ([], "abort", None)), ("[!", ([], None, "grammar_failed"))]
+)
+def test_an_abort_meanwhile_or_a_mistake_gives_the_lease_back(waiting, told, regex, ends):
+    name = waiting.ask(told[0], Grammar("regex", regex))
+    if ends[1] == "abort":
+        waiting.pair.d.core.round([AbortRequest(name)])
+    else:
+        waiting.go_on.set()
+    assert waiting.end(name) == ends
     waiting.pair.settle()

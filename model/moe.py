@@ -1,6 +1,7 @@
 """Mixture of experts: the router, experts split over the ranks, shared experts."""
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,8 +49,7 @@ class MoELayer:
         share = moe.num_experts // parallel.ep
         first = parallel.rank * parallel.ep // parallel.size * share
         own = range(first, first + share)  # experts that this rank has a part of
-        gate_up, down = load_experts(loader, prefix, config, parallel, own)
-        biases = load_biases(loader, prefix, config, parallel, own) if declared.biased else None
+        gate_up, down, biases = load_experts(loader, prefix, config, parallel, own)
         which = config.activation, own.start, moe.num_experts
         self._experts = Experts(
             gate_up, down, *which, biases=biases, clamps=moe.clamps, chosen=moe.experts_per_token
@@ -134,23 +134,15 @@ class Router:
         return weights * config.routed_scaling_factor, experts
 
     def _is_proved(self) -> bool:
-        """Whether a kernel of ours chooses as it should: of the first router of a kind it is
-        proved, by unlike logits; what is wrong is told in the log."""
-        total, device = self._moe.num_experts, self.weight.device
-        kind = (self._moe, self._group_best, self._correction is None, device)
-        if kind not in _PROVED:
-            turns = torch.Generator().manual_seed(0)
-            each = (torch.randperm(total, generator=turns) for _ in range(_PROVED_TOKENS))
-            logits = (torch.stack([*each]).to(device) - total / 2) * (8 / total)
+        """Whether a kernel of ours chooses as it should: see `_proved`."""
+        kind = (self._moe, self._group_best, self._correction is None, self.weight.device)
+        return _proved(kind, "the kernel that chooses experts %s: another is used", self._deviation)
 
-            flaw = fused_ops.flaw(lambda: self._deviation(logits), _TOLERANCE)
-            _PROVED[kind] = not flaw
-            if flaw:
-                _log.warning("the kernel that chooses experts %s: another way is used", flaw)
-        return _PROVED[kind]
-
-    def _deviation(self, logits: Tensor) -> Tensor:
-        """Of the kernel's weights; and of what is chosen by, where others are chosen."""
+    def _deviation(self) -> Tensor:
+        """By unlike logits: of the kernel's weights, and of what is chosen by, where others are."""
+        total, turns = self._moe.num_experts, torch.Generator().manual_seed(0)
+        each = (torch.randperm(total, generator=turns) for _ in range(_PROVED_TOKENS))
+        logits = (torch.stack([*each]).to(self.weight.device) - total / 2) * (8 / total)
         (weights, experts), (right, best) = self._by_kernel(logits), self._choose(logits)
         choice = (
             logits.sigmoid() if self._correction is None else logits.sigmoid() + self._correction
@@ -211,18 +203,14 @@ class Experts:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _are_proved(self, chosen: int) -> bool:
-        """Whether kernels of ours take its matrices: of the first layer of a kind they are proved,
-        with each tile, against the other way; what is wrong is told in the log."""
+        """Whether kernels of ours take its matrices, with each tile, as the other way does: see
+        `_proved`."""
         gate_up, down, kernels = self._gate_up, self._down, fused_ops.experts()
         works = (kernels.takes_one if self._are_codes else kernels.works)(gate_up, down)
         groups = [w.group for w in (gate_up, down) if isinstance(w, Quantized)]
         kind = (gate_up.shape, down.shape, down.dtype, down.device, self._num, chosen, *groups)
-        if works and kind not in _PROVED:
-            flaw = fused_ops.flaw(lambda: self._deviations(chosen), _TOLERANCE)
-            _PROVED[kind] = not flaw
-            if flaw:
-                _log.warning("the kernels for mixtures of experts: one %s: others are used", flaw)
-        return works and _PROVED[kind]
+        told = "the kernels for mixtures of experts: one %s: others are used"
+        return works and _proved(kind, told, lambda: self._deviations(chosen))
 
     def _deviations(self, chosen: int) -> Tensor:
         """Of each tile's sums: norms of differences by those of results."""
@@ -311,6 +299,17 @@ class Experts:
         return gated(gate, up, self._activation)
 
 
+def _proved(kind: tuple[object, ...], told: str, deviations: Callable[[], Tensor]) -> bool:
+    """Whether kernels of ours proved themselves, by the first layer of a kind; what is wrong with
+    them is told in the log."""
+    if kind not in _PROVED:
+        flaw = fused_ops.flaw(deviations, _TOLERANCE)
+        _PROVED[kind] = not flaw
+        if flaw:
+            _log.warning(told, flaw)
+    return _PROVED[kind]
+
+
 def _can_group(weight: Weight) -> bool:
     """Whether a grouped product takes [experts, out, in]. On other GPUs and in other dtypes torch
     has one that reads the groups' sizes back from the device, which no graph can hold."""
@@ -326,17 +325,18 @@ def _can_group(weight: Weight) -> bool:
 
 def load_experts(
     loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
-) -> tuple[Weight, Weight]:
-    """What Experts takes: of each of this rank's experts, its part of the width."""
+) -> tuple[Weight, Weight, tuple[Tensor, Tensor] | None]:
+    """What Experts takes, and its biases: of each of this rank's experts, its part of the width.
+    Of the ranks that share an expert the first has the bias of its output, which is added once."""
     moe, names = config.moe, config.declared.mixture
     assert moe is not None and names is not None
-    width, count = moe.expert_intermediate_size, moe.num_experts
+    width, count, hidden = moe.expert_intermediate_size, moe.num_experts, config.hidden_size
     ranks = parallel.size // parallel.ep  # that share an expert
     start = parallel.rank % ranks * (width // ranks)
     share = range(start, start + width // ranks)
     each = [[f"{prefix}.experts.{n}.{name}.weight" for name in names.each] for n in range(count)]
     loader.ignore(*(name for n in range(count) if n not in own for name in each[n]))
-    wide, narrow = (width, config.hidden_size), (config.hidden_size, width)
+    wide, narrow = (width, hidden), (hidden, width)
     turns = torch.arange(2 * width)  # rows of a tensor of all gates and ups
     halves = turns.view(width, 2).t() if names.transposed else turns.view(2, width)
     of_rank = halves[:, share.start : share.stop].flatten()
@@ -348,7 +348,7 @@ def load_experts(
 
     def gate_up(expert: int) -> Weight:
         if names.stacked:
-            both = of_stack(0, (2 * width, config.hidden_size), expert, None)
+            both = of_stack(0, (2 * width, hidden), expert, None)
             return changed(both, operator.itemgetter(of_rank))
         parts = [loader.matrix(name, wide, rows=share) for name in each[expert][:2]]
         if (joined := concatenated(parts)) is None:
@@ -360,22 +360,10 @@ def load_experts(
             return of_stack(1, narrow, expert, share)
         return loader.matrix(each[expert][2], narrow, cols=share)
 
-    return stacked(len(own), map(gate_up, own)), stacked(len(own), map(down, own))
-
-
-def load_biases(
-    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
-) -> tuple[Tensor, Tensor]:
-    """See Experts. Of the ranks that share an expert the first has the bias of its output, which
-    is added once."""
-    moe, names = config.moe, config.declared.mixture
-    assert moe is not None and names is not None and names.stacked is not None
-    count, width = moe.num_experts, moe.expert_intermediate_size
-    both, last = (f"{prefix}.{name}_bias" for name in names.stacked)
-    turns = loader.load(both, (count, 2 * width), rows=own)
-    halves = torch.stack((turns[:, ::2], turns[:, 1::2]), dim=1)  # [experts, 2, width]
-    ranks = parallel.size // parallel.ep  # that share an expert
-    place, share = parallel.rank % ranks, width // ranks
-    down = loader.load(last, (count, config.hidden_size), rows=own)
-    gate_up = halves[:, :, place * share : (place + 1) * share].flatten(1)
-    return gate_up, down if place == 0 else torch.zeros_like(down)
+    biases = None
+    if names.biased and names.stacked:
+        both, last = (f"{prefix}.{name}_bias" for name in names.stacked)
+        inner = loader.load(both, (count, 2 * width), rows=own)[:, of_rank]
+        outer = loader.load(last, (count, hidden), rows=own)
+        biases = inner, outer if start == 0 else torch.zeros_like(outer)
+    return stacked(len(own), map(gate_up, own)), stacked(len(own), map(down, own)), biases

@@ -33,14 +33,10 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
     """Slows the long wavelengths by `factor`, keeps the short, blends those in between."""
-    wavelengths = 2 * math.pi / inverse
-    turns = config.original_max_position / wavelengths
+    turns = config.original_max_position * inverse / (2 * math.pi)
     span = config.high_freq_factor - config.low_freq_factor
-    smooth = (turns - config.low_freq_factor) / span
-    blended = (1 - smooth) * inverse / config.factor + smooth * inverse
-    slowed = torch.where(turns < config.low_freq_factor, inverse / config.factor, inverse)
-    between = (turns >= config.low_freq_factor) & (turns <= config.high_freq_factor)
-    return torch.where(between, blended, slowed)
+    smooth = ((turns - config.low_freq_factor) / span).clamp(0, 1)
+    return (1 - smooth) * inverse / config.factor + smooth * inverse
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:

@@ -179,13 +179,10 @@ def load_config(
         raise ModelLoadError(
             f"{path.parent} has no config.json: not a Hugging Face model directory"
         )
+    raw = _read_object(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelLoadError(f"{path} holds a {type(raw).__name__}, expected an object")
-    try:
+        if not raw.get("quantization_config") and (found := _said_elsewhere(raw, path)):
+            raw["quantization_config"] = found
         config = _overridden(raw, json.loads(overrides or "{}"), max_model_len)
     except ModelError:
         raise
@@ -197,6 +194,25 @@ def load_config(
         told = f"the weights are stored quantised already ({stored.stored}), and are served so"
         raise ModelLoadError(f"--quantization {quantization}: {told}: leave it out")
     return dataclasses.replace(config, quantization=Quantization(AT_LOAD))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def _said_elsewhere(raw: dict[str, Any], path: Path) -> Any:
+    """Of quantised weights, by early compressed-tensors, or by ModelOpt in a file of its own."""
+    beside = path.with_name("hf_quant_config.json")
+    if raw.get("compression_config") or not beside.is_file():
+        return raw.get("compression_config")
+    found = _read_object(beside)["quantization"]
+    return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
 
 def _overridden(raw: dict[str, Any], overrides: dict[str, Any], longest: int | None) -> ModelConfig:

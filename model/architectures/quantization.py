@@ -11,6 +11,7 @@ _SUPPORTED: Final = (
     "FP8 (e4m3, with a scale for each tensor, row or block); compressed-tensors (pack-quantized), "
     "awq (gemm) and gptq in 4 bits; mxfp4; GGUF files, dequantised at load; --quantization fp8"
 )
+_MODELOPT: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 AT_LOAD: Final = "fp8 at load"
 
 
@@ -56,7 +57,8 @@ def parse_quantization(found: Any) -> Quantization | None:
     of_kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
     if method == "modelopt" and of_kv and not algorithm and not found.get("config_groups"):
         return None
-    if method not in ("fp8", "fbgemm_fp8") and (method, algorithm) != ("modelopt", "FP8"):
+    is_known = method in ("fp8", "fbgemm_fp8")
+    if not is_known and (method != "modelopt" or algorithm not in _MODELOPT):
         raise _refused(algorithm or method or found)
     return Quantization("fp8", block=_block(found.get("weight_block_size")))
 

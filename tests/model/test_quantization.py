@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.config import load_config
 from model.decoder import load_model
-from model.errors import ModelLoadError
+from model.errors import ModelLoadError, UnsupportedModel
 from model.layers import Columns, Linear, RowParallelLinear
 from model.moe import Experts
 from model.parallel import Parallel
@@ -63,6 +63,33 @@ def test_a_rank_s_part_of_a_quantised_weight_is_that_of_the_whole(quantised):
             torch.testing.assert_close(found.dequantise().double(), expected, rtol=1e-6, atol=0)
     with pytest.raises(ModelLoadError, match=r"q_proj.* shape "):
         source.quantised("model.layers.0.self_attn.q_proj.weight", (64, 128), range(64))
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("fp8 rows", "compression_config"), ("packed", "compression_config"), ("fp8 tensors", "FP8"),
+    ("fp8 rows", "FP8_PER_CHANNEL_PER_TOKEN"),
+])  # fmt: skip
+def test_how_weights_are_quantised_is_read_where_others_than_transformers_write_it(
+    tmp_path, name, key
+):
+    make("Qwen2ForCausalLM", tmp_path, **WIDE)
+    rewrite(tmp_path, *FORMATS[name])
+    expected, wanted = load_config(tmp_path), logits_of(load(tmp_path))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    how = raw.pop("quantization_config")
+    raw |= {key: how} if key == "compression_config" else {}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if key != "compression_config":  # as ModelOpt exports it
+        found = {"quant_algo": key, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+        modelopt = {"producer": {"name": "modelopt", "version": "0.15.1"}, "quantization": found}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert load_config(tmp_path) == expected
+    torch.testing.assert_close(logits_of(load(tmp_path)), wanted)
+    if key == "FP8":
+        found["quant_algo"] = "NVFP4"
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+        with pytest.raises(UnsupportedModel, match=r"NVFP4.*modelopt and compressed-tensors"):
+            load_config(tmp_path)
 
 
 def test_what_is_missing_of_a_quantised_weight_is_named(quantised):

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
@@ -49,14 +50,17 @@ class Size:
         field, _, rest = self.terms.partition(" ")
         return f"{field} is {self.value}" if rest.isdigit() else f"{self.terms} is {self.value}"
 
-    def __mul__(self, other: "Size") -> "Size":
-        return Size(self.value * other.value, f"{self.terms} x {other.terms}")
 
-    def __add__(self, other: "Size") -> "Size":
-        return Size(self.value + other.value, f"({self.terms} + {other.terms})")
+# Formulas of rows and columns; before them that of experts, where they are in one tensor.
+Shapes = dict[str, tuple[str, ...]]
+_GATED: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-Shape = tuple[Size, ...]  # rows, columns; before them experts where they are in one tensor
+def _size(formula: str, fields: Mapping[str, int]) -> Size:
+    """`formula`: a product of fields, numbers and sums of fields, such as "2 x (a + b)"."""
+    factors = (re.findall(r"\w+", factor) for factor in formula.split(" x "))
+    value = math.prod(sum(int(fields.get(name, name)) for name in each) for each in factors)
+    return Size(value, re.sub(r"\w{2,}", lambda name: f"{name[0]} {fields[name[0]]}", formula))
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,12 @@ class Weights:
 
     Attributes:
         name: of the first of them.
+        shape: rows, columns; before them experts where they are in one tensor.
         count: how many there are; None: this one.
     """
 
     name: str
-    shape: Shape
+    shape: tuple[Size, ...]
     count: Size | None = None
 
     @property
@@ -84,61 +89,29 @@ class Weights:
 
 def implied_weights(config: ModelConfig) -> list[Weights]:
     """Every matrix of the model."""
-    size = _sizes(config)
-    hidden, vocab = size["hidden_size"], (size["vocab_size"], size["hidden_size"])
-    num_dense = config.num_dense_layers
-    found = [Weights("model.embed_tokens.weight", vocab)]
-    if not config.tie_embeddings:
-        found.append(Weights("lm_head.weight", vocab))
-    shapes = {f"self_attn.{name}": shape for name, shape in _of_attention(config, size).items()}
-    found += _of_layers(0, _layers(config.num_layers), shapes)
-    layers = range(config.num_layers)
-    if num_dense:
-        first = next(layer for layer in layers if not config.is_mixed(layer))
-        fused = "gate_up_proj" in config.declared.fused
-        dense = _gated("mlp", size["intermediate_size"], hidden, fused=fused)
-        found += _of_layers(first, _layers(num_dense), dense)
-    if num_dense < config.num_layers:
-        first = next(layer for layer in layers if config.is_mixed(layer))
-        found += _of_experts(config, size, first, _layers(config.num_layers - num_dense))
+    fields, mixture = _fields(config), config.declared.mixture
+    layers, num_dense = range(config.num_layers), config.num_dense_layers
+    once = ["model.embed_tokens.weight", *([] if config.tie_embeddings else ["lm_head.weight"])]
+    vocabulary = _size("vocab_size", fields), _size("hidden_size", fields)
+    found = [Weights(name, vocabulary) for name in once]
+    fused = "gate_up_proj" in config.declared.fused
+    dense = _gated("mlp", "intermediate_size", ("gate_up_proj", _GATED[2]) if fused else _GATED)
+    for count, which, shapes in (
+        (config.num_layers, iter(layers), _attention(config)),
+        (num_dense, (layer for layer in layers if not config.is_mixed(layer)), dense),
+        (config.num_layers - num_dense, filter(config.is_mixed, layers), _mixture(config)),
+    ):
+        of = {**fields, "num_hidden_layers": count}
+        first = next(which) if count else 0
+        for name, shape in shapes.items() if count else ():
+            each = f" x {mixture.count}" if mixture and ".experts.0." in name else ""
+            sizes = tuple(_size(formula, of) for formula in shape)
+            counted = _size(f"num_hidden_layers{each}", of)
+            found.append(Weights(f"model.layers.{first}.{name}", sizes, counted))
     return found
 
 
-def _of_experts(
-    config: ModelConfig, size: dict[str, Size], first: int, layers: Size
-) -> list[Weights]:
-    names, hidden = config.declared.mixture, size["hidden_size"]
-    assert names is not None and config.moe is not None
-    count, width = size[names.count], size[names.width]
-    once: dict[str, Shape] = {names.router: (count, hidden)}
-    if names.shared_gate:
-        once[names.shared_gate] = (Size(1, "1"), hidden)
-    if config.moe.num_shared_experts:
-        shared = (
-            size[names.shared_width] if names.shared_width else width * size["n_shared_experts"]
-        )
-        once |= _gated(names.shared, shared, hidden)
-
-    def of(count: Size, shapes: dict[str, Shape], kind: str = ".weight") -> list[Weights]:
-        prefixed = {f"{names.prefix}.{name}": shape for name, shape in shapes.items()}
-        return _of_layers(first, count, prefixed, kind)
-
-    if not names.stacked:
-        gate, up, down = (f"experts.0.{name}" for name in names.each)
-        each: dict[str, Shape] = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
-        return of(layers, once) + of(layers * count, each)
-    wide = Size(2, "2") * width
-    shapes: list[Shape] = [(wide, hidden), (hidden, width)]
-    shapes = [shape[::-1] for shape in shapes] if names.transposed else shapes
-    found = zip(names.stacked_weights, shapes, strict=True)
-    whole: dict[str, Shape] = {name: (count, *shape) for name, shape in found}
-    if names.biased:
-        biases = zip(names.stacked, (wide, hidden), strict=True)
-        whole |= {f"{name}_bias": (count, size) for name, size in biases}
-    return of(layers, once) + of(layers, whole, "")
-
-
-def _sizes(config: ModelConfig) -> dict[str, Size]:
+def _fields(config: ModelConfig) -> dict[str, int]:
     """By the names that config.json has for them."""
     values: dict[str, int | None] = {
         "hidden_size": config.hidden_size,
@@ -155,48 +128,59 @@ def _sizes(config: ModelConfig) -> dict[str, Size]:
         values[names.width] = moe.expert_intermediate_size
         if names.shared_width:
             values[names.shared_width] = moe.shared_intermediate_size
-    return {name: Size(value, f"{name} {value}") for name, value in values.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
-def _layers(count: int) -> Size:
-    return Size(count, f"num_hidden_layers {count}")
-
-
-def _of_layers(
-    first: int, count: Size, shapes: dict[str, Shape], kind: str = ".weight"
-) -> list[Weights]:
-    prefix = f"model.layers.{first}"
-    return [Weights(f"{prefix}.{name}{kind}", shape, count) for name, shape in shapes.items()]
-
-
-def _of_attention(config: ModelConfig, size: dict[str, Size]) -> dict[str, Shape]:
-    hidden, heads = size["hidden_size"], size["num_attention_heads"]
-    if config.mla is None:
-        queries, keys = (heads * size["head_dim"], size["num_key_value_heads"] * size["head_dim"])
+def _attention(config: ModelConfig) -> Shapes:
+    hidden, queries = "hidden_size", "num_attention_heads x head_dim"
+    if config.mla:
+        queries = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)"
+        each: Shapes = {
+            "kv_a_proj_with_mqa": ("(kv_lora_rank + qk_rope_head_dim)", hidden),
+            "kv_b_proj": ("num_attention_heads x (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"),
+            "o_proj": (hidden, "num_attention_heads x v_head_dim"),
+        }
+        if config.mla.q_lora_rank is None:
+            each["q_proj"] = (queries, hidden)
+        else:
+            each |= {"q_a_proj": ("q_lora_rank", hidden), "q_b_proj": (queries, "q_lora_rank")}
+    elif "qkv_proj" in config.declared.fused:
+        heads = "num_attention_heads + num_key_value_heads + num_key_value_heads"
+        each = {"qkv_proj": (f"({heads}) x head_dim", hidden), "o_proj": (hidden, queries)}
+    else:
+        keys = "num_key_value_heads x head_dim"
         each = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-        if "qkv_proj" in config.declared.fused:
-            each = {"qkv_proj": (queries + (Size(2, "2") * keys), hidden)}
-        return {**each, "o_proj": (hidden, queries)}
-    nope, rope, value = (
-        size[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    latent, queries = size["kv_lora_rank"], heads * (nope + rope)
-    found = {
-        "kv_a_proj_with_mqa": (latent + rope, hidden),
-        "kv_b_proj": (heads * (nope + value), latent),
-        "o_proj": (hidden, heads * value),
-    }
-    if (low := size.get("q_lora_rank")) is None:
-        return {**found, "q_proj": (queries, hidden)}
-    return {**found, "q_a_proj": (low, hidden), "q_b_proj": (queries, low)}
+        each["o_proj"] = (hidden, queries)
+    return {f"self_attn.{name}.weight": shape for name, shape in each.items()}
 
 
-def _gated(prefix: str, width: Size, hidden: Size, *, fused: bool = False) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"gate": (width, hidden), "up": (width, hidden)}
-    if fused:
-        shapes = {"gate_up": (Size(2, "2") * width, hidden)}
-    shapes["down"] = (hidden, width)
-    return {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
+def _gated(prefix: str, width: str, names: Sequence[str] = _GATED) -> Shapes:
+    """`names`: of gates and ups, perhaps in one, and of downs."""
+    *wide, down = names
+    shape = (width if len(wide) == 2 else f"2 x {width}", "hidden_size")
+    each = dict.fromkeys(wide, shape) | {down: ("hidden_size", width)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in each.items()}
+
+
+def _mixture(config: ModelConfig) -> Shapes:
+    names, hidden = config.declared.mixture, "hidden_size"
+    if config.moe is None or names is None:
+        return {}
+    count, width = names.count, names.width
+    each: Shapes = {f"{names.router}.weight": (count, hidden)}
+    if names.shared_gate:
+        each[f"{names.shared_gate}.weight"] = ("1", hidden)
+    if config.moe.num_shared_experts:
+        each |= _gated(names.shared, names.shared_width or f"{width} x n_shared_experts")
+    if not names.stacked:
+        each |= _gated("experts.0", width, names.each)
+    matrices = (f"2 x {width}", hidden), (hidden, width)
+    stacks = zip(names.stacked or (), names.stacked_weights, matrices, strict=False)
+    for name, weight, matrix in stacks:
+        each[weight] = (count, *(matrix[::-1] if names.transposed else matrix))
+        if names.biased:
+            each[f"{name}_bias"] = (count, matrix[0])
+    return {f"{names.prefix}.{name}": shape for name, shape in each.items()}
 
 
 def bits_of(config: ModelConfig, name: str, itemsize: int, *, keeps: bool) -> float:

@@ -68,15 +68,22 @@ def _refused(told: Any) -> Exception:
 
 
 def _compressed(found: dict[str, Any]) -> Quantization | None:
-    """Of the weights of all groups of layers, which are to be alike."""
-    if (found.get("transform_config") or {}).get("config_groups"):
-        raise _refused("compressed-tensors with transform_config")
-    schemes = [each.get("weights") or {} for each in (found.get("config_groups") or {}).values()]
+    """Of the weights of all groups of layers, which are to be alike; in FP8 some may have a scale
+    for each block, and others one for each row or one for all."""
+    sparsity = (found.get("sparsity_config") or {}).get("format")
+    if (found.get("transform_config") or {}).get("config_groups") or sparsity not in (
+        None,
+        "dense",
+    ):
+        raise _refused(f"compressed-tensors with {sparsity or 'transform_config'}")
+    each_group = (found.get("config_groups") or {}).values()
+    schemes = [weights for each in each_group if (weights := each.get("weights"))]
     kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
     if not kinds and found.get("kv_cache_scheme"):
         return None  # only a KV cache is
     if kinds == {("float", 8)}:
-        return Quantization("fp8", block=_block(schemes[0].get("block_structure")))
+        blocks = (block for each in schemes if (block := each.get("block_structure")))
+        return Quantization("fp8", block=_block(next(blocks, None)))
     groups = {each.get("group_size") for each in schemes}
     if kinds != {("int", 4)} or found.get("format") != "pack-quantized" or len(groups) > 1:
         told = {"format": found.get("format"), "weights": schemes}

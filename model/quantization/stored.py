@@ -111,8 +111,9 @@ class StoredWeights:
             )
         scales = mapped(found, self.tensors[found]).float()
         scales = scales.view(scales.shape[0] if scales.dim() else 1, -1)
-        whole = (1 if len(scales) == shape[0] else shape[0], shape[-1])  # each row has one, or all
-        block = (self.how.block if self.how else None) or whole
+        is_whole = tuple(scales.shape) in ((1, 1), (shape[0], 1))  # all have one, or each row has
+        whole = (1 if len(scales) == shape[0] else shape[0], shape[-1])
+        block = (None if is_whole or self.how is None else self.how.block) or whole
         wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
         if len(shape) != 2 or tuple(scales.shape) != wanted:
             told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"

@@ -20,7 +20,7 @@ from model.quantization.stored import StoredWeights
 from model.sizes import fingerprint, read_headers, weight_bytes
 from model.weights import WeightLoader
 from tests.model.dense import DenseAttention
-from tests.model.quantised_files import FORMATS, mxfp4, rewrite, save_plain
+from tests.model.quantised_files import FORMATS, fp8, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
 
 IDS = torch.arange(3, 19)
@@ -63,6 +63,31 @@ def test_a_rank_s_part_of_a_quantised_weight_is_that_of_the_whole(quantised):
             torch.testing.assert_close(found.dequantise().double(), expected, rtol=1e-6, atol=0)
     with pytest.raises(ModelLoadError, match=r"q_proj.* shape "):
         source.quantised("model.layers.0.self_attn.q_proj.weight", (64, 128), range(64))
+
+
+def scheme(strategy, **weights):
+    return {"weights": {"type": "float", "num_bits": 8, "strategy": strategy, **weights}}
+
+
+ROWS, BLOCKS = scheme("channel"), scheme("block", block_structure=[24, 40])
+ACTIVATIONS = {"weights": None, "input_activations": {"type": "float", "num_bits": 8}}
+
+
+@pytest.mark.parametrize("groups", [(ROWS, BLOCKS), (BLOCKS, ROWS), (ACTIVATIONS, ROWS, BLOCKS)])
+def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
+    tmp_path, tmp_path_factory, groups
+):
+    """As writers do that leave attention's weights by rows, or attention in FP8 a group itself."""
+    make("Qwen2ForCausalLM", tmp_path, **WIDE)
+    by_name = {f"group_{n}": group for n, group in enumerate(groups)}
+    how = {"quant_method": "compressed-tensors", "config_groups": by_name}
+    by_blocks, by_rows = fp8((24, 40), "_scale"), fp8((1, 999), "_scale")
+    of_mlp = WIDE["intermediate_size"]
+    exact = rewrite(tmp_path, how, lambda w: (by_blocks if of_mlp in w.shape else by_rows)(w))
+    plain = tmp_path_factory.mktemp("plain")
+    shutil.copytree(tmp_path, plain, dirs_exist_ok=True)
+    save_plain(plain, exact)
+    torch.testing.assert_close(logits_of(load(tmp_path)), logits_of(load(plain)))
 
 
 @pytest.mark.parametrize(("name", "key"), [
@@ -206,6 +231,10 @@ def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
         (
             {**FORMATS["fp8 rows"][0], "transform_config": {"config_groups": {"R1": {}}}},
             "with transform_config",
+        ),
+        (
+            {**FORMATS["fp8 rows"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "compressed-tensors with sparse-24-bitmask",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from model.architectures.quantization import AT_LOAD, Quantization, parse_quanti
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
 from model.architectures.table import ARCHITECTURES, Architecture, nearest
 from model.architectures.values import number, size, unsupported, wrong
-from model.architectures.windows import parse_windows
+from model.architectures.windows import FULL, parse_windows
 from model.errors import ModelError, ModelLoadError
 from model.hub import resolve_model
 from protocol.near_names import suggestion
@@ -240,6 +240,11 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
     if len(stored) > 1 and not scaling.items() <= stored.items():
         told = "config.json has rope_scaling beside rope_parameters that say otherwise"
         raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
+    if stored and "rope_theta" not in raw:  # as overrides that replace what the file has do
+        if any(
+            "rope_theta" not in each for each in (stored.values() if FULL in stored else [stored])
+        ):
+            raise wrong(f"rope_parameters {short_repr(stored)} has no rope_theta: give it")
     raw = {**declared.defaults, **raw, "max_model_len": max_model_len}
     if not scaling:  # null means what a missing one does
         raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")

@@ -316,7 +316,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return {}
     index = folder / f"{_SINGLE}.index.json"
     if not index.is_file():
-        raise ModelLoadError(f"{folder} has neither {_SINGLE} nor {index.name}")
+        told = "weights in other files are not read: save_pretrained of transformers makes such"
+        raise ModelLoadError(f"{folder} has neither {_SINGLE} nor {index.name}; {told}")
     try:
         where = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

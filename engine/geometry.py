@@ -88,7 +88,8 @@ def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
     if config.max_model_len and config.max_model_len > model.max_position:
         raise InvalidGeometry(
             f"--max-model-len is {config.max_model_len} tokens, but the model's positions end at "
-            f"{model.max_position}; use --max-model-len {model.max_position} or less"
+            f"{model.max_position}; use --max-model-len {model.max_position} or less, or, if its "
+            "rope is scaled to reach further, max_position_embeddings of --hf-overrides"
         )
     return layout_of(config, model, num_blocks=2)
 

@@ -57,7 +57,10 @@ def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
     ("options", "told"),
     [
         ({"tp": 3}, r"--tp 3 .* 8 query heads; use 1 or 2 or 4 or 8"),
-        ({"max_model_len": 513}, "--max-model-len is 513 .* use --max-model-len 512 or less"),
+        (
+            {"max_model_len": 513},
+            "--max-model-len is 513 .* use --max-model-len 512 or less, .* of --hf-overrides",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_with_what_does(options, told):

@@ -235,19 +235,8 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
-    raw = _of_text(raw, declared)
-    scaling, stored = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    if len(stored) > 1 and not scaling.items() <= stored.items():
-        told = "config.json has rope_scaling beside rope_parameters that say otherwise"
-        raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
-    if stored and "rope_theta" not in raw:  # as overrides that replace what the file has do
-        if any(
-            "rope_theta" not in each for each in (stored.values() if FULL in stored else [stored])
-        ):
-            raise wrong(f"rope_parameters {short_repr(stored)} has no rope_theta: give it")
-    raw = {**declared.defaults, **raw, "max_model_len": max_model_len}
-    if not scaling:  # null means what a missing one does
-        raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")
+    raw = _with_defaults(_of_text(raw, declared), declared)
+    raw["max_model_len"] = max_model_len
     _refuse_unsupported(raw, declared)
     num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None
@@ -318,6 +307,21 @@ def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
     if (found := text.get("model_type", declared.text_type)) != declared.text_type:
         raise unsupported(f"text_config of model_type {short_repr(found)}", declared.text_type)
     return {**text, **raw}
+
+
+def _with_defaults(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
+    """With what a missing key means; refuses ropes that are said twice, or in part only."""
+    scaling, stored = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    if len(stored) > 1 and not scaling.items() <= stored.items():
+        told = "config.json has rope_scaling beside rope_parameters that say otherwise"
+        raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
+    each = stored.values() if FULL in stored else [stored] if stored else []
+    if "rope_theta" not in raw and any("rope_theta" not in rope for rope in each):
+        raise wrong(f"rope_parameters {short_repr(stored)} has no rope_theta: give it")
+    raw = {**declared.defaults, **raw}
+    if not scaling:  # null means what a missing one does
+        raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")
+    return raw
 
 
 def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:

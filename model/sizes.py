@@ -207,8 +207,11 @@ def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1)
     """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
     of ranks that hold the same KV heads its KV heads, and `ep` groups its experts. `dcp` and `ep`
     divide `size`."""
-    if (problem := _experts_problem(config, ep)) is not None:
-        raise InvalidParallelism(f"--ep {ep} {problem}")
+    experts = config.moe.num_experts if config.moe else 1
+    if experts % ep:
+        told = f"does not divide the model's {experts} experts: use a divisor"
+        none = "needs a mixture of experts, and this model has none: leave it out"
+        raise InvalidParallelism(f"--ep {ep} {told if config.moe else none}")
     if problem := _problem(config, size, ep):
         sizes = " or ".join(map(str, tp_sizes(config, ep)))
         fix = f"use {sizes}" if sizes else "use another --ep"
@@ -230,16 +233,6 @@ def tp_sizes(config: ModelConfig, ep: int) -> list[int]:
     return [n for n in range(1, config.num_heads + 1) if not _problem(config, n, ep)]
 
 
-def _experts_problem(config: ModelConfig, ep: int) -> str | None:
-    if ep == 1:
-        return None
-    if config.moe is None:
-        return "needs a mixture of experts, and this model has none: leave it out"
-    if config.moe.num_experts % ep:
-        return f"does not divide the model's {config.moe.num_experts} experts: use a divisor"
-    return None
-
-
 def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
     if config.num_heads % size:
         return f"does not divide the model's {config.num_heads} query heads"
@@ -248,23 +241,16 @@ def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
         return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
     if size % ep:
         return f"is no multiple of --ep {ep}"
-    for name, width, ranks in _split_widths(config, size, ep):
-        if width % ranks:
-            return f"does not divide the model's {name} {width}"
-    return None
-
-
-def _split_widths(config: ModelConfig, size: int, ep: int) -> list[tuple[str, int, int]]:
-    """Widths by field of config.json, and the ranks that share each."""
-    moe, found = config.moe, []
-    if config.num_dense_layers:
-        found.append(("intermediate_size", config.intermediate_size, size))
-    if moe and (names := config.declared.mixture):
-        found.append((names.width, moe.expert_intermediate_size, size // ep))
+    fields, moe, names = _fields(config), config.moe, config.declared.mixture
+    shared = [("intermediate_size", size)] if config.num_dense_layers else []
+    if moe and names:
+        shared.append((names.width, size // ep))
         if moe.num_shared_experts:
-            shared = moe.shared_intermediate_size * moe.num_shared_experts
-            found.append((names.shared_width or f"{names.width} x n_shared_experts", shared, size))
-    return found
+            shared.append((names.shared_width or f"{names.width} x n_shared_experts", size))
+    for widths, ranks in shared:
+        if (width := _size(widths, fields).value) % ranks:
+            return f"does not divide the model's {widths} {width}"
+    return None
 
 
 # -- safetensors files

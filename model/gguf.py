@@ -103,8 +103,10 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
     config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
     _write_json(target / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    tokens = fields.get("tokenizer.ggml.tokens", [])
-    if more := [i for i, token in enumerate(tokens) if token in _ENDS and i != ids["eos_token_id"]]:
+    # A turn or a message may end with another token than a text does; not all files tell of it.
+    ends = {fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
+    ends |= {i for i, token in enumerate(fields.get("tokenizer.ggml.tokens", [])) if token in _ENDS}
+    if more := sorted(ends - {None, ids["eos_token_id"]}):
         ids["eos_token_id"] = [ids["eos_token_id"], *more]
     _write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
     progress("writing the tokenizer")

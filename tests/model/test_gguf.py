@@ -44,7 +44,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None, files=1
+    path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None, files=1, ends=()
 ):
     """Writes a transformers model as llama.cpp's converter would."""
     config = reference.config
@@ -60,6 +60,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_uint16("split.count", files)
     write_vocabulary(writer, pre)
+    for name, token_id in ends:
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in reference.named_parameters():
         value = parameter.detach().numpy()
@@ -165,6 +167,15 @@ def test_a_text_for_llama3_begins_with_its_bos_and_its_turns_end(
     assert tokenizer.encode("he").tokens == [*begins, "he"]
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [2, len(TOKENS) - 2, len(TOKENS) - 1]
+
+
+def test_the_end_of_a_turn_and_of_a_message_end_a_generation_too(tmp_path):
+    """As in files of Llama 3, whose end of a text is another token than a chat's turns end with."""
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4), ("eom", 3)])
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, 3, 4]
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):

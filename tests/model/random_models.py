@@ -44,9 +44,20 @@ def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", 
     options = {**sizes, **options}
     if has_images:
         options = {"text_config": options, "vision_config": IMAGES, "tie_word_embeddings": False}
-    torch.manual_seed(seed)
     config = getattr(transformers, name + kind)(**options)
-    model = getattr(transformers, architecture)(config).eval()
+    return _saved(getattr(transformers, architecture), config, folder, seed=seed, shard=shard)
+
+
+def make_of(raw: dict[str, Any], folder: Path):
+    """As `make`, of a config.json."""
+    of = getattr(transformers, raw["architectures"][0])
+    own = {"pad_token_id": 0, **raw, "model_type": of.config_class.model_type}
+    return _saved(of, of.config_class.from_dict(own), folder)
+
+
+def _saved(of: Any, config: Any, folder: Path, *, seed: int = 0, shard: str = "5GB"):
+    torch.manual_seed(seed)
+    model = of(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # Gemma's are added to 1, and so are around 2

@@ -1,5 +1,7 @@
-"""What is published under well-known names: read as it is, with the weights that the name tells."""
+"""What is published under well-known names: read as it is, with the weights that the name tells,
+and made small it computes what transformers makes of the same keys."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from model.architectures.rotation import NOT_ROTATED
 from model.config import ModelConfig, parse_config
 from model.sizes import weight_bytes
+from tests.model.random_models import IMAGES, load, make_of
+from tests.model.test_against_transformers import check_equal
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -92,7 +96,9 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "Olmo2ForCausalLM", 32, 4096, 11008, 32, 32, 100352, 4096, rope_theta=500000)),
     "OLMo-3-7B": (7.3, published(
         "Olmo3ForCausalLM", 32, 4096, 11008, 32, 32, 100278, 65536, rope_theta=500000,
-        sliding_window=4096, rope_scaling={**YARN, "factor": 8.0, "attention_factor": 1.2})),
+        sliding_window=4096, rope_scaling={
+            "rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2, "beta_fast": 32,
+            "beta_slow": 1, "original_max_position_embeddings": 8192})),
     "SmolLM3-3B": (3.08, published(
         "SmolLM3ForCausalLM", 36, 2048, 11008, 16, 4, 128256, 65536, use_sliding_window=False,
         no_rope_layers=[1, 1, 1, 0] * 9, rope_theta=5000000.0, sliding_window=None,
@@ -157,3 +163,45 @@ def test_what_publishers_write_is_understood() -> None:
     assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
     assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
     assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 4,
+    "vocab_size": 131, "max_position_embeddings": 512, "head_dim": 16, "sliding_window": 40,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "n_group": 4,
+    "topk_group": 2, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def small(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same keys with small sizes; what is off, or the same as another size, stays so."""
+    found: dict[str, Any] = {}
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            found[key] = small(value)
+        elif key in ("n_group", "topk_group") and value == 1:
+            found[key] = value
+        elif key == "num_key_value_heads":
+            found[key] = 8 if value == raw["num_attention_heads"] else 2
+        elif key == "sliding_window" and value and value >= raw.get(SIZES[6], value + 1):
+            found[key] = 512
+        elif isinstance(value, list) and key != "architectures":
+            found[key] = value[: 4 if "layer" in key else 3]  # factors of 3 pairs of 6 elements
+        else:
+            found[key] = value if value is None else SMALL.get(key, value)
+    return found
+
+
+# What transformers leaves out of DeepSeek-R1-0528-Qwen3-8B, attn_factor, is applied here.
+@pytest.mark.parametrize("name", [name for name in MODELS if "R1-0528" not in name])
+def test_a_small_copy_of_a_published_model_computes_what_transformers_does(name, tmp_path):
+    raw = small(MODELS[name][1])
+    raw.pop("quantization_config", None)
+    if "text_config" in raw:
+        raw |= {"vision_config": IMAGES}
+        raw["text_config"] |= {"vocab_size": 131, "head_dim": 16, "num_hidden_layers": 7}
+    reference = make_of(raw, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))  # not as transformers writes it
+    check_equal(load(tmp_path), reference, num_tokens=4)

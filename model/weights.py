@@ -167,7 +167,6 @@ class WeightLoader:
         self._note(name)
         rows, dtype = range(shape[0]) if rows is None else rows, dtype or self.dtype
         if (found := self._source.quantised(name, shape, rows, cols)) is not None:
-            found = found.to(self.device, self.dtype)
             return self._dequantised(found, "a kind of product without a kernel").to(dtype)
         part = self._source.part(name, shape, rows, cols)
         return part.to(self.device, dtype).contiguous()
@@ -206,12 +205,10 @@ class WeightLoader:
         self._used.add(name)
 
     def _dequantised(self, part: Quantized, why: str) -> Tensor:
-        taken = self._dequantised_bytes[why]
-        found = part.dequantise()
-        self._dequantised_bytes[why] = (
-            taken[0] + sum(each.nbytes for each in part.parts),
-            taken[1] + found.nbytes,
-        )
+        found = part.to(self.device, self.dtype).dequantise()
+        before, after = self._dequantised_bytes[why]
+        before += sum(each.nbytes for each in part.parts)
+        self._dequantised_bytes[why] = before, after + found.nbytes
         return found
 
     def has(self, name: str) -> bool:
@@ -234,12 +231,8 @@ class WeightLoader:
             )
             dtype = str(self.dtype).removeprefix("torch.")
             _log.warning(told, why, dtype, after / 2**30, before / 2**30)
-        unused = sorted(
-            name
-            for name in self._source.names() - self._used
-            if not name.endswith(_IGNORED_SUFFIXES)
-        )
-        if unused:
+        unused = sorted(self._source.names() - self._used)
+        if unused := [name for name in unused if not name.endswith(_IGNORED_SUFFIXES)]:
             shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
             raise ModelLoadError(
                 f"{len(unused)} weights are not used by this architecture: {shown}"

@@ -86,8 +86,9 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
         return Quantization("fp8", block=_block(next(blocks, None)))
     groups = {each.get("group_size") for each in schemes}
     if kinds != {("int", 4)} or found.get("format") != "pack-quantized" or len(groups) > 1:
-        told = {"format": found.get("format"), "weights": schemes}
-        raise _refused(f"compressed-tensors {short_repr(told)}")
+        each = {f"{w.get('type')}{w.get('num_bits')} by {w.get('group_size')}" for w in schemes}
+        told = f"compressed-tensors {found.get('format')} of {', '.join(sorted(each))}"
+        raise _refused(told.replace(" by None", ""))
     return Quantization("packed", group=_group(groups.pop()))
 
 

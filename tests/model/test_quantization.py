@@ -228,6 +228,7 @@ def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is \[0\]"),
         ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq of 4 bits, gemv"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
+        ({**FORMATS["packed"][0], "format": "marlin-24"}, "tensors marlin-24 of int4 by 32"),
         (
             {**FORMATS["fp8 rows"][0], "transform_config": {"config_groups": {"R1": {}}}},
             "with transform_config",

@@ -211,7 +211,8 @@ def _said_elsewhere(raw: dict[str, Any], path: Path) -> Any:
     beside = path.with_name("hf_quant_config.json")
     if raw.get("compression_config") or not beside.is_file():
         return raw.get("compression_config")
-    found = _read_object(beside)["quantization"]
+    whole = _read_object(beside)
+    found = whole.get("quantization", whole)
     return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
 

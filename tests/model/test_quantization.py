@@ -106,7 +106,8 @@ def test_how_weights_are_quantised_is_read_where_others_than_transformers_write_
     (tmp_path / "config.json").write_text(json.dumps(raw))
     if key != "compression_config":  # as ModelOpt exports it
         found = {"quant_algo": key, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-        modelopt = {"producer": {"name": "modelopt", "version": "0.15.1"}, "quantization": found}
+        nested = {"producer": {"name": "modelopt", "version": "0.15.1"}, "quantization": found}
+        modelopt = nested if key == "FP8" else found
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
     assert load_config(tmp_path) == expected
     torch.testing.assert_close(logits_of(load(tmp_path)), wanted)

@@ -70,14 +70,13 @@ def _refused(told: Any) -> Exception:
 def _compressed(found: dict[str, Any]) -> Quantization | None:
     """Of the weights of all groups of layers, which are to be alike; in FP8 some may have a scale
     for each block, and others one for each row or one for all."""
-    sparsity = (found.get("sparsity_config") or {}).get("format")
-    if (found.get("transform_config") or {}).get("config_groups") or sparsity not in (
-        None,
-        "dense",
-    ):
-        raise _refused(f"compressed-tensors with {sparsity or 'transform_config'}")
+    sparsity = (found.get("sparsity_config") or {}).get("format") or "dense"
+    transforms = (found.get("transform_config") or {}).get("config_groups")
+    if transforms or sparsity != "dense":
+        raise _refused(f"compressed-tensors with {'transform_config' if transforms else sparsity}")
     each_group = (found.get("config_groups") or {}).values()
-    schemes = [weights for each in each_group if (weights := each.get("weights"))]
+    # A group of null weights is one of inputs alone.
+    schemes = [weights for each in each_group if (weights := each.get("weights", {})) is not None]
     kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
     if not kinds and found.get("kv_cache_scheme"):
         return None  # only a KV cache is

@@ -78,6 +78,16 @@ def _tile(ends, tile, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.con
 tile_of = triton.jit(_tile)
 
 
+def _of_halves(code, less, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    both = tl.inline_asm_elementwise(
+        PTX, "=r,=r,=r,=r,r,r,r", [code, less], (less.dtype, less.dtype), is_pure=True, pack=4
+    )
+    return tl.interleave(both[0], both[1])
+
+
+_both_halves: Any = triton.jit(_of_halves)
+
+
 def _multiply(  # type: ignore[no-untyped-def]
     x, codes, scales, zeros, out, ends, partial, counters, num_rows, num_out, num_experts,
     WIDTH: tl.constexpr, KIND: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
@@ -113,12 +123,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             zero = tl.full((COLUMNS,), 8, tl.int32)
             if HAS_ZEROS:
                 zero = tl.load(zeros + of_weight * NUM_GROUPS + start // GROUP).to(tl.int32)
-            less = (-OFFSET - zero).to(dtype)[:, None]
-            low, high = tl.inline_asm_elementwise(
-                PTX, "=r,=r,=r,=r,r,r,r", [code, less],
-                dtype=(x.dtype.element_ty, x.dtype.element_ty), is_pure=True, pack=4,
-            )  # fmt: skip
-            left = tl.interleave(low, high)
+            left = _both_halves(code, (-OFFSET - zero).to(dtype)[:, None], PTX)
         if NUM_GROUPS == 1:
             sums = tl.dot(left, right, sums)
         else:

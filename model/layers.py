@@ -54,11 +54,11 @@ class Linear:
         if self.takes_one_row and len(x) == 1:
             return fused_ops.kernels().one_row(x, self.weight)  # type: ignore[no-any-return]
         if self.is_packed:
-            rows, step = len(x), 1 << max(0, len(x).bit_length() - _ROWS_BITS)
-            if -rows % step:
-                x = F.pad(x, (0, 0, 0, -rows % step))
+            rows = x.shape[0]
+            if missing := -rows % (1 << max(0, rows.bit_length() - _ROWS_BITS)):
+                x = F.pad(x, (0, 0, 0, missing))
             out: Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return out[:rows]
+            return out[:rows] if missing else out
         if isinstance(self.weight, Quantized):
             out = products.multiply(self.weight, x)
             return out if self.bias is None else out.add_(self.bias)

@@ -210,4 +210,4 @@ def test_claude_code_gets_whole_calls_through_litellm(lite):
     chunks = litellm.completion(messages=_MESSAGES, stream=True, **asked)
     events = list(streaming_iterator.AnthropicStreamWrapper(chunks, MODEL))
     told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    Toy.model_validate_json("".join(delta.get("partial_json", "") for delta in told))
+    assert Toy.model_validate_json("".join(delta.get("partial_json", "") for delta in told)).colour

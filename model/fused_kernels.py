@@ -87,20 +87,16 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # done in the same kernel, and each kernel starts to load its matrix while the one before it is
 # still ending (programmatic dependent launch), before it waits for its input.
 
-_FOLDED: Final = 16  # elements of FP8 that a thread loads at once, whose products it adds up
+# Elements that a thread loads at once, and whose products it adds up: as many as are 16 bytes of x,
+# which would have to go through shared memory to be multiplied by more.
+FOLD: Final = 8
 _MIN_COLUMNS: Final = 128
 _MAX_WHOLE: Final = 16384  # columns of FP8 rows that are loaded at once: more must be under way
-_SMALL: Final = 1 << 24  # elements of a matrix that more programs share
-
-
-def _folded(part, FOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of FOLD neighbours in each row."""
-    if FOLD > 1:
-        part = tl.sum(tl.reshape(part, (part.shape[0], part.shape[1] // FOLD, FOLD)), 2)
-    return part
-
-
-_folded = triton.jit(_folded)
+_HELD_BYTES: Final = 24 << 20  # of smaller matrices programs hold nearly all at once
+_HELD: Final = 1 << 14  # elements of such a one in a program
+_LEAST_PROGRAMS: Final = 64
+_MAX_SHORT: Final = 4096  # columns
+_MANY_ROWS: Final = 1 << 16
 
 
 def _one_row(  # type: ignore[no-untyped-def]
@@ -108,43 +104,49 @@ def _one_row(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
+    """Whatever does not come from the kernel before it is loaded before the wait."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    at = weight + row[:, None].to(tl.int64) * WIDTH + column[None, :]
+    column = tl.arange(0, COLUMNS // FOLD)[:, None] * FOLD + tl.arange(0, FOLD)[None, :]
+    at = weight + row[None, :, None].to(tl.int64) * WIDTH + column[:, None, :]
     inside = column < WIDTH
-    tile = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+    tile = tl.load(at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+    scale, up_scale = 1.0, 1.0
+    if SCALED:
+        scale = tl.load(scales + row)
     if GATED:
         up_at = at + NUM_OUT * WIDTH
-        up_tile = tl.load(up_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
+        up_tile = tl.load(up_at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+        up = tl.zeros((COLUMNS // FOLD, ROWS), tl.float32)
+        if SCALED:
+            up_scale = tl.load(scales + NUM_OUT + row)
+    if NORM:
+        factor = tl.load(norm + column, mask=inside, other=0.0)
     let_next_begin_and_wait()
-    sums = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
-    squares = tl.zeros((COLUMNS,), tl.float32)
+    if ADD:
+        added = tl.load(residual + row).to(tl.float32)
+    sums = tl.zeros((COLUMNS // FOLD, ROWS), tl.float32)
+    squares = tl.zeros((COLUMNS // FOLD,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
         value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            squares += value * value
-            value *= tl.load(norm + start + column, mask=inside, other=0.0).to(tl.float32)
         inside = start + COLUMNS + column < WIDTH  # of the tile that is multiplied next
-        after, more = start + COLUMNS, inside[None, :]
-        sums += _folded(tile.to(tl.float32) * value[None, :], FOLD)
+        after, more = start + COLUMNS, inside[:, None, :]
+        if NORM:
+            squares += tl.sum(value * value, 1)
+            value *= factor.to(tl.float32)
+            factor = tl.load(norm + after + column, mask=inside, other=0.0)
+        sums += tl.sum(tile.to(tl.float32) * value[:, None, :], 2)
         tile = tl.load(at + after, mask=more, other=0.0, eviction_policy="evict_first")
         if GATED:
-            up += _folded(up_tile.to(tl.float32) * value[None, :], FOLD)
+            up += tl.sum(up_tile.to(tl.float32) * value[:, None, :], 2)
             up_tile = tl.load(up_at + after, mask=more, other=0.0, eviction_policy="evict_first")
-    scale = 1.0
     if NORM:
-        scale = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
-    result = tl.sum(sums, 1) * scale
-    if SCALED:
-        result *= tl.load(scales + row)
+        size = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
+        scale, up_scale = scale * size, up_scale * size
+    result = tl.sum(sums, 0) * scale
     if GATED:
-        up_result = tl.sum(up, 1) * scale
-        if SCALED:
-            up_result *= tl.load(scales + NUM_OUT + row)
-        result = result / (1 + tl.exp(-result)) * up_result
+        result = result / (1 + tl.exp(-result)) * (tl.sum(up, 0) * up_scale)
     if ADD:
-        result += tl.load(residual + row).to(tl.float32)
+        result += added
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
@@ -162,19 +164,26 @@ def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
     return fits and matrix.is_contiguous()
 
 
-def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int, int]:
-    """Rows of a program (of either half), columns that it loads at a time, those that a thread adds
-    up, warps: the fastest of some on an H200."""
+def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
+    """Rows of a program (of either half), columns that it loads at a time, warps: the fastest of
+    some on an H200."""
     num_out, width = weight.shape
     columns = width & -width  # the largest power of two that divides it
-    if isinstance(weight, Quantized):
-        if (whole := triton.next_power_of_2(width)) <= _MAX_WHOLE:
-            return 4 if gated or whole > 4096 else 8, whole, _FOLDED, 8
-        return 4 if gated else 8, min(columns, 1024), _FOLDED, 4
+    is_short, is_code = columns == width <= _MAX_SHORT, isinstance(weight, Quantized)
+    is_held = num_out * width << (not is_code) < _HELD_BYTES and not gated
+    if is_code:
+        whole, rows = triton.next_power_of_2(width), 8 if is_held else 4
+        if whole > _MAX_WHOLE:
+            return rows, min(columns, 1024), 4
+        return (4, whole, 8) if whole > _MAX_SHORT else (rows, whole, 4)
     if gated:
-        return (2, width, 1, 8) if columns == width <= 4096 else (2, min(columns, 1024), 1, 4)
-    is_small = num_out * width < _SMALL
-    return (2, min(columns, 2048), 1, 4) if is_small else (4, min(columns, 1024), 1, 4)
+        return (2, width, 8) if is_short else (2, min(columns, 1024), 4)
+    if is_held and is_short:
+        most = max(1, num_out // _LEAST_PROGRAMS)
+        return min(_HELD // width, num_out & -num_out, 1 << most.bit_length() - 1), width, 4
+    if is_short and num_out > _MANY_ROWS:
+        return 4, width, 8
+    return (2, min(columns, 2048), 4) if is_held else (4, min(columns, 1024), 4)
 
 
 def one_row(
@@ -202,11 +211,11 @@ def one_row(
     out = residual
     if out is None:
         out = torch.empty(1, num_out, dtype=dtype or x.dtype, device=x.device)
-    rows, columns, fold, warps = _tile_of(weight, gated=gated)
+    rows, columns, warps = _tile_of(weight, gated=gated)
     _one_row_kernel[(num_out // rows,)](
         x, matrix, scales, out, norm, residual, eps, WIDTH=width, NUM_OUT=num_out,
         SCALED=scales is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        ROWS=rows, COLUMNS=columns, FOLD=fold, num_warps=warps, launch_pdl=PDL,
+        ROWS=rows, COLUMNS=columns, FOLD=FOLD, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 from model.architectures.experts import MoEConfig
+from model.fused_kernels import FOLD
 from model.quantization.kernels import tile_of
 from model.quantization.quantized import FP8, Quantized, Weight
 
@@ -43,36 +44,35 @@ _kept_groups: Any = triton.jit(_of_kept_groups)
 
 def _choose(  # type: ignore[no-untyped-def]
     logits, correction, weights, chosen, num_experts, scale,
-    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
-    BEST: tl.constexpr, PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
-    row, index, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    let_next_begin_and_wait()
+    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     is_one = index < num_experts
+    bias = 0.0
+    if correction is not None:
+        bias = tl.load(correction + index, mask=is_one, other=0.0)
+    let_next_begin_and_wait()
     logit = tl.load(logits + row * num_experts + index, mask=is_one, other=float("-inf"))
     score = tl.sigmoid(logit) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
     if not SIGMOID and (correction is not None or not NORMALIZED):
         score = score / tl.sum(score, 0)
-    left = score
-    if correction is not None:
-        left += tl.load(correction + index, mask=is_one, other=0.0)
-    elif GROUPS == 1 and not SIGMOID:
+    left = score + bias
+    if correction is None and GROUPS == 1 and not SIGMOID:
         left = logit  # the same order, without scores that are too small to differ
-    left = tl.where(is_one, left, float("-inf"))
+    left = tl.where(is_one & (left == left), left, float("-inf"))  # what is no number comes last
     if GROUPS > 1:
         left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
     # Its place is how many are ahead: all at once, where one after the other takes twice as long.
     ties = (left[None, :] == left[:, None]) & (index[None, :] < index[:, None])
     place = tl.sum(((left[None, :] > left[:, None]) | ties).to(tl.int32), 1)
-    is_its = (place[:, None] == slot[None, :]) & (slot < CHOSEN)[None, :]
-    expert = tl.sum(tl.where(is_its, index[:, None], 0), 0)
-    expert = tl.minimum(expert, num_experts - 1)  # of no numbers, too
-    weight = tl.sum(tl.where(is_its, score[:, None], 0.0), 0)
+    is_chosen = place < CHOSEN
     if NORMALIZED:
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(weights + row * CHOSEN + slot, weight * scale, mask=slot < CHOSEN)
-    tl.store(chosen + row * CHOSEN + slot, expert, mask=slot < CHOSEN)
+        score = score / (tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
+    at = row * CHOSEN + place
+    tl.store(weights + at, score * scale, mask=is_chosen)
+    tl.store(chosen + at, index, mask=is_chosen)
 
 
 _choose_kernel: Any = triton.jit(_choose)
@@ -88,7 +88,7 @@ def choose(
     groups, padded = config.num_groups, triton.next_power_of_2(num_experts)
     _choose_kernel[(num_rows,)](
         logits, correction, weights, ids, num_experts, config.routed_scaling_factor, CHOSEN=num,
-        SLOTS=triton.next_power_of_2(num), EXPERTS=padded, SIGMOID=config.scoring == "sigmoid",
+        EXPERTS=padded, SIGMOID=config.scoring == "sigmoid",
         NORMALIZED=config.is_normalized, GROUPS=groups, SIZE=num_experts // groups,
         KEPT=config.topk_groups, BEST=group_best, PADDED=triton.next_power_of_2(groups),
         num_warps=max(1, min(8, padded // 32)), launch_pdl=PDL,
@@ -196,53 +196,67 @@ def _combine(  # type: ignore[no-untyped-def]
 _combine_kernel: Any = triton.jit(_combine)
 
 
-# Of codes, groups of columns have scales: of each, GROUP columns of a tile are summed (0: of no
-# codes), and a row has GROUPS of them.
+# What a thread loads at once of x in 16 bytes, FOLD columns, is summed up in it. Of codes, GROUP
+# columns have a scale; a row has GROUPS of them, 0: they are no codes.
 def _products(  # type: ignore[no-untyped-def]
-    tile, value, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr
+    tile, value, scales, row, start, FOLD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """[ROWS, COLUMNS] by [ROWS or 1, COLUMNS], scaled and summed by groups, if they have scales."""
+    """Sums of parts [..., parts] of products [..., columns], by their groups' scales; those of
+    `row` [..., 1], and of columns from `start`."""
     product = tile.to(tl.float32) * value
-    if GROUP:
-        product = tl.sum(tl.reshape(product, (ROWS, COLUMNS // GROUP, GROUP)), 2) * scales
-    return product
+    PARTS: tl.constexpr = product.shape[-1] // FOLD
+    shape: tl.constexpr = product.shape[:-1] + (PARTS, FOLD)  # noqa: RUF005 (Triton has no *)
+    sums = tl.sum(tl.reshape(product, shape), len(product.shape))
+    if GROUPS > 1:
+        sums *= tl.load(scales + row * GROUPS + (start + tl.arange(0, PARTS) * FOLD) // GROUP)
+    return sums
 
 
-_scaled_products: Any = triton.jit(_products)
+_sums_of_products: Any = triton.jit(_products)
 
 
 def _one_gated(  # type: ignore[no-untyped-def]
     x, weight, scales, norm, chosen, inner, eps, num_experts, NUM_OUT: tl.constexpr,
     WIDTH: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    FOLD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one token's gate and up products, by one of its experts."""
     slot, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
+    if NORM:
+        factor = tl.load(norm + column)
     wait()
     expert = tl.load(chosen + slot)
     let_next_begin()  # not before: see _one_down
+    value = tl.load(x + column)
     if expert < num_experts:
-        of_expert = expert * 2 * NUM_OUT + row[:, None]
-        at = weight + of_expert * WIDTH + column[None, :]
-        sums: tl.constexpr = COLUMNS // GROUP if GROUP else COLUMNS
-        gate, up = tl.zeros((ROWS, sums), tl.float32), tl.zeros((ROWS, sums), tl.float32)
-        by_gate, by_up, group = 1.0, 1.0, tl.arange(0, sums)[None, :]
+        own = expert * 2 * NUM_OUT + row
+        at = weight + own[:, None] * WIDTH + column[None, :]
+        by_gate, by_up = 1.0, 1.0
+        if GROUPS == 1:
+            by_gate, by_up = tl.load(scales + own), tl.load(scales + own + NUM_OUT)
+        gate = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
         squares = tl.zeros((COLUMNS,), tl.float32)
         for start in tl.static_range(0, WIDTH, COLUMNS):
             gates = tl.load(at + start, eviction_policy="evict_first")
             ups = tl.load(at + start + NUM_OUT * WIDTH, eviction_policy="evict_first")
-            value = tl.load(x + start + column).to(tl.float32)
+            wide = value.to(tl.float32)
             if NORM:
-                squares += value * value
-                value *= tl.load(norm + start + column).to(tl.float32)
-            if GROUP:
-                of_tile = scales + of_expert * GROUPS + (start // GROUP + group) % GROUPS
-                by_gate, by_up = tl.load(of_tile), tl.load(of_tile + NUM_OUT * GROUPS)
-            gate += _scaled_products(gates, value[None, :], by_gate, ROWS, COLUMNS, GROUP)
-            up += _scaled_products(ups, value[None, :], by_up, ROWS, COLUMNS, GROUP)
+                squares += wide * wide
+                wide *= factor.to(tl.float32)
+            if start + COLUMNS < WIDTH:
+                value = tl.load(x + start + COLUMNS + column)
+                if NORM:
+                    factor = tl.load(norm + start + COLUMNS + column)
+            each = own[:, None]
+            gate += _sums_of_products(
+                gates, wide[None, :], scales, each, start, FOLD, GROUP, GROUPS
+            )
+            each += NUM_OUT
+            up += _sums_of_products(ups, wide[None, :], scales, each, start, FOLD, GROUP, GROUPS)
         size = tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
-        gated, other = tl.sum(gate, 1) / size, tl.sum(up, 1) / size
+        gated, other = tl.sum(gate, 1) * by_gate / size, tl.sum(up, 1) * by_up / size
         gated = gated / (1 + tl.exp(-gated)) * other
         tl.store(inner + slot * NUM_OUT + row, gated.to(inner.dtype.element_ty))
 
@@ -250,64 +264,58 @@ def _one_gated(  # type: ignore[no-untyped-def]
 def _one_down(  # type: ignore[no-untyped-def]
     inner, weight, scales, weights, chosen, residual, out, num_experts, NUM_OUT: tl.constexpr,
     WIDTH: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLD: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one token's result. All programs of the kernel before it have seen the choice,
-    which is read without waiting for them, and so is the first of the matrices."""
+    which is read without waiting for them, and so is the first tile of the matrices."""
     slot, column = tl.arange(0, SLOTS), tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.load(chosen + slot, mask=slot < CHOSEN, other=num_experts)
     is_here = expert < num_experts
-    own = is_here[:, None, None]
-    place = expert[:, None, None] * NUM_OUT + row[None, :, None]
-    at = weight + place * WIDTH + column[None, None, :]
-    tile = tl.load(at, mask=own, other=0.0, eviction_policy="evict_first")
+    own = tl.where(is_here, expert, 0)[:, None] * NUM_OUT + row[None, :]
+    at = weight + own[:, :, None] * WIDTH + column[None, None, :]
+    here = is_here[:, None, None]
+    tile = tl.load(at, mask=here, other=0.0, eviction_policy="evict_first")
+    share = tl.load(weights + slot, mask=is_here, other=0.0)[:, None]
+    if GROUPS == 1:
+        share *= tl.load(scales + own)
     let_next_begin_and_wait()
-    count: tl.constexpr = COLUMNS // GROUP if GROUP else COLUMNS
-    sums = tl.zeros((SLOTS, ROWS, count), tl.float32)
+    added = tl.load(residual + row).to(tl.float32) if ADD else 0.0
+    sums = tl.zeros((SLOTS, ROWS, COLUMNS // FOLD), tl.float32)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         of_x = inner + slot[:, None] * WIDTH + start + column[None, :]
-        value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)
-        if GROUP:
-            group = (start // GROUP + tl.arange(0, count)) % GROUPS
-            by = tl.load(scales + place * GROUPS + group[None, None, :], mask=own, other=0.0)
-            product = tile.to(tl.float32) * value[:, None, :]
-            sums += tl.sum(tl.reshape(product, (SLOTS, ROWS, count, GROUP)), 3) * by
-        else:
-            sums += tile.to(tl.float32) * value[:, None, :]
+        value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)[:, None, :]
+        each = own[:, :, None]
+        sums += _sums_of_products(tile, value, scales, each, start, FOLD, GROUP, GROUPS)
         if start + COLUMNS < WIDTH:
             after = at + start + COLUMNS
-            tile = tl.load(after, mask=own, other=0.0, eviction_policy="evict_first")
-    share = tl.load(weights + slot, mask=is_here, other=0.0)
-    result = tl.sum(tl.sum(sums, 2) * share[:, None], 0)
-    if ADD:
-        result += tl.load(residual + row).to(tl.float32)
+            tile = tl.load(after, mask=here, other=0.0, eviction_policy="evict_first")
+    result = tl.sum(tl.sum(sums, 2) * share, 0) + added
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 _one_gated_kernel: Any = triton.jit(_one_gated)
 _one_down_kernel: Any = triton.jit(_one_down)
-_GATED_OF_ONE: Final = 2, 1024, 2  # rows of a program, columns at a time, warps
+_GATED_OF_ONE: Final = 4, 1024, 8  # rows of a program, columns at a time, warps
 _GATED_OF_CODES: Final = 8, 512, 4
 _DOWN_OF_ONE: Final = 8, 256, 8
 
 
 def _tile_of(weight: Weight, most: int) -> dict[str, int]:
-    """Columns of a row that a program takes at a time; see _products for their groups."""
-    width, group, groups = weight.shape[2], 0, 1
-    columns = min(width & -width, most)
+    """How a program takes a row: see _products."""
+    width, group, groups = weight.shape[2], 1, 0
     if isinstance(weight, Quantized):
-        group, groups = min(weight.group, columns), weight.scales.shape[2]
-    return {"WIDTH": width, "COLUMNS": columns, "GROUP": group, "GROUPS": groups}
+        group, groups = weight.group, weight.scales.shape[2]
+    columns = min(width & -width, most)
+    return {"WIDTH": width, "COLUMNS": columns, "FOLD": FOLD, "GROUP": group, "GROUPS": groups}
 
 
 def takes_one(*weights: Weight) -> bool:
     """Whether `mixture_of_one` takes these, on a GPU: on Hopper, and of codes those of FP8."""
     for weight in weights:
         if isinstance(weight, Quantized):
-            tile = _tile_of(weight, 256)
-            is_whole = tile["GROUPS"] == 1 or tile["COLUMNS"] % weight.group == 0
-            if weight.kind != "fp8" or weight.scales.dtype != torch.float32 or not is_whole:
+            if weight.kind != "fp8" or weight.scales.dtype != torch.float32 or weight.group % FOLD:
                 return False
     is_hopper = torch.cuda.get_device_capability(weights[0].device)[0] == 9
     return is_hopper and all(weight.shape[2] % 64 == 0 for weight in weights)

@@ -233,7 +233,7 @@ def attend(
         TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    heads, pieces = (4, 1024 // dim) if crowded else (2, 4096 // dim)  # of one program, at once
+    heads, pieces = (4, 1024 // dim) if crowded else (1, 4096 // dim)  # of one program, at once
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
         planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=heads,
         PIECES=pieces, num_warps=2, launch_pdl=PDL,

@@ -123,13 +123,15 @@ class Rope:
 
         Where the rotation is fused: cosines beside sines, float32 [T, dim], twice.
         """
-        turned = positions[:, None].to(torch.float32) * self._inverse
-        cos, sin = turned.cos(), turned.sin()
+        turned = positions[:, None] * self._inverse
+        joined = turned.new_empty(len(turned), 2, self._half)
+        cos, sin = joined.unbind(1)
+        torch.cos(turned, out=cos)
+        torch.sin(turned, out=sin)
         if self._scaling is not None:
-            cos, sin = cos * self._scaling, sin * self._scaling
+            joined *= self._scaling
         if self._is_fused:
-            joined = torch.cat((cos, sin), dim=-1)
-            return joined, joined
+            return joined.flatten(1), joined.flatten(1)
         if self._interleaved:
             return cos[:, None], sin[:, None]
         cos = torch.cat((cos, cos), dim=-1)

@@ -94,9 +94,7 @@ _MIN_COLUMNS: Final = 128
 _MAX_WHOLE: Final = 16384  # columns of FP8 rows that are loaded at once: more must be under way
 _HELD_BYTES: Final = 24 << 20  # of smaller matrices programs hold nearly all at once
 _HELD: Final = 1 << 14  # elements of such a one in a program
-_LEAST_PROGRAMS: Final = 64
 _MAX_SHORT: Final = 4096  # columns
-_MANY_ROWS: Final = 1 << 16
 
 
 def _one_row(  # type: ignore[no-untyped-def]
@@ -110,20 +108,16 @@ def _one_row(  # type: ignore[no-untyped-def]
     at = weight + row[None, :, None].to(tl.int64) * WIDTH + column[:, None, :]
     inside = column < WIDTH
     tile = tl.load(at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
-    scale, up_scale = 1.0, 1.0
-    if SCALED:
-        scale = tl.load(scales + row)
+    scale = tl.load(scales + row) if SCALED else 1.0
     if GATED:
         up_at = at + NUM_OUT * WIDTH
         up_tile = tl.load(up_at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
         up = tl.zeros((COLUMNS // FOLD, ROWS), tl.float32)
-        if SCALED:
-            up_scale = tl.load(scales + NUM_OUT + row)
+        up_scale = tl.load(scales + NUM_OUT + row) if SCALED else 1.0
     if NORM:
         factor = tl.load(norm + column, mask=inside, other=0.0)
     let_next_begin_and_wait()
-    if ADD:
-        added = tl.load(residual + row).to(tl.float32)
+    added = tl.load(residual + row).to(tl.float32) if ADD else 0.0
     sums = tl.zeros((COLUMNS // FOLD, ROWS), tl.float32)
     squares = tl.zeros((COLUMNS // FOLD,), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
@@ -139,15 +133,11 @@ def _one_row(  # type: ignore[no-untyped-def]
         if GATED:
             up += tl.sum(up_tile.to(tl.float32) * value[:, None, :], 2)
             up_tile = tl.load(up_at + after, mask=more, other=0.0, eviction_policy="evict_first")
-    if NORM:
-        size = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps)
-        scale, up_scale = scale * size, up_scale * size
-    result = tl.sum(sums, 0) * scale
+    size = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
+    result = tl.sum(sums, 0) * (scale * size)
     if GATED:
-        result = result / (1 + tl.exp(-result)) * (tl.sum(up, 0) * up_scale)
-    if ADD:
-        result += added
-    tl.store(out + row, result.to(out.dtype.element_ty))
+        result = result / (1 + tl.exp(-result)) * (tl.sum(up, 0) * (up_scale * size))
+    tl.store(out + row, (result + added).to(out.dtype.element_ty))
 
 
 _one_row_kernel: Any = triton.jit(_one_row)
@@ -179,9 +169,9 @@ def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
     if gated:
         return (2, width, 8) if is_short else (2, min(columns, 1024), 4)
     if is_held and is_short:
-        most = max(1, num_out // _LEAST_PROGRAMS)
+        most = max(1, num_out // 64)  # so that there are as many programs, or more
         return min(_HELD // width, num_out & -num_out, 1 << most.bit_length() - 1), width, 4
-    if is_short and num_out > _MANY_ROWS:
+    if is_short and num_out > 1 << 16:  # a head
         return 4, width, 8
     return (2, min(columns, 2048), 4) if is_held else (4, min(columns, 1024), 4)
 

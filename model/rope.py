@@ -125,9 +125,7 @@ class Rope:
         """
         turned = positions[:, None] * self._inverse
         joined = turned.new_empty(len(turned), 2, self._half)
-        cos, sin = joined.unbind(1)
-        torch.cos(turned, out=cos)
-        torch.sin(turned, out=sin)
+        cos, sin = (f(turned, out=joined[:, i]) for i, f in enumerate((torch.cos, torch.sin)))
         if self._scaling is not None:
             joined *= self._scaling
         if self._is_fused:

@@ -50,9 +50,7 @@ def _choose(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     is_one = index < num_experts
-    bias = 0.0
-    if correction is not None:
-        bias = tl.load(correction + index, mask=is_one, other=0.0)
+    bias = tl.load(correction + index, mask=is_one, other=0.0) if correction is not None else 0.0
     let_next_begin_and_wait()
     logit = tl.load(logits + row * num_experts + index, mask=is_one, other=float("-inf"))
     score = tl.sigmoid(logit) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
@@ -201,14 +199,14 @@ _combine_kernel: Any = triton.jit(_combine)
 def _products(  # type: ignore[no-untyped-def]
     tile, value, scales, row, start, FOLD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Sums of parts [..., parts] of products [..., columns], by their groups' scales; those of
-    `row` [..., 1], and of columns from `start`."""
+    """Sums of parts, scaled by their groups: those of `row` [...], and of columns from `start`."""
     product = tile.to(tl.float32) * value
     PARTS: tl.constexpr = product.shape[-1] // FOLD
     shape: tl.constexpr = product.shape[:-1] + (PARTS, FOLD)  # noqa: RUF005 (Triton has no *)
     sums = tl.sum(tl.reshape(product, shape), len(product.shape))
     if GROUPS > 1:
-        sums *= tl.load(scales + row * GROUPS + (start + tl.arange(0, PARTS) * FOLD) // GROUP)
+        group = (start + tl.arange(0, PARTS) * FOLD) // GROUP
+        sums *= tl.load(scales + tl.expand_dims(row * GROUPS, len(row.shape)) + group)
     return sums
 
 
@@ -232,9 +230,8 @@ def _one_gated(  # type: ignore[no-untyped-def]
     if expert < num_experts:
         own = expert * 2 * NUM_OUT + row
         at = weight + own[:, None] * WIDTH + column[None, :]
-        by_gate, by_up = 1.0, 1.0
-        if GROUPS == 1:
-            by_gate, by_up = tl.load(scales + own), tl.load(scales + own + NUM_OUT)
+        by_gate = tl.load(scales + own) if GROUPS == 1 else 1.0
+        by_up = tl.load(scales + own + NUM_OUT) if GROUPS == 1 else 1.0
         gate = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
         up = tl.zeros((ROWS, COLUMNS // FOLD), tl.float32)
         squares = tl.zeros((COLUMNS,), tl.float32)
@@ -249,12 +246,9 @@ def _one_gated(  # type: ignore[no-untyped-def]
                 value = tl.load(x + start + COLUMNS + column)
                 if NORM:
                     factor = tl.load(norm + start + COLUMNS + column)
-            each = own[:, None]
-            gate += _sums_of_products(
-                gates, wide[None, :], scales, each, start, FOLD, GROUP, GROUPS
-            )
-            each += NUM_OUT
-            up += _sums_of_products(ups, wide[None, :], scales, each, start, FOLD, GROUP, GROUPS)
+            of_all = wide[None, :]
+            gate += _sums_of_products(gates, of_all, scales, own, start, FOLD, GROUP, GROUPS)
+            up += _sums_of_products(ups, of_all, scales, own + NUM_OUT, start, FOLD, GROUP, GROUPS)
         size = tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
         gated, other = tl.sum(gate, 1) * by_gate / size, tl.sum(up, 1) * by_up / size
         gated = gated / (1 + tl.exp(-gated)) * other
@@ -286,8 +280,7 @@ def _one_down(  # type: ignore[no-untyped-def]
     for start in tl.static_range(0, WIDTH, COLUMNS):
         of_x = inner + slot[:, None] * WIDTH + start + column[None, :]
         value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)[:, None, :]
-        each = own[:, :, None]
-        sums += _sums_of_products(tile, value, scales, each, start, FOLD, GROUP, GROUPS)
+        sums += _sums_of_products(tile, value, scales, own, start, FOLD, GROUP, GROUPS)
         if start + COLUMNS < WIDTH:
             after = at + start + COLUMNS
             tile = tl.load(after, mask=here, other=0.0, eviction_policy="evict_first")

@@ -157,6 +157,7 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.alone  # 64 GiB
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
 def test_blocks_beyond_32_bits_of_elements(kv_dtype):
     """A pool of 2**32 + elements: block strides must not overflow."""

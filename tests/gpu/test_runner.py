@@ -33,6 +33,7 @@ LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
 RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 33, 130, 1)]
+BLOCKS = 512  # of a pool
 
 
 def config_for(folder: Path, **options: Any) -> EngineConfig:
@@ -50,7 +51,7 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 
 @contextmanager
-def runner_for(folder: Path, *, num_blocks: int = 512, **options: Any) -> Iterator[ModelRunner]:
+def runner_for(folder: Path, *, num_blocks: int = BLOCKS, **options: Any) -> Iterator[ModelRunner]:
     runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
     runner.allocate(num_blocks)
     runner.capture_graphs()
@@ -61,7 +62,7 @@ def runner_for(folder: Path, *, num_blocks: int = 512, **options: Any) -> Iterat
 
 def tables_for(num_tokens: int, num_groups: int = 1) -> np.ndarray:
     width = -(-num_tokens // 16) * num_groups
-    order = 1 + np.random.default_rng(3).permutation(511)[: width * len(PROMPTS)]
+    order = 1 + np.random.default_rng(3).permutation(BLOCKS - 1)[: width * len(PROMPTS)]
     return order.astype(np.int32).reshape(len(PROMPTS), width)
 
 

@@ -15,6 +15,7 @@ from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
 from tests.gpu.test_runner import (
+    BLOCKS,
     MODELS,
     RESTRICTED,
     SERVED,
@@ -33,7 +34,7 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
-_GROUPS = {"tp": (1, 1), "dcp": (2, 1), "ep": (1, 2)}  # their dcp and ep
+_GROUPS: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
 _JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
 
 
@@ -44,16 +45,13 @@ def _folder(name: str) -> Path:
 def _run_rank(rank: int, meetings: dict[str, str], results: Any) -> None:
     groups = {}
     for kind, meeting in meetings.items():
-        dcp, ep = _GROUPS[kind]
-        groups[kind] = Parallel.connect(
-            rank, 2, meeting=meeting, device=f"cuda:{rank}", dcp=dcp, ep=ep
-        )
+        place: dict[str, Any] = {"meeting": meeting, "device": f"cuda:{rank}"}
+        groups[kind] = Parallel.connect(rank, 2, **place | _GROUPS[kind])
     runners = []
     for name, kind in _JOBS:
-        folder, (dcp, ep) = _folder(name), _GROUPS[kind]
-        config = config_for(folder, tp=2, dcp=dcp, ep=ep, devices=[0, 1])
-        runner = ModelRunner(config, load_config(folder), groups[kind])
-        runner.allocate(128)
+        config = config_for(_folder(name), tp=2, devices=[0, 1], **_GROUPS[kind])
+        runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
+        runner.allocate(BLOCKS)
         runner.capture_graphs()
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)

@@ -276,7 +276,7 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
         mla=mla,
         moe=moe,
         draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
-        quantization=parse_quantization(raw.get("quantization_config")),
+        quantization=parse_quantization(raw.get("quantization_config") or raw.get("quantization")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:

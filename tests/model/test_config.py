@@ -20,10 +20,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 
-V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 1,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
+V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_group": 1, "num_experts_per_tok": 2}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
 SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}
@@ -80,6 +77,7 @@ def test_kv_geometry_of_grouped_and_latent_attention():
     ({"layer_types": "all"}, "layer_types"),
     ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "ministral3.*ported: mistral"),
     ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "quantization_.*64, .*4} is not.*gptq"),
     ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
     ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
     ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),

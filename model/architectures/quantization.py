@@ -80,10 +80,10 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
     if not kinds and found.get("kv_cache_scheme"):
         return None  # only a KV cache is
-    if kinds == {("float", 8)}:
+    groups = {each.get("group_size") for each in schemes}
+    if kinds == {("float", 8)} and groups <= {None, -1}:
         blocks = (block for each in schemes if (block := each.get("block_structure")))
         return Quantization("fp8", block=_block(next(blocks, None)))
-    groups = {each.get("group_size") for each in schemes}
     if kinds != {("int", 4)} or found.get("format") != "pack-quantized" or len(groups) > 1:
         each = {f"{w.get('type')}{w.get('num_bits')} by {w.get('group_size')}" for w in schemes}
         told = f"compressed-tensors {found.get('format')} of {', '.join(sorted(each))}"

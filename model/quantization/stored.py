@@ -105,11 +105,11 @@ class StoredWeights:
     def _fp8(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized:
         suffixes = [f"{name}{suffix}" for suffix in ("_scale_inv", "_scale")]
         found = next((each for each in suffixes if each in self.tensors), None)
-        if found is None or self.tensors[found].dtype not in _FLOATS:
+        if found is None:
             raise ModelLoadError(
                 f"weight {name} is in FP8, but there is no {' or '.join(suffixes)}"
             )
-        scales = mapped(found, self.tensors[found]).float()
+        scales = mapped(found, self.tensors[found], _FLOATS).float()
         scales = scales.view(scales.shape[0] if scales.dim() else 1, -1)
         is_whole = tuple(scales.shape) in ((1, 1), (shape[0], 1))  # all have one, or each row has
         whole = (1 if len(scales) == shape[0] else shape[0], shape[-1])

@@ -70,6 +70,7 @@ def scheme(strategy, **weights):
 
 
 ROWS, BLOCKS = scheme("channel"), scheme("block", block_structure=[24, 40])
+MX = scheme("group", group_size=32)
 ACTIVATIONS = {"weights": None, "input_activations": {"type": "float", "num_bits": 8}}
 
 
@@ -129,14 +130,18 @@ def test_what_is_missing_of_a_quantised_weight_is_named(quantised):
         load(folder)
 
 
-def test_scales_of_parts_that_no_config_names_are_refused(tmp_path):
-    """Three of a fused matrix, say: which rows each is of, nobody tells."""
+@pytest.mark.parametrize(("scales", "told"), [
+    (torch.tensor([1.0, 2.0, 3.0]), r" has \(3, 1\) scales, and not one for"),
+    (torch.ones(192, 2, dtype=torch.uint8), r"weight_scale has dtype U8; supported: F64, F32"),
+])  # fmt: skip
+def test_scales_that_are_not_understood_are_told(tmp_path, scales, told):
+    """Three of a fused matrix, say: which rows each is of, nobody tells; or exponents, as of MX."""
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     rewrite(tmp_path, *FORMATS["fp8 tensors"])
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.tensor([1.0, 2.0, 3.0])
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = scales
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"up_proj.* has \(3, 1\) scales, and not one for"):
+    with pytest.raises(ModelLoadError, match=f"up_proj.*{told}"):
         load(tmp_path)
 
 
@@ -219,27 +224,21 @@ def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
     assert sum(told in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("quantization", "told"),
-    [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes.*awq.*gptq.*mxfp4"),
-        ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of 4 bits, gemv"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero_point"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is \[0\]"),
-        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq of 4 bits, gemv"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
-        ({**FORMATS["packed"][0], "format": "marlin-24"}, "tensors marlin-24 of int4 by 32"),
-        (
-            {**FORMATS["fp8 rows"][0], "transform_config": {"config_groups": {"R1": {}}}},
-            "with transform_config",
-        ),
-        (
-            {**FORMATS["fp8 rows"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "compressed-tensors with sparse-24-bitmask",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "told"), [
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes.*awq.*gptq.*mxfp4"),
+    ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of 4 bits, gemv"),
+    ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero_point"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is \[0\]"),
+    ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq of 4 bits, gemv"),
+    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
+    ({**FORMATS["fp8 rows"][0], "config_groups": {"MX": MX}}, "tensors None of float8 by 32"),
+    ({**FORMATS["packed"][0], "format": "marlin-24"}, "tensors marlin-24 of int4 by 32"),
+    ({**FORMATS["fp8 rows"][0], "transform_config": {"config_groups": {"R1": {}}}},
+     "with transform_config"),
+    ({**FORMATS["fp8 rows"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
+     "compressed-tensors with sparse-24-bitmask"),
+])  # fmt: skip
 def test_other_quantised_weights_are_refused_by_name(tmp_path, quantization, told):
     make("LlamaForCausalLM", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -152,8 +152,7 @@ class Tokenizer:
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """The ids that end a generation: generation_config, else config, else the tokenizer's."""
         for name in ("generation_config.json", "config.json"):
-            found = _read_json(folder / name).get("eos_token_id")
-            if found is None:
+            if (found := _read_json(folder / name).get("eos_token_id")) is None:
                 continue
             ids = found if isinstance(found, list) else [found]
             if any(type(token_id) is not int for token_id in ids):
@@ -169,10 +168,11 @@ class Tokenizer:
 def _load(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".model", ".txt"))
+        kinds = "*.model", "*.txt", "tekken.json"
+        found = ", ".join(sorted(file.name for kind in kinds for file in folder.glob(kind)))
         raise TokenizerNotFound(
-            f"{folder} has no tokenizer.json (found: {', '.join(others) or 'no vocabulary'}); "
-            "convert it once with transformers: "
+            f"{folder} has no tokenizer.json (found: {found or 'no vocabulary'}); take it from a "
+            "model with the same vocabulary, or have transformers make it, where it can: "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     try:

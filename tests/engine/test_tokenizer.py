@@ -234,7 +234,8 @@ _CONFIG = "tokenizer_config.json"
 @pytest.mark.parametrize(
     ("name", "content", "error", "told"),
     [
-        ("tokenizer.json", None, TokenizerNotFound, r"tokenizer\.model.*save_pretrained"),
+        ("tokenizer.json", None, TokenizerNotFound,
+         r"found: tekken\.json, tokenizer\.model\); .*same vocabulary.*save_pretrained"),
         ("tokenizer.json", "{", TokenizerNotFound, r"tokenizer\.json"),
         (_CONFIG, "{", TokenizerNotFound, r"tokenizer_config\.json"),
         ("config.json", {"eos_token_id": "</s>"}, TokenizerNotFound,
@@ -255,7 +256,8 @@ _CONFIG = "tokenizer_config.json"
 )  # fmt: skip
 def test_what_is_missing_or_broken_is_named(tmp_path, name, content, error, told):
     write_byte_level(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    for vocabulary in ("tekken.json", "tokenizer.model"):
+        (tmp_path / vocabulary).write_bytes(b"x")
     if content is None:
         (tmp_path / name).unlink()
     else:

@@ -59,7 +59,7 @@ def _choose(  # type: ignore[no-untyped-def]
     left = score + bias
     if correction is None and GROUPS == 1 and not SIGMOID:
         left = logit  # the same order, without scores that are too small to differ
-    left = tl.where(is_one & (left == left), left, float("-inf"))  # what is no number comes last
+    left = tl.where(is_one, tl.where(left == left, left, float("inf")), float("-inf"))
     if GROUPS > 1:
         left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
     # Its place is how many are ahead: all at once, where one after the other takes twice as long.
@@ -79,7 +79,7 @@ _choose_kernel: Any = triton.jit(_choose)
 def choose(
     logits: Tensor, correction: Tensor | None, config: MoEConfig, group_best: int
 ) -> tuple[Tensor, Tensor]:
-    """See Router.choose: of float32 [T, experts] and of [experts]; of equal ones the first."""
+    """See Router.choose: of float32 [T, experts] and [experts]; NaNs first, of equals the first."""
     (num_rows, num_experts), num = logits.shape, config.experts_per_token
     weights = logits.new_empty(num_rows, num)
     ids = logits.new_empty(num_rows, num, dtype=torch.int64)

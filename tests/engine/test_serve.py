@@ -42,7 +42,7 @@ from protocol.settings.settings import PrefillSettings
 
 def resolve(*args, progress, **options):
     progress("half of it is there")
-    http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{sys.argv[1]}", trust_env=False, timeout=60)
     while "half" not in (ready := http.get("/ready")).text:
         pass
     asked = http.post("/v1/completions", json={"prompt": "a"})

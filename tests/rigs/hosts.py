@@ -85,7 +85,7 @@ class Hosts:
         that delays."""
         limits = ("rate", rate, "burst", "64kb", "latency", "1s")
         with self.inside(name):
-            argv = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits]
+            argv = ["/usr/sbin/tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits]
             subprocess.run(argv, check=True, capture_output=True)
 
     def sent_bytes(self, name: str) -> int:

@@ -47,7 +47,7 @@ def resolve(*args, progress, **options):
         pass
     asked = http.post("/v1/completions", json={"prompt": "a"})
     for answer in (http.get("/health"), ready, http.get("/v1/models"), asked):
-        print(answer.status_code, answer.text)
+        print(answer.status_code, answer.text, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     ThreadPoolExecutor().submit(time.sleep, 600).result()  # as a download of many files
 

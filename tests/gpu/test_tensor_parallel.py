@@ -34,7 +34,7 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
-_GROUPS: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
+_OWN: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
 _JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
 
 
@@ -44,12 +44,11 @@ def _folder(name: str) -> Path:
 
 def _run_rank(rank: int, meetings: dict[str, str], results: Any) -> None:
     groups = {}
-    for kind, meeting in meetings.items():
-        place: dict[str, Any] = {"meeting": meeting, "device": f"cuda:{rank}"}
-        groups[kind] = Parallel.connect(rank, 2, **place | _GROUPS[kind])
+    for kind, file in meetings.items():
+        groups[kind] = Parallel.connect(rank, 2, meeting=file, device=f"cuda:{rank}", **_OWN[kind])
     runners = []
     for name, kind in _JOBS:
-        config = config_for(_folder(name), tp=2, devices=[0, 1], **_GROUPS[kind])
+        config = config_for(_folder(name), tp=2, devices=[0, 1], **_OWN[kind])
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
         runner.capture_graphs()
@@ -73,7 +72,7 @@ def continued(
     rank 0's tokens and logits, and the tokens of masked steps."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _GROUPS}
+    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _OWN}
     for name, _ in _JOBS:
         _folder(name)  # trained here, where no rank waits for it
     ranks = [context.Process(target=_run_rank, args=(rank, meetings, results)) for rank in range(2)]

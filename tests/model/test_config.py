@@ -20,7 +20,8 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 
-V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_group": 1, "num_experts_per_tok": 2}
+V3 = {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 1,
+      "num_experts_per_tok": 2}  # fmt: skip
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
 SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}

@@ -43,10 +43,9 @@ _kept_groups: Any = triton.jit(_of_kept_groups)
 
 
 def _choose(  # type: ignore[no-untyped-def]
-    logits, correction, weights, chosen, num_experts, scale,
-    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
-    PADDED: tl.constexpr,
+    logits, correction, weights, chosen, num_experts, scale, CHOSEN: tl.constexpr,
+    EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     is_one = index < num_experts
@@ -62,13 +61,16 @@ def _choose(  # type: ignore[no-untyped-def]
     left = tl.where(is_one, tl.where(left == left, left, float("inf")), float("-inf"))
     if GROUPS > 1:
         left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
-    # Its place is how many are ahead: all at once, where one after the other takes twice as long.
-    ties = (left[None, :] == left[:, None]) & (index[None, :] < index[:, None])
-    place = tl.sum(((left[None, :] > left[:, None]) | ties).to(tl.int32), 1)
-    is_chosen = place < CHOSEN
+    # In the order of integers, whose largest a warp finds in one instruction.
+    bits = (left + 0.0).to(tl.int32, bitcast=True)  # 0 where it is -0
+    order, place = bits ^ ((bits >> 31) & 0x7FFFFFFF), tl.full((EXPERTS,), CHOSEN, tl.int32)
+    for turn in tl.static_range(CHOSEN):
+        best = tl.min(tl.where(order == tl.max(order, 0), index, EXPERTS), 0)
+        place = tl.where(index == best, turn, place)
+        order = tl.where(index == best, -(1 << 31), order)
+    is_chosen, at = place < CHOSEN, row * CHOSEN + place
     if NORMALIZED:
         score = score / (tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
-    at = row * CHOSEN + place
     tl.store(weights + at, score * scale, mask=is_chosen)
     tl.store(chosen + at, index, mask=is_chosen)
 
@@ -86,10 +88,9 @@ def choose(
     groups, padded = config.num_groups, triton.next_power_of_2(num_experts)
     _choose_kernel[(num_rows,)](
         logits, correction, weights, ids, num_experts, config.routed_scaling_factor, CHOSEN=num,
-        EXPERTS=padded, SIGMOID=config.scoring == "sigmoid",
-        NORMALIZED=config.is_normalized, GROUPS=groups, SIZE=num_experts // groups,
-        KEPT=config.topk_groups, BEST=group_best, PADDED=triton.next_power_of_2(groups),
-        num_warps=max(1, min(8, padded // 32)), launch_pdl=PDL,
+        EXPERTS=padded, SIGMOID=config.scoring == "sigmoid", NORMALIZED=config.is_normalized,
+        GROUPS=groups, SIZE=num_experts // groups, KEPT=config.topk_groups, BEST=group_best,
+        PADDED=triton.next_power_of_2(groups), num_warps=1, launch_pdl=PDL,
     )  # fmt: skip
     return weights, ids
 
@@ -306,10 +307,9 @@ def _tile_of(weight: Weight, most: int) -> dict[str, int]:
 
 def takes_one(*weights: Weight) -> bool:
     """Whether `mixture_of_one` takes these, on a GPU: on Hopper, and of codes those of FP8."""
-    for weight in weights:
-        if isinstance(weight, Quantized):
-            if weight.kind != "fp8" or weight.scales.dtype != torch.float32 or weight.group % FOLD:
-                return False
+    codes = [each for each in weights if isinstance(each, Quantized)]
+    if any(c.kind != "fp8" or c.scales.dtype != torch.float32 or c.group % FOLD for c in codes):
+        return False
     is_hopper = torch.cuda.get_device_capability(weights[0].device)[0] == 9
     return is_hopper and all(weight.shape[2] % 64 == 0 for weight in weights)
 

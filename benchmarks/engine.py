@@ -43,6 +43,7 @@ from model.config import ModelConfig, load_config
 from model.parallel import Parallel
 from model.sizes import Weights, bits_of, implied_weights
 from protocol.messages import SamplingParams
+from protocol.settings.machine import available_cores
 
 _RANKS_TIMEOUT_S = 600.0  # of the slowest rank behind the fastest
 
@@ -136,6 +137,7 @@ def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str)
     """One rank; the first tells."""
     if rank:
         sys.stdout = open(os.devnull, "w")
+    torch.set_num_threads(max(1, available_cores() // args.tp))  # as a server's rank has
     started_s = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
@@ -296,9 +298,7 @@ def _decode(
     for _ in range(3):
         runner.execute(_step(runner, tables, 1, next(lens)))
     step_s = statistics.median(_periods(runner, tables, list(lens)))
-    device_s = step_s
-    if runner.graphs is not None:  # of the graph that the last step ran
-        device_s = mean_s(partial(runner.graphs.replay, batch), 50)
+    device_s = mean_s(partial(runner.graphs.replay, batch), 50) if runner.graphs else step_s
     layout, on_gpu = runner.layout(num_blocks=2), runner.device.type == "cuda"
     kv_bytes = batch * num_seen(config, args.context) * layout.token_bytes / layout.num_layers
     weights = read_weight_bytes(config, batch, itemsize, keeps=on_gpu) / args.tp

@@ -1,5 +1,5 @@
 """Two ranks on two GPUs, collectives inside the graphs, continue like one rank: each with half the
-heads, or (dcp) with half the tokens, or (ep) with half the experts."""
+heads, or (dcp) with half the tokens, or (ep) with half the experts. So do four, with experts."""
 
 import multiprocessing
 import os
@@ -34,21 +34,25 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
-_OWN: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
-_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
+_TWO: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
+_OWN = {2: _TWO, 4: {**_TWO, "dcp": {"dcp": 4}, "all ep": {"ep": 4}}}  # by the number of ranks
+_JOBS = {2: [(name, kind) for name in SERVED for kind in ("tp", "dcp")], 4: [("moe", "dcp")]}
+_JOBS[2] += [("moe", "tp"), ("moe", "ep")]
+_JOBS[4] += [("moe", "tp"), ("moe", "ep"), ("moe", "all ep")]
+_ALL = [(num, *job) for num, jobs in _JOBS.items() for job in jobs]
 
 
 def _folder(name: str) -> Path:
     return ensure_model(name) if name == "moe" else MODELS[name]
 
 
-def _run_rank(rank: int, meetings: dict[str, str], results: Any) -> None:
-    groups = {}
+def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> None:
+    groups, runners, own = {}, [], _OWN[num]
     for kind, file in meetings.items():
-        groups[kind] = Parallel.connect(rank, 2, meeting=file, device=f"cuda:{rank}", **_OWN[kind])
-    runners = []
-    for name, kind in _JOBS:
-        config = config_for(_folder(name), tp=2, devices=[0, 1], **_OWN[kind])
+        options: dict[str, Any] = {"meeting": file, "device": f"cuda:{rank}", **own[kind]}
+        groups[kind] = Parallel.connect(rank, num, **options)
+    for name, kind in _JOBS[num]:
+        config = config_for(_folder(name), tp=num, devices=list(range(num)), **own[kind])
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
         runner.capture_graphs()
@@ -66,20 +70,23 @@ def _run_rank(rank: int, meetings: dict[str, str], results: Any) -> None:
 
 @pytest.fixture(scope="module")
 def continued(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str, int], Any]]:
-    """What two ranks, started once for all models, continue, by model, kind of group and rank:
+    """What so many ranks, started once for all models, continue, by model, kind of group and rank:
     rank 0's tokens and logits, and the tokens of masked steps."""
-    context = multiprocessing.get_context("spawn")
+    num, context = request.param, multiprocessing.get_context("spawn")
+    if torch.cuda.device_count() < num:
+        pytest.skip(f"needs {num} CUDA GPUs")
     results = context.Queue()
-    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _OWN}
-    for name, _ in _JOBS:
+    meetings = {kind: str(tmp_path_factory.mktemp("group") / "meeting") for kind in _OWN[num]}
+    for name, _ in _JOBS[num]:
         _folder(name)  # trained here, where no rank waits for it
-    ranks = [context.Process(target=_run_rank, args=(rank, meetings, results)) for rank in range(2)]
+    rest = num, meetings, results
+    ranks = [context.Process(target=_run_rank, args=(rank, *rest)) for rank in range(num)]
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in range(2 * len(_JOBS))]
+        found = [results.get(timeout=TIMEOUT_S) for _ in range(num * len(_JOBS[num]))]
         yield {(name, kind, rank): rest for name, kind, rank, *rest in found}
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
@@ -89,16 +96,16 @@ def continued(
             process.kill()
 
 
-@pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_two_ranks_continue_like_one(continued, name, kind):
+@pytest.mark.parametrize(("continued", "name", "kind"), _ALL, indirect=["continued"])
+def test_ranks_continue_like_one(continued, name, kind):
     (tokens, logits), _ = continued[name, kind, 0]
     with runner_for(_folder(name), enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
     assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
 
 
-@pytest.mark.parametrize(("name", "kind"), _JOBS)
+@pytest.mark.parametrize(("continued", "name", "kind"), _ALL, indirect=["continued"])
 def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(continued, name, kind):
-    drawn, theirs = (continued[name, kind, rank][1] for rank in range(2))
-    assert drawn == theirs
+    drawn, *theirs = (masked for key, (_, masked) in continued.items() if key[:2] == (name, kind))
+    assert theirs and all(each == drawn for each in theirs)
     assert_allowed(drawn, load_config(_folder(name)).vocab_size)

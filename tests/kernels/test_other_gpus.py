@@ -28,16 +28,8 @@ def test_kernels_compile_and_fit(capability):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     kernels = {line.split()[0] for line in ran.stdout.splitlines()}
-    wanted = {
-        "_attend",
-        "_merge",
-        "_rotate_and_store",
-        "_rms_norm",
-        "_one_row",
-        "_multiply",
-        "_choose",
-    }
-    assert wanted <= kernels
+    wanted = "_attend _merge _rotate_and_store _rms_norm _one_row _multiply _choose"
+    assert kernels >= set(wanted.split())
     assert ("_grouped" in kernels) == (capability == 90)
     assert ("_widen" in kernels) == (capability >= 89)
 

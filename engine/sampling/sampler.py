@@ -215,9 +215,10 @@ class LastSampledTokens:
         size: most draws of a step that the next one may refer to.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self._num_kept = 0
+    def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
+        known = torch.arange(vocab_size - 1, -1, -1, device=device)
+        self._by_complement = torch.cat((known.new_zeros(size), known))  # of -1 - r: what r drew
+        self.token_ids, self._num_kept = self._by_complement[:size], 0
 
     def keep(self, drawn: torch.Tensor) -> None:
         """Takes the draws of the step launched last, int64 [R]."""
@@ -232,8 +233,7 @@ class LastSampledTokens:
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] with every -1 - r replaced by what row r drew."""
-        drawn = self.token_ids[(-1 - token_ids).clamp_(min=0)]
-        return torch.where(token_ids < 0, drawn, token_ids)
+        return self._by_complement[~token_ids]
 
 
 # -- logprobs of prompt tokens ---------------------------------------------------------------------

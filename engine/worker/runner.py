@@ -115,13 +115,13 @@ class ModelRunner:
         parallel: Parallel,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.config = config
-        self.model_config = model_config
+        self.config, self.model_config = config, model_config
         self.groups, _ = kv_groups(model_config)
         self.device = open_device(config, parallel.rank)
-        self.shaper = LogitShaper(model_config.vocab_size, config.max_num_seqs, self.device)
+        vocab_size = model_config.vocab_size
+        self.shaper = LogitShaper(vocab_size, config.max_num_seqs, self.device)
         self.model = load(config, model_config, parallel, self.device, tell)
-        self.last_drawn = LastSampledTokens(config.max_num_seqs, self.device)
+        self.last_drawn = LastSampledTokens(config.max_num_seqs, vocab_size, self.device)
         self.stepping = StepWatch()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None

@@ -72,10 +72,10 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype):
 
 
 def test_tokens_that_the_device_knows_are_filled_in():
-    last = LastSampledTokens(600, torch.device("cuda"))
+    last = LastSampledTokens(600, 32, torch.device("cuda"))
     last.keep(torch.arange(100, 700, device="cuda"))
-    token_ids = torch.tensor([5, -1, -600, 0, *range(-1, -500, -1)], device="cuda")
-    assert last.fill_in(token_ids).tolist() == [5, 100, 699, 0, *range(100, 599)]
+    token_ids = torch.tensor([5, -1, -600, 0, 31, *range(-1, -500, -1)], device="cuda")
+    assert last.fill_in(token_ids).tolist() == [5, 100, 699, 0, 31, *range(100, 599)]
 
 
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])

@@ -122,15 +122,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(source, "config.json").write_text(json.dumps(shape))
         config = load_config(source, quantization=args.quantization)
         spawn, meeting = multiprocessing.get_context("spawn"), f"{folder}/ranks"
-        others = [
-            spawn.Process(target=_run, args=(args, config, rank, meeting), daemon=True)
-            for rank in range(1, args.tp)
-        ]
-        for each in others:
+        if args.tp == 1:
+            return _run(args, config, 0, meeting)
+        start = partial(spawn.Process, target=_run, daemon=True)
+        ranks = [start(args=(args, config, rank, meeting)) for rank in range(args.tp)]
+        for each in ranks:
             each.start()
-        _run(args, config, 0, meeting)
-        for each in others:
+        for each in ranks:
             each.join()
+        if any(each.exitcode for each in ranks):
+            sys.exit(1)
 
 
 def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str) -> None:
@@ -150,7 +151,8 @@ def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str)
     figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
     print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}), flush=True)
-    ranks.close()
+    if args.tp > 1:
+        os._exit(0)  # as a rank of an engine ends: leaving a group that graphs refer to blocks
 
 
 def _told(name: str, **figures: float) -> dict[str, float]:
@@ -215,8 +217,7 @@ def mean_s(call: Callable[[], object], repeats: int) -> float:
 def _start(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
 ) -> tuple[ModelRunner, dict[str, Any]]:
-    started_s = time.perf_counter()
-    runner = ModelRunner(_engine_config(args), config, ranks)
+    started_s, runner = time.perf_counter(), ModelRunner(_engine_config(args), config, ranks)
     size = size_pool(
         runner.config,
         block_bytes=block_bytes(runner.config, config),
@@ -274,8 +275,7 @@ def _step(
     follows: bool = False,
 ) -> StepInput:
     """A step of equal sequences; one that `follows` takes the tokens that the last one drew."""
-    num_seqs = len(tables)
-    vocab_size = runner.model_config.vocab_size
+    num_seqs, vocab_size = len(tables), runner.model_config.vocab_size
     token_ids = np.random.default_rng(1).integers(0, vocab_size, num_seqs * query_len)
     if follows:
         token_ids = -1 - np.arange(num_seqs)

@@ -50,7 +50,7 @@ _WAYS = {
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_it_runs_on_a_cpu(capsys, tmp_path, way):
+def test_it_runs_on_a_cpu(capfd, tmp_path, way):
     windows = {"architectures": ["GptOssForCausalLM"], "sliding_window": 16, "head_dim": 16}
     windows |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     experts = {**SHAPES["qwen3-30b-a3b"], **SHAPES["tiny"], "head_dim": 16, "num_experts": 4}
@@ -60,6 +60,6 @@ def test_it_runs_on_a_cpu(capsys, tmp_path, way):
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
     argv = [str(tmp_path / each) if each.isupper() else each for each in _WAYS[way]]
     main([*argv, *_SIZES, "--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "4096"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert [row["batch"] for row in result["decode"]] == [1, 3]
     assert result["prefill"][0]["tokens"] == 64

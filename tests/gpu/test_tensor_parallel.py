@@ -1,5 +1,5 @@
-"""Two ranks on two GPUs, collectives inside the graphs, continue like one rank: each with half the
-heads, or (dcp) with half the tokens, or (ep) with half the experts. So do four, with experts."""
+"""Two ranks on two GPUs, and four on four, collectives inside the graphs, continue like one rank:
+each with its share of the heads, or (dcp) of the tokens, or (ep) of the experts."""
 
 import multiprocessing
 import os
@@ -34,12 +34,8 @@ pytestmark = [
 ]
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
-_TWO: dict[str, dict[str, int]] = {"tp": {}, "dcp": {"dcp": 2}, "ep": {"ep": 2}}
-_OWN = {2: _TWO, 4: {**_TWO, "dcp": {"dcp": 4}, "all ep": {"ep": 4}}}  # by the number of ranks
-_JOBS = {2: [(name, kind) for name in SERVED for kind in ("tp", "dcp")], 4: [("moe", "dcp")]}
-_JOBS[2] += [("moe", "tp"), ("moe", "ep")]
-_JOBS[4] += [("moe", "tp"), ("moe", "ep"), ("moe", "all ep")]
-_ALL = [(num, *job) for num, jobs in _JOBS.items() for job in jobs]
+_KINDS = ("tp", "dcp", "ep")
+_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
 
 
 def _folder(name: str) -> Path:
@@ -47,11 +43,12 @@ def _folder(name: str) -> Path:
 
 
 def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> None:
-    groups, runners, own = {}, [], _OWN[num]
+    groups, runners = {}, []
+    own: dict[str, dict[str, Any]] = {kind: {kind: num} for kind in _KINDS} | {"tp": {}}
     for kind, file in meetings.items():
-        options: dict[str, Any] = {"meeting": file, "device": f"cuda:{rank}", **own[kind]}
+        options = {"meeting": file, "device": f"cuda:{rank}", **own[kind]}
         groups[kind] = Parallel.connect(rank, num, **options)
-    for name, kind in _JOBS[num]:
+    for name, kind in _JOBS:
         config = config_for(_folder(name), tp=num, devices=list(range(num)), **own[kind])
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
@@ -68,25 +65,25 @@ def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> No
     os._exit(0)  # as a rank process of an engine ends
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[2, 4])
 def continued(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str, int], Any]]:
-    """What so many ranks, started once for all models, continue, by model, kind of group and rank:
+    """What the ranks, started once for all models, continue, by model, kind of group and rank:
     rank 0's tokens and logits, and the tokens of masked steps."""
     num, context = request.param, multiprocessing.get_context("spawn")
     if torch.cuda.device_count() < num:
         pytest.skip(f"needs {num} CUDA GPUs")
     results = context.Queue()
-    meetings = {kind: str(tmp_path_factory.mktemp("group") / "meeting") for kind in _OWN[num]}
-    for name, _ in _JOBS[num]:
+    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS}
+    for name, _ in _JOBS:
         _folder(name)  # trained here, where no rank waits for it
     rest = num, meetings, results
     ranks = [context.Process(target=_run_rank, args=(rank, *rest)) for rank in range(num)]
     for process in ranks:
         process.start()
     try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in range(num * len(_JOBS[num]))]
+        found = [results.get(timeout=TIMEOUT_S) for _ in range(num * len(_JOBS))]
         yield {(name, kind, rank): rest for name, kind, rank, *rest in found}
     except queue.Empty:
         pytest.fail(f"no result; exit codes {[process.exitcode for process in ranks]}")
@@ -96,7 +93,7 @@ def continued(
             process.kill()
 
 
-@pytest.mark.parametrize(("continued", "name", "kind"), _ALL, indirect=["continued"])
+@pytest.mark.parametrize(("name", "kind"), _JOBS)
 def test_ranks_continue_like_one(continued, name, kind):
     (tokens, logits), _ = continued[name, kind, 0]
     with runner_for(_folder(name), enforce_eager=True) as runner:
@@ -104,7 +101,7 @@ def test_ranks_continue_like_one(continued, name, kind):
     assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
 
 
-@pytest.mark.parametrize(("continued", "name", "kind"), _ALL, indirect=["continued"])
+@pytest.mark.parametrize(("name", "kind"), _JOBS)
 def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(continued, name, kind):
     drawn, *theirs = (masked for key, (_, masked) in continued.items() if key[:2] == (name, kind))
     assert theirs and all(each == drawn for each in theirs)

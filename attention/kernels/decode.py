@@ -169,10 +169,8 @@ def _merge(  # type: ignore[no-untyped-def]
     acc = tl.zeros((HEADS, DIM), tl.float32)
     for start in range(first, last, PIECES):
         piece = (start + tl.arange(0, PIECES))[:, None]
-        place, here = (
-            (piece * num_heads + head[None, :]).to(tl.int64),
-            (piece < last) & own[None, :],
-        )
+        place = (piece * num_heads + head[None, :]).to(tl.int64)
+        here = (piece < last) & own[None, :]
         found = tl.load(partial_lses + place, mask=here, other=-1e30)
         at = partials + place[:, :, None] * DIM + column[None, None, :]
         part = tl.load(at, mask=here[:, :, None], other=0.0)

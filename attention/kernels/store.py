@@ -19,23 +19,21 @@ _FEW_TOKENS: Final = 32
 
 
 def _rotated(  # type: ignore[no-untyped-def]
-    source, own, cos_sin, norm, eps,
+    source, own, angles, norms, eps,
     HALF: tl.constexpr, PAIR: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Both elements of each pair of some heads of one token, normed, and turned by its angles."""
     low, high = tl.load(source, mask=own), tl.load(source + PAIR, mask=own)
-    half = tl.arange(0, HALF)[None, :]
     if NORM:
         first, second = low.to(tl.float32), high.to(tl.float32)
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         size = tl.sqrt(squares / (2 * HALF) + eps)[:, None]
-        low = (first / size * tl.load(norm + half).to(tl.float32)).to(low.dtype)
-        high = (second / size * tl.load(norm + HALF + half).to(tl.float32)).to(high.dtype)
+        low = (first / size * norms[0].to(tl.float32)).to(low.dtype)
+        high = (second / size * norms[1].to(tl.float32)).to(high.dtype)
     if ROTATE:
-        cos, sin = tl.load(cos_sin + half), tl.load(cos_sin + HALF + half)
         first, second = low.to(tl.float32), high.to(tl.float32)
-        low = (first * cos - second * sin).to(low.dtype)
-        high = (second * cos + first * sin).to(high.dtype)
+        low = (first * angles[0] - second * angles[1]).to(low.dtype)
+        high = (second * angles[0] + first * angles[1]).to(high.dtype)
     return low, high
 
 
@@ -68,26 +66,30 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
-    some = tl.arange(0, HEADS)[:, None]
-    first = tl.arange(0, HALF)[None, :] * (1 if PAIR == HALF else 2)  # of each pair
-    let_next_begin_and_wait()
-    if ROTATE:
-        cos_sin += token * 2 * HALF
-    at = token
+    some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    first = half * (1 if PAIR == HALF else 2)  # of each pair
+    at, angles, norms = token, None, None
+    if NORM:  # from far, and no kernel of the step writes it: loaded before the wait
+        norm = (q_norm if part < q_parts else k_norm) + half
+        norms = tl.load(norm), tl.load(norm + HALF)
     if STORE:
         slot = tl.load(slots + token).to(tl.int64)
         at = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    let_next_begin_and_wait()
+    if ROTATE:
+        angle = cos_sin + token * 2 * HALF + half
+        angles = tl.load(angle), tl.load(angle + HALF)
     if NUM_Q > 0:
         if part < q_parts:
             head = part * HEADS + some
             source, own = q + token * q_token + head * q_head + first, head < NUM_Q
-            low, high = _rotated_heads(source, own, cos_sin, q_norm, eps, HALF, PAIR, ROTATE, NORM)
+            low, high = _rotated_heads(source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM)
             tl.store(source, low, mask=own)
             tl.store(source + PAIR, high, mask=own)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
         source, own = k + token * k_token + head * k_head + first, head < NUM_KV
-        low, high = _rotated_heads(source, own, cos_sin, k_norm, eps, HALF, PAIR, ROTATE, NORM)
+        low, high = _rotated_heads(source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM)
         into = keys + at + head * head_stride + first if STORE else source
         _put_heads(low, source, into, own, key_scale, key_factor, SCALED, STORE, KEEP)
         _put_heads(
@@ -97,7 +99,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         if part >= q_parts + kv_parts:
             head = (part - q_parts - kv_parts) * HEADS + some
             source, own = v + token * v_token + head * 2 * HALF + first, head < NUM_KV
-            low, high = _rotated_heads(source, own, cos_sin, None, eps, HALF, PAIR, False, False)
+            low, high = tl.load(source, mask=own), tl.load(source + PAIR, mask=own)
             into = values + at + head * head_stride + first
             back: tl.constexpr = KEEP and SCALED
             _put_heads(low, source, into, own, value_scale, value_factor, SCALED, STORE, back)

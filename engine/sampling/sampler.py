@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.core.batch import ScoredRows
+from engine.core.batch import Int64s, ScoredRows
 from engine.core.logits_processing import Shaping, to_device
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 from engine.sampling.sampling_batch import SamplingBatch
@@ -226,14 +226,15 @@ class LastSampledTokens:
         if drawn.data_ptr() != self.token_ids.data_ptr():  # else they were drawn into it
             self.token_ids[: self._num_kept] = drawn[: self._num_kept]
 
-    def check(self, smallest: int) -> bool:
-        """Whether a step refers to draws, given the smallest of its token ids."""
-        assert -1 - smallest < max(self._num_kept, 1), f"no draw of row {-1 - smallest} was kept"
-        return smallest < 0
+    def complements(self, token_ids: Int64s) -> Int64s:
+        """Of a step's token ids, of which -1 - r stands for what row r drew."""
+        largest = ~int(token_ids.min())
+        assert largest < max(self._num_kept, 1), f"no draw of row {largest} was kept"
+        return ~token_ids
 
-    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] with every -1 - r replaced by what row r drew."""
-        return self._by_complement[~token_ids]
+    def fill_in(self, complements: torch.Tensor) -> torch.Tensor:
+        """Token ids of a step, int64 [T], of their complements: of r what row r drew."""
+        return self._by_complement[complements]
 
 
 # -- logprobs of prompt tokens ---------------------------------------------------------------------

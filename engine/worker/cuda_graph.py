@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._last_drawn = last_drawn
         self._block_size = block_size
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
-        self._token_ids, self._positions = self._inputs.unbind()
+        self._complements, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
         # With the output of all rows, which the next replay of any graph overwrites.
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
@@ -124,7 +124,7 @@ class DecodeGraphs:
 
     def _step(self, num_rows: int) -> DecodeOutput:
         with _products_of(num_rows):
-            token_ids = self._last_drawn.fill_in(self._token_ids[:num_rows])
+            token_ids = self._last_drawn.fill_in(self._complements[:num_rows])
             hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
             logits = self._model.raw_logits(hidden)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
@@ -146,7 +146,8 @@ class DecodeGraphs:
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
-        host.numpy()[:, :num_seqs] = step.token_ids, step.positions
+        complements = self._last_drawn.complements(step.token_ids)
+        host.numpy()[:, :num_seqs] = complements, step.positions
         self._inputs.copy_(host, non_blocking=True)
         self._backend.plan_captured(
             step.attention_batch(self._block_size, self._backend.num_groups), size

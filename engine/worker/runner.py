@@ -273,7 +273,6 @@ class ModelRunner:
     def compute(self, step: StepInput) -> DecodeOutput:
         """Runs the step up to the logits of the R rows that draw."""
         if self.graphs is not None and self.graphs.can_run(step):
-            self.last_drawn.check(int(step.token_ids.min()))
             return self.graphs.run(step)
         if not step.scores:
             hidden = self.forward(self.memory, step, step.last_token_rows)
@@ -287,9 +286,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Hidden states of all tokens of the step, or of those `rows` only."""
         memory.backend.plan(step.attention_batch(self.config.tokens_per_block, self.groups.count))
-        token_ids = to_device(step.token_ids.copy(), self.device)
-        if self.last_drawn.check(int(step.token_ids.min())):
-            token_ids = self.last_drawn.fill_in(token_ids)
+        complements = to_device(self.last_drawn.complements(step.token_ids), self.device)
+        token_ids = self.last_drawn.fill_in(complements)
         positions = to_device(step.positions, self.device)
         wanted = None if rows is None else to_device(rows, self.device)
         graphs = self.prompt_graphs

@@ -1,5 +1,6 @@
 """The fused operations equal their plain definitions in float32. One GPU."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,8 +75,9 @@ def test_the_first_largest_logit_whatever_the_others_are(dtype):
 def test_tokens_that_the_device_knows_are_filled_in():
     last = LastSampledTokens(600, 32, torch.device("cuda"))
     last.keep(torch.arange(100, 700, device="cuda"))
-    token_ids = torch.tensor([5, -1, -600, 0, 31, *range(-1, -500, -1)], device="cuda")
-    assert last.fill_in(token_ids).tolist() == [5, 100, 699, 0, 31, *range(100, 599)]
+    complements = last.complements(np.array([5, -1, -600, 0, 31, *range(-1, -500, -1)]))
+    token_ids = last.fill_in(torch.from_numpy(complements).cuda())
+    assert token_ids.tolist() == [5, 100, 699, 0, 31, *range(100, 599)]
 
 
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])

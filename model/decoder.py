@@ -96,7 +96,7 @@ class CausalLM:
                 computes no others once their KV is stored.
 
         Returns:
-            [T, hidden] or [R, hidden], normed, in the model's dtype, equal on every rank.
+            [T, hidden] or [R, hidden], as `logits` takes it, equal on every rank.
         """
         asking = self.asking(token_ids, positions, attention.rotates, rows)
         query = next(asking)
@@ -122,16 +122,15 @@ class CausalLM:
                 step = step._replace(rows=rows)
             hidden = yield from layer.attention(hidden, layer.norm, step)
             hidden = layer.feed_forward(hidden, layer.mlp_norm)
-        return self._norm(hidden)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, vocab] of hidden [S, hidden], the whole vocabulary on every rank."""
+        """float32 [S, vocab] of hidden [S, hidden], which it norms: on every rank all of it."""
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` as computed, perhaps in 16 bits: what is largest can be told without widening
-        them."""
-        return self._vocab.logits(hidden)
+        """`logits` as computed, perhaps in 16 bits, which is enough to tell the largest."""
+        return self._vocab.logits(hidden, self._norm)
 
 
 def load_model(

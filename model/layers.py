@@ -344,7 +344,7 @@ class Vocabulary:
             head = self._embedding if torch.equal(head, self._embedding) else head
         # The embedding needs its rows as they are, so a head that shares its weight with it takes
         # memory of its own when it is packed.
-        self._head = Linear(head, pack=loader.pack)
+        self._head = Columns([Linear(head)], pack=loader.pack)
 
     def _load(self, loader: WeightLoader, name: str, shape: tuple[int, int]) -> Tensor:
         rows = range(self._start, min(self._start + self._share, self._size))
@@ -363,9 +363,9 @@ class Vocabulary:
             rows = self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab] as computed, perhaps in 16 bits; all of it on every rank."""
-        logits = self._parallel.all_gather_last_dim(self._head(hidden))[:, : self._size]
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """[S, hidden], normed first -> [S, vocab], perhaps in 16 bits; all of it on every rank."""
+        logits = self._parallel.all_gather_last_dim(*self._head(hidden, norm))[:, : self._size]
         if self._divisor != 1.0:
             logits = logits / self._divisor
         return logits if not self._cap else logits.div(self._cap).tanh_().mul_(self._cap)

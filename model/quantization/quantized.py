@@ -129,7 +129,8 @@ def concatenated(parts: list[Weight]) -> Weight | None:
     """Matrices [out, in] of the same columns, one below the other; None: they are unlike."""
     if len(set(map(_layout, parts))) > 1:
         return None
-    return _of(parts[0], map(torch.cat, zip(*map(_parts, parts), strict=True)))
+    joined = map(torch.cat, zip(*map(_parts, parts), strict=True))
+    return parts[0] if len(parts) == 1 else _of(parts[0], joined)
 
 
 def stacked(count: int, parts: Iterable[Weight]) -> Weight:

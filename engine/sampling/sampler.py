@@ -209,11 +209,8 @@ def _logprobs(
 
 
 class LastSampledTokens:
-    """The tokens of the last step, where the next one finds them: a buffer that stays in place.
-
-    Args:
-        size: most draws of a step that the next one may refer to.
-    """
+    """The tokens of the last step, where the next one finds them: a buffer that stays in place, of
+    `size` draws at most."""
 
     def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
         known = torch.arange(vocab_size - 1, -1, -1, device=device)
@@ -228,8 +225,10 @@ class LastSampledTokens:
 
     def complements(self, token_ids: Int64s) -> Int64s:
         """Of a step's token ids, of which -1 - r stands for what row r drew."""
-        largest = ~int(token_ids.min())
-        assert largest < max(self._num_kept, 1), f"no draw of row {largest} was kept"
+        row, token, known = ~int(token_ids.min()), int(token_ids.max()), self._by_complement
+        assert row < max(self._num_kept, 1), f"no draw of row {row} was kept"
+        # What lies before the tokens are draws, and others'.
+        assert token < len(known) - len(self.token_ids), f"no token has the id {token}"
         return ~token_ids
 
     def fill_in(self, complements: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,8 @@ def test_tokens_that_the_device_knows_are_filled_in():
     complements = last.complements(np.array([5, -1, -600, 0, 31, *range(-1, -500, -1)]))
     token_ids = last.fill_in(torch.from_numpy(complements).cuda())
     assert token_ids.tolist() == [5, 100, 699, 0, 31, *range(100, 599)]
+    with pytest.raises(AssertionError, match="no token has the id 32"):
+        last.complements(np.array([0, 32]))
 
 
 @pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])

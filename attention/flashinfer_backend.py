@@ -7,13 +7,15 @@ Hopper, but for KV in FP8, which that reads with queries in FP8 only.
 
 Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
 FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
-read these, once they have been rounded like what is stored.
+read these, once they have been rounded like what is stored. There the other prompts' blocks are
+copied for it in 16 bits, exactly: FlashAttention-2 reads FP8 at half its speed.
 
 A window and a soft cap are arguments of a plan, so the layers of each kind have kernels and plans
 of their own. What sinks take is taken from the output afterwards, by the log-sum-exps.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import flashinfer
@@ -27,7 +29,8 @@ from attention.base import AttentionBatch, Int32s, Kind, Pages, Turn, leave_to_s
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
 from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
 from attention.kernels.store import store
-from attention.proofs import prove_decoding, prove_storing
+from attention.kernels.widen import widen
+from attention.proofs import prove_decoding, prove_storing, prove_widening
 from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
@@ -38,6 +41,7 @@ _VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool
 _FRESH_TOKENS: Final = 512
 _FRESH_TOKENS_OF_EACH: Final = 2048
 _MAX_FRESH: Final = 8
+_MAX_COPIED: Final = 1 << 17  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,7 @@ class _Part:
     stop: int
     kernel: Any
     is_fresh: bool = False  # it attends to the step's own keys and values
+    copied: tuple[Tensor, Tensor] | None = None  # blocks of which it reads copies; their number
 
 
 @dataclass(eq=False)
@@ -56,13 +61,14 @@ class _OfKind:
 
     Attributes:
         options: of the plans of FlashInfer's, for the kind.
+        prefill: over the pool, and over copies of its blocks, where there are any.
         fresh: made when first needed.
         parts: of the step.
     """
 
     options: dict[str, Any]
     decode: pieces.PieceDecode
-    prefill: Any
+    prefill: tuple[Any, Any]
     fresh: list[Any] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
 
@@ -77,20 +83,23 @@ class FlashInferBackend(FlashInferBase):
 
     def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
         is_fp8 = pool.tensor.dtype is fp8.DTYPE
-        # FlashAttention-3's kernels read FP8 KV with FP8 queries only.
-        assert not (is_fp8 and prefill == "fa3")
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
         self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
         prove_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
         prove_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
-        self._types = {
-            "q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale
-        }  # fmt: skip
-        self._of_kind = {kind: self._kernels_of(kind, prefill) for kind in self.kinds}
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
+        self._wide: Tensor | None = getattr(options.get("beside"), "_wide", None)
+        most = min(self._limits.max_context, _MAX_COPIED) if is_fp8 and self._takes_fresh else 0
+        if most and self._wide is None:
+            cache = self._caches[0][0]
+            shape = (2, -(-most // self.block_size), *cache.shape[1:])
+            self._wide = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            prove_widening(cache, self._wide[0], packed=True)
+        over_pool = "fa2" if is_fp8 else prefill  # fa3 reads FP8 with FP8 queries only
+        self._of_kind = {kind: self._kernels_of(kind, over_pool) for kind in self.kinds}
 
     def _kernels_of(self, kind: Kind, prefill: str) -> _OfKind:
         options: dict[str, Any] = {}  # so that other models' plans are called as if there were none
@@ -98,10 +107,10 @@ class FlashInferBackend(FlashInferBase):
             options["window_left"] = kind.window - 1  # itself not counted
         if kind.soft_cap:
             options["logits_soft_cap"] = kind.soft_cap
-        of_prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, _VIEW_ORDER, backend=prefill
-        )
-        return _OfKind(options, self._decode_kernel(kind), self._roomy(of_prompts))
+        make = partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper, self.workspace, _VIEW_ORDER)
+        over_copies = None if self._wide is None else self._roomy(make(backend="fa3"))
+        of_prompts = (self._roomy(make(backend=prefill)), over_copies)
+        return _OfKind(options, self._decode_kernel(kind), of_prompts)
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         sizes = workspace_of(*self.heads, limits, gpu)
@@ -126,7 +135,7 @@ class FlashInferBackend(FlashInferBase):
         if self._takes_fresh:
             first_fresh -= _num_fresh(batch.query_lens, batch.context_lens)
         decodes, rest = batch.part(0, num_decodes), batch.part(num_decodes, first_fresh)
-        stop, fresh_lens = num_decodes + rest.num_tokens, batch.query_lens[first_fresh:].tolist()
+        fresh_lens = batch.query_lens[first_fresh:].tolist()
         pages = {
             kind: [part.within(kind.window, self.block_size).pages(self.block_size)
                    for part in (decodes, rest)]
@@ -140,8 +149,7 @@ class FlashInferBackend(FlashInferBase):
                     kernels.decode.plan(of_decodes)
                     kernels.parts.append(_Part(0, num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
-                    self._plan_prefill(kernels, rest.query_lens, of_rest)
-                    kernels.parts.append(_Part(num_decodes, stop, kernels.prefill))
+                    self._plan_prefill(kernels, num_decodes, rest.query_lens, of_rest)
                 self._plan_fresh(kernels, fresh_lens)
 
     def _plan_fresh(self, kernels: _OfKind, lens: list[int]) -> None:
@@ -161,10 +169,26 @@ class FlashInferBackend(FlashInferBase):
             kernels.parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
             start += num_tokens
 
-    def _plan_prefill(self, kernels: _OfKind, query_lens: Int32s, pages: Pages) -> None:
-        indices = (indptr_of(query_lens), *map(pinned, pages))
-        options = {**self._types, **kernels.options}
-        kernels.prefill.plan(*indices, *self.heads, self.block_size, causal=True, **options)
+    def _plan_prefill(self, kernels: _OfKind, start: int, lens: Int32s, pages: Pages) -> None:
+        part = _Part(start, start + int(lens.sum()), kernels.prefill[0])
+        kv_dtype, count = self.kv_dtype, len(pages.indices)
+        if self._wide is not None and count <= self._wide.shape[1]:
+            part = replace(part, kernel=kernels.prefill[1], copied=self.listed(pages))
+            kv_dtype, pages = self.dtype, pages._replace(indices=np.arange(count, dtype=np.int32))
+        indices = (indptr_of(lens), *map(pinned, pages))
+        types = {"q_data_type": self.dtype, "kv_data_type": kv_dtype, "sm_scale": self.scale}
+        options = {**types, **kernels.options}
+        part.kernel.plan(*indices, *self.heads, self.block_size, causal=True, **options)
+        kernels.parts.append(part)
+
+    def _copies(
+        self, caches: tuple[Tensor, Tensor], blocks: Tensor, count: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Of these blocks of a layer, one after the other, until others are made."""
+        assert self._wide is not None
+        for stored, wide in zip(caches, self._wide, strict=True):
+            widen(stored, wide, blocks, count, 1.0, packed=True)
+        return tuple(self._wide)
 
     def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
         return self._decode_kernel(kind, captured=buffers, num_seqs=num_rows)
@@ -201,7 +225,8 @@ class FlashInferBackend(FlashInferBase):
                 part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **wanted)
             else:
                 wanted |= {"k_scale": scales[0], "v_scale": scales[1]}
-                part.kernel.run(q[rows], caches, out=out[rows], **wanted)
+                read = self._copies(caches, *part.copied) if part.copied else caches
+                part.kernel.run(q[rows], read, out=out[rows], **wanted)
         if lse is not None:
             lse.mul_(LN_2)  # the kernels count in powers of two
             if sinks is not None:

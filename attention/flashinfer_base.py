@@ -70,7 +70,8 @@ class FlashInferBase(AttentionBackend):
     Args:
         dtype: of the queries; the pool's where not given.
         limits: of the steps to come, which the workspace is made for.
-        workspace: of another backend for the same heads and steps, which is never run meanwhile.
+        beside: another one for the same heads and steps, never run meanwhile: its scratch memory is
+            used.
 
     Raises:
         UnsupportedPool: what the kernels lack; attention/support.py has the list.
@@ -82,7 +83,7 @@ class FlashInferBase(AttentionBackend):
         *,
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
-        workspace: torch.Tensor | None = None,
+        beside: "FlashInferBase | None" = None,
         **sizes: Any,
     ) -> None:
         check("flashinfer", _wanted(pool, dtype, sizes["num_q_heads"]), limits)
@@ -96,9 +97,10 @@ class FlashInferBase(AttentionBackend):
         gpu = torch.cuda.get_device_properties(self.device)
         self.gpu = Gpu(gpu.multi_processor_count, gpu.major)
         self.sizes = self.workspace_sizes(limits, self.gpu)
-        if workspace is None:
-            workspace = torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
-        self.workspace = workspace
+        self.workspace: torch.Tensor = (
+            torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
+            if beside is None else beside.workspace
+        )  # fmt: skip
         self._buffers: dict[Kind, CapturedBuffers] = {}
         self._captured: dict[tuple[Kind, int], Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
@@ -122,6 +124,12 @@ class FlashInferBase(AttentionBackend):
     def set_slots(self, slots: Int64s) -> None:
         """Where the step's T tokens are stored."""
         self.slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
+
+    def listed(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step's blocks, int32, and their number, as `widen` takes them."""
+        listed = np.concatenate((pages.indptr[-1:], pages.indices)).astype(np.int32)
+        read = pinned(listed).to(self.device, non_blocking=True)
+        return read[1:], read
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         for kind in self.kinds:

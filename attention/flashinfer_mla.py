@@ -8,17 +8,16 @@ copy that all layers share.
 from typing import Any
 
 import flashinfer
-import numpy as np
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention.base import AttentionBatch, Kind, Pages
-from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
+from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
-from attention.kernels.latents import widen
 from attention.kernels.store import store
+from attention.kernels.widen import widen
 from attention.proofs import prove_storing, prove_widening
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache import fp8
@@ -34,11 +33,12 @@ class FlashInferMLABackend(FlashInferBase):
         # [B, 9, N, 64]: as if heads, of which the store kernel knows
         self._parts = [_in_parts(rows).transpose(1, 2) for rows in latents]
         prove_storing((self._parts[0],), (pool.scale(0, 0),), self.dtype)
-        self._latents, self._wide = latents, None
+        self._wide = None
         if self.kv_dtype is fp8.DTYPE:
-            self._wide = torch.zeros(latents[0].shape, dtype=self.dtype, device=self.device)
-            prove_widening(latents[0], self._wide)
-            latents = [self._wide] * len(latents)
+            wide = torch.zeros(latents[0].shape, dtype=self.dtype, device=self.device)
+            self._wide = _in_parts(wide).transpose(1, 2)
+            prove_widening(self._parts[0], self._wide)
+            latents = [wide] * len(latents)
         self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
         self._read = (torch.empty(0), torch.empty(0))  # the step's blocks and their number
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
@@ -59,9 +59,7 @@ class FlashInferMLABackend(FlashInferBase):
         self.set_slots(batch.slot_mapping)
         pages = batch.pages(self.block_size)
         if self._wide is not None:
-            listed = np.concatenate((pages.indices, pages.indptr[-1:]))
-            read = pinned(listed.astype(np.int32)).to(self.device, non_blocking=True)
-            self._read = read, read[-1:]
+            self._read = self.listed(pages)
         with self.planning():
             self._plan(self._eager, batch, pages)
 
@@ -113,7 +111,7 @@ class FlashInferMLABackend(FlashInferBase):
         scale = self.pool.scale(layer, 0)
         store(_in_parts(latent), None, self.slots, (self._parts[layer],), (scale,))
         if self._wide is not None:
-            widen(self._latents[layer], self._wide, *self._read, scale)
+            widen(self._parts[layer], self._wide, *self._read, scale)
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
         wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.base import Kind, Pages, Turn
-from attention.kernels.latents import widen
 from attention.kernels.store import store
+from attention.kernels.widen import widen
 from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
 from kvcache import fp8
@@ -52,8 +52,8 @@ def prove_decoding(
     _prove("decodes", most)
 
 
-def prove_widening(latents: Tensor, wide: Tensor) -> None:
-    """Of FP8, both [B, N, 576]; see `widen`.
+def prove_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> None:
+    """Of FP8, both [B, H, N, D]; see `widen`.
 
     Raises:
         UnsupportedPool: something else is read.
@@ -61,13 +61,13 @@ def prove_widening(latents: Tensor, wide: Tensor) -> None:
 
     def wrongly_read() -> str | None:
         null, one = (torch.tensor([n], dtype=torch.int32, device=wide.device) for n in (0, 1))
-        with _borrowed([latents]) as (block,):
+        with _borrowed([stored]) as (block,):
             block.copy_(torch.randn(block.shape, device=wide.device))
-            widen(latents, wide, null, one, _SCALES[0])
+            widen(stored, wide, null, one, _SCALES[0], packed=packed)
             wrong = (wide[0].float() != block.float() * _SCALES[0]).sum()
         return f"deviates in {int(wrong)} elements" if wrong else None
 
-    _prove("reads latents of FP8", wrongly_read)
+    _prove("reads KV of FP8", wrongly_read)
 
 
 def _prove(verb: str, proof: Callable[[], str | None]) -> None:

@@ -38,7 +38,7 @@ def create_backend(
     make = backend_class(name, pool.device.type, pool.layout.num_components)
     if make is TorchBackend:  # which takes what it needs
         return make(pool, **options)
-    return make(pool, **options, limits=limits, workspace=getattr(beside, "workspace", None))
+    return make(pool, **options, limits=limits, beside=beside)
 
 
 def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:

@@ -44,6 +44,7 @@ class StepLimits:
 
     max_seqs: int = 256
     max_tokens: int = 8192  # queries, those of all sequences together
+    max_context: int = 8192  # tokens of the longest sequence that has several queries
 
 
 DEFAULT_LIMITS: Final = StepLimits()

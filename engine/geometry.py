@@ -142,9 +142,9 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     """Raises UnsupportedPool, with the option that helps, where no rank's attention backend would
     serve the model."""
     own = model.num_heads // config.tp
-    for num_q_heads in sorted({own, own * config.dcp}):
+    for num_q_heads, of_group in {own: False, own * config.dcp: config.dcp > 1}.items():
         wanted = wanted_of(config, model, num_q_heads)
-        check(config.attention_backend, wanted, step_limits(config, of_group=num_q_heads > own))
+        check(config.attention_backend, wanted, step_limits(config, model, of_group=of_group))
 
 
 def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wanted:
@@ -163,8 +163,9 @@ def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wan
     )
 
 
-def step_limits(config: EngineConfig, *, of_group: bool) -> StepLimits:
+def step_limits(config: EngineConfig, model: ModelConfig, *, of_group: bool) -> StepLimits:
     """The largest steps of a rank's attention backend; `of_group`: of that for the heads of all
     ranks that share tokens, which only decodes attend with."""
-    seqs = config.max_num_seqs
-    return StepLimits(seqs, seqs if of_group else max(config.max_num_batched_tokens, seqs))
+    seqs, longest = config.max_num_seqs, config.max_model_len or model.max_position
+    tokens = max(config.max_num_batched_tokens, seqs)
+    return StepLimits(seqs, seqs, 0) if of_group else StepLimits(seqs, tokens, longest)

@@ -146,8 +146,7 @@ class DecodeGraphs:
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
-        complements = self._last_drawn.complements(step.token_ids)
-        host.numpy()[:, :num_seqs] = complements, step.positions
+        host.numpy()[:, :num_seqs] = self._last_drawn.complements(step.token_ids), step.positions
         self._inputs.copy_(host, non_blocking=True)
         self._backend.plan_captured(
             step.attention_batch(self._block_size, self._backend.num_groups), size

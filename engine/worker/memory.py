@@ -75,7 +75,7 @@ def make_memory(
             layers=layers,
             beside=beside,
             dtype=getattr(torch, config.dtype),
-            limits=step_limits(config, of_group=num_q_heads > spec.num_q_heads),
+            limits=step_limits(config, model_config, of_group=num_q_heads > spec.num_q_heads),
         )
 
     if pool.groups.count > 1:

@@ -109,14 +109,14 @@ def test_heads_are_those_of_a_rank_and_of_its_group(tp, dcp, refused):
 @pytest.mark.parametrize(
     ("options", "own", "of_group"),
     [
-        ({}, StepLimits(64, 2048), StepLimits(64, 64)),
-        ({"max_num_batched_tokens": 8}, StepLimits(64, 64), StepLimits(64, 64)),
+        ({}, StepLimits(64, 2048, 512), StepLimits(64, 64, 0)),
+        ({"max_num_batched_tokens": 8}, StepLimits(64, 64, 512), StepLimits(64, 64, 0)),
     ],
 )
 def test_backends_are_made_for_the_steps_to_come(options, own, of_group):
-    config = _changed(**options)
-    assert step_limits(config, of_group=False) == own
-    assert step_limits(config, of_group=True) == of_group
+    config, model = _changed(**options), _LATENT_MODEL
+    assert step_limits(config, model, of_group=False) == own
+    assert step_limits(config, model, of_group=True) == of_group
 
 
 def test_steps_over_latents_that_no_plan_holds_are_refused():

@@ -85,7 +85,7 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
     if not shape.rope_dim:
         options = {"prefill": prefill}
     if prefill == "fa3":
-        if shape.rope_dim or shape.kv_dtype:
+        if shape.rope_dim:
             pytest.skip("these have no choice")
         request.getfixturevalue("hopper")
     seqs, backend = make_sequences(shape, LENS), make(shape, **options)
@@ -147,14 +147,22 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
     for part in (seqs.k, seqs.v):
         part[1].fill_(float("nan"))
     backend = make(shape)
-    first, middle, last = run_step(
-        backend, shape, seqs, [(0, 0, 600), (1, 0, 530), (2, 0, 700)], num_padding=2
-    )
+    rows = [(0, 0, 600), (1, 0, 530), (2, 0, 700)]
+    first, middle, last = run_step(backend, shape, seqs, rows, num_padding=2)
     assert new_prompts(backend) == [600, 530, 700]
     assert middle.isnan().all()
     for seq, out in ((0, first), (2, last)):
         expected, _ = reference(shape, seqs, seq, 0, out.shape[1])
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("most", [304, 288])
+def test_blocks_of_8_bits_are_copied_for_prompts_where_they_fit(most, hopper):
+    shape = gpu_shape(kv_dtype=FP8, scales=SCALES)
+    seqs, backend = make_sequences(shape, [300]), make(shape, limits=StepLimits(4, 512, most))
+    check_steps(backend, shape, seqs, [(0, 0, 150)], [(0, 150, 300)], tolerance=TOLERANCE)
+    (kernels,) = backend._of_kind.values()
+    assert [part.copied is not None for part in kernels.parts] == [most > 300]
 
 
 @pytest.mark.alone  # 64 GiB
@@ -182,8 +190,7 @@ both_pools = pytest.mark.parametrize(
 def test_a_captured_step_serves_later_batches_of_its_size(of_pool):
     shape = gpu_shape(**of_pool)
     lens = [90, 33, 300, 5, 64]
-    seqs = make_sequences(shape, lens)
-    backend = make(shape)
+    seqs, backend = make_sequences(shape, lens), make(shape)
     for seq, length in enumerate(lens):  # everything but the last token of each
         if length > 1:
             check_step(backend, shape, seqs, [(seq, 0, length - 1)])
@@ -278,18 +285,11 @@ def test_the_workspace_is_what_prompts_need_or_more(num_kv_heads, num_cached, nu
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192))
     num_blocks = -(-(num_tokens + num_cached) // 64)
     (kernels,) = backend._of_kind.values()
-    floats, ints = kernels.prefill.workspace_size(
-        torch.tensor([0, num_tokens], dtype=torch.int32),
-        torch.tensor([0, num_blocks], dtype=torch.int32),
-        torch.zeros(num_blocks, dtype=torch.int32),
-        torch.ones(1, dtype=torch.int32),
-        32,
-        num_kv_heads,
-        128,
-        64,
-        causal=True,
-        q_data_type=torch.bfloat16,
-    )
+    floats, ints = kernels.prefill[0].workspace_size(
+        *(torch.tensor([0, n], dtype=torch.int32) for n in (num_tokens, num_blocks)),
+        torch.zeros(num_blocks, dtype=torch.int32), torch.ones(1, dtype=torch.int32),
+        32, num_kv_heads, 128, 64, causal=True, q_data_type=torch.bfloat16,
+    )  # fmt: skip
     assert floats <= backend.sizes.floats and ints <= backend.sizes.ints
 
 

@@ -26,9 +26,9 @@ from tests.attention import reference as plain
 from tests.rigs.examples import examples
 from tests.rigs.interpreted import interpreter
 
-dcp, decode, latents_of, storing = (
+dcp, decode, storing, widening = (
     importlib.import_module(f"attention.kernels.{name}")
-    for name in ("dcp", "decode", "latents", "store")
+    for name in ("dcp", "decode", "store", "widen")
 )
 SCALES = (0.02, 0.5, 0.003, 1.0)
 
@@ -180,16 +180,17 @@ def test_pairs_are_turned_in_place(interleaved, monkeypatch):
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "BNHLCD"])
 @pytest.mark.parametrize("block_size", [1, 16, 40])
-def test_listed_latents_are_widened_and_no_others(block_size, order):
-    pool = KVPool(KVLayout(order, 6, 1, 2, 1, block_size, 576, plain.FP8), "cpu", (0.5, 0.3))
+def test_listed_blocks_are_widened_and_no_others(block_size, order):
+    pool = KVPool(KVLayout(order, 6, 3, 2, 1, block_size, 64, plain.FP8), "cpu", (0.5, 0.3))
     pool.tensor.copy_(torch.randn(pool.tensor.shape))
-    wide, listed = torch.full((6, block_size, 576), 7.0).bfloat16(), torch.tensor([3, 1, 3, 5])
-    expected = wide.clone()
-    stored = pool.component(1, 0)[:, 0]
-    for block in (1, 3):
-        expected[block] = (stored[block].float() * 0.3).bfloat16()
-    latents_of.widen(stored, wide, listed.int(), torch.tensor([3, 0]).int(), pool.scale(1, 0))
-    assert torch.equal(wide, expected)
+    stored, listed = pool.component(1, 0), torch.tensor([3, 1, 3, 5])
+    for packed, places in ((False, (3, 1, 3)), (True, (0, 1, 2))):
+        wide = torch.full((6, block_size, 3, 64), 7.0).bfloat16().transpose(1, 2)
+        expected = wide.clone()
+        for place, block in zip(places, listed.tolist(), strict=False):
+            expected[place] = (stored[block].float() * 0.3).bfloat16()
+        widening.widen(stored, wide, listed.int(), torch.tensor([3]).int(), 0.3, packed=packed)
+        assert torch.equal(wide, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -232,7 +233,7 @@ def test_a_kernel_that_does_not_prove_itself_is_refused(monkeypatch):
             plain.make(shape, "flashinfer")
     with monkeypatch.context() as patch:
         patch.setattr("attention.proofs.widen", lambda *args, **named: None)
-        with pytest.raises(UnsupportedPool, match=r"reads latents .*--attention-backend torch"):
+        with pytest.raises(UnsupportedPool, match=r"reads KV .*--attention-backend torch"):
             plain.make(small_latents, "flashinfer")
     monkeypatch.setattr("attention.proofs.store", lambda *args, **named: None)
     for shape in (eight_bits(), plain.Shape(dtype="float16"), latents):

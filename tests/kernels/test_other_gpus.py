@@ -67,13 +67,13 @@ def _attention(dtype, kv_dtype, dim) -> None:
 
     from attention import pieces
     from attention.base import Kind, Pages, Turn
-    from attention.kernels import latents, store
+    from attention.kernels import store, widen
 
     caches = tuple(torch.zeros(6, 2, 16, dim).to(kv_dtype) for _ in range(2))
     q, k, v = (torch.zeros(3, heads, dim, dtype=dtype) for heads in (8, 2, 2))
     if kv_dtype != dtype:
-        small, wide = (torch.zeros(6, 16, 576, dtype=each) for each in (kv_dtype, dtype))
-        latents.widen(small, wide, torch.zeros(3).int(), torch.ones(1).int(), 0.5)
+        wide = caches[0].to(dtype)
+        widen.widen(caches[0], wide, torch.zeros(3).int(), torch.ones(1).int(), 0.5)
     slots, norms = torch.zeros(3, dtype=torch.int32), (torch.ones(dim), torch.ones(dim))
     turn = Turn(torch.zeros(3, dim), norms, 1e-6)
     store.rotate(q, k, torch.zeros(3, dim), interleaved=True)

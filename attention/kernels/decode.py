@@ -19,7 +19,7 @@ from attention.base import Kind
 from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wait, wait
 
 _LOG2_E: Final = 1.4426950408889634
-_MANY_PROGRAMS: Final = 1024  # that follow each other, and hide each other's waits
+_MANY_PROGRAMS: Final = (512, 768)  # that hide each other's waits; of 16 bits, of FP8
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
@@ -220,7 +220,7 @@ def attend(
     is_fp8 = keys.element_size() == 1
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
     if crowded is None:
-        crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS
+        crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS[is_fp8]
     warps = 2 if is_fp8 else 4 if crowded else 8
     if crowded and is_fp8 and dim <= 128:
         warps, tile = 1, min(tile, 4096 // dim)

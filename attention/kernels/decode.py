@@ -20,6 +20,7 @@ from attention.kernels.launch import PDL, let_next_begin, let_next_begin_and_wai
 
 _LOG2_E: Final = 1.4426950408889634
 _MANY_PROGRAMS: Final = (512, 768)  # that hide each other's waits; of 16 bits, of FP8
+_MANY_ROWS: Final = 32  # whose merges fill the GPU by several heads of a program
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
@@ -216,11 +217,9 @@ def attend(
     keys, values = caches
     (num_seqs, num_q_heads, dim), num_kv_heads = q.shape, keys.shape[1]
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
-    group = num_q_heads // num_kv_heads
-    is_fp8 = keys.element_size() == 1
+    group, is_fp8 = num_q_heads // num_kv_heads, keys.element_size() == 1
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
-    if crowded is None:
-        crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS[is_fp8]
+    crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS[is_fp8] if crowded is None else crowded
     warps = 2 if is_fp8 else 4 if crowded else 8
     if crowded and is_fp8 and dim <= 128:
         warps, tile = 1, min(tile, 4096 // dim)
@@ -231,8 +230,9 @@ def attend(
         TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    heads, pieces = (4, 1024 // dim) if crowded else (1, 4096 // dim)  # of one program, at once
+    is_full = crowded or num_seqs >= _MANY_ROWS
+    heads, pieces, warps = (4, 1024 // dim, 2) if is_full else (1, 4096 // dim, 1)
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
         planned[0], *partials, out, lse, num_pieces, num_q_heads, DIM=dim, HEADS=heads,
-        PIECES=pieces, num_warps=2, launch_pdl=PDL,
+        PIECES=pieces, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip

@@ -205,7 +205,7 @@ _FAULTS = {"kill": _kill, "cut": _cut, "SIGTERM": _end, "SIGSTOP": _stop, "silen
 
 _DRAWN = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2}
 _REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){4}"}}
-_LONG = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){50}"}}
+_LONG = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){150}"}}
 _WIDE = {"structured_outputs": {"regex": "[ä-üЖ-я€]{9}"}}
 _TOOL = {
     "type": "function",
@@ -242,7 +242,7 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 30, "return_token_ids": True, **_KINDS[kind]}
     is_free = kind != "structured" and position not in ("in a grammar", "in a call")
     if position in _MOMENTS:
-        body |= {"max_tokens": 200, **(_LONG if kind == "structured" else {})}
+        body |= {"max_tokens": 600, **(_LONG if kind == "structured" else {})}
     else:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if position == "in a call":

@@ -115,7 +115,9 @@ def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
     """Their prompts are computed elsewhere at the same time."""
     if adds[0].num_prompt_logprobs is not None:
         _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
-    remotes = (offer.to_remote(index, add.token_ids) for index, add in enumerate(adds))
+    remotes = (
+        offer.to_remote(index, add.token_ids, add.cache_salt) for index, add in enumerate(adds)
+    )
     return [replace(add, remote=remote) for add, remote in zip(adds, remotes, strict=True)]
 
 
@@ -127,8 +129,8 @@ def _check_belongs(params: KVTransferParams, add: AddRequest, vocab_size: int) -
         ids = [*ids, *add.known[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
         _reject("remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}")
-    if params.prompt_digest != kv_params.prompt_digest(ids[:num_tokens]):
-        _reject("prompt_digest", "is of another prompt")
+    if params.prompt_digest != kv_params.prompt_digest(ids[:num_tokens], add.cache_salt):
+        _reject("prompt_digest", "is of another prompt or another cache salt")
     wanted, rows = add.num_prompt_logprobs, params.prompt_logprobs
     if wanted is not None and (rows is None or any(r and len(r.top_ids) < wanted for r in rows)):
         _reject("prompt_logprobs", f"lacks the {wanted} of each token that the request asks for")

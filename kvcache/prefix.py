@@ -5,7 +5,8 @@
 
 A node stands for one exact sequence of tokens, from the first one on: its parent stands for the
 tokens before, its key is the bytes of its own block's token ids, and lookups compare keys in full.
-So a hit is exact by construction; there is no hash to collide.
+So a hit is exact by construction; there is no hash to collide. The key of a sequence's first block
+also has the sequence's salt, so sequences of different salts share no node.
 
 - An entry's block is marked in the allocator: it is USED, LEASED or CACHED, never RECEIVING (I4).
 - Content is published once. A second block with the same content stays unpublished, but its
@@ -51,7 +52,7 @@ class _Node:
 @dataclass(slots=True)
 class PrefixCursor:
     """How far a sequence was found or published; its owner keeps it between calls, to save work.
-    The sequence may grow or be cut, but its tokens must not change."""
+    The sequence may grow or be cut, but its tokens and its salt must not change."""
 
     node: _Node | None = None
 
@@ -83,6 +84,7 @@ class PrefixIndex:
         max_tokens: int | None = None,
         reach: int | None = None,
         cursor: PrefixCursor | None = None,
+        salt: bytes = b"",
     ) -> list[int]:
         """The table of the longest known prefix of `token_ids` that can be continued, with null
         blocks where the windows of its last tokens do not reach.
@@ -94,12 +96,13 @@ class PrefixIndex:
                 needs its last token computed).
             reach: the fewest tokens to continue from, if more match; None: all that match.
             cursor: the sequence's own, if it may be looked up again.
+            salt: only blocks that were published with the same salt match.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
         cursor, stop = cursor or PrefixCursor(), limit // self.block_size
         node = self._reached(cursor, stop)
         for at in range(node.depth_blocks, stop):
-            child = node.children.get(self._key(token_ids, at))
+            child = node.children.get(self._key(token_ids, at, salt))
             if child is None:
                 break
             node = child
@@ -145,7 +148,12 @@ class PrefixIndex:
         return table
 
     def publish(
-        self, token_ids: Sequence[int], block_ids: Sequence[int], *, cursor: PrefixCursor
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        cursor: PrefixCursor,
+        salt: bytes = b"",
     ) -> None:
         """Registers a sequence's full blocks; their bytes must be known good (I4).
 
@@ -153,6 +161,7 @@ class PrefixIndex:
             token_ids: tokens of the sequence from its start; at least all that `block_ids` hold.
             block_ids: the table of the sequence's full blocks, each in use or leased.
             cursor: the sequence's own; see PrefixCursor.
+            salt: the sequence's own; see `match`.
 
         Raises:
             BlockStateError: a block is not in use (RECEIVING, for one), holds other published
@@ -167,7 +176,7 @@ class PrefixIndex:
             )
         node = self._reached(cursor, num_full)
         for at in range(node.depth_blocks, num_full):
-            key = self._key(token_ids, at)
+            key = self._key(token_ids, at, salt)
             child, blocks = node.children.get(key), list(block_ids[at * count : (at + 1) * count])
             if child is None:
                 if self._num_nodes >= _MAX_NODES_PER_BLOCK * self.allocator.num_blocks:
@@ -179,10 +188,12 @@ class PrefixIndex:
         cursor.node = node
         self._prune(node)
 
-    def _key(self, token_ids: Sequence[int], at: int) -> bytes:
-        """The token ids of full block number `at`, as bytes."""
+    def _key(self, token_ids: Sequence[int], at: int, salt: bytes) -> bytes:
+        """The token ids of full block number `at`, as bytes; after them the salt, in the first
+        block's key."""
         start = at * self.block_size
-        return array("q", token_ids[start : start + self.block_size]).tobytes()
+        tokens = array("q", token_ids[start : start + self.block_size]).tobytes()
+        return tokens if at else tokens + salt
 
     def _add(self, parent: _Node, key: bytes, blocks: list[int]) -> _Node:
         node = _Node(parent, key, blocks)
@@ -252,7 +263,8 @@ class PrefixIndex:
         while pending:
             node = pending.pop()
             for key, child in node.children.items():
-                is_full = len(key) == self.block_size * array("q").itemsize
+                num_bytes = self.block_size * array("q").itemsize
+                is_full = len(key) == num_bytes or (node is self._root and len(key) > num_bytes)
                 has_gap = any(
                     b == NULL_BLOCK and w is None
                     for b, w in zip(child.blocks, self.groups.windows, strict=True)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from protocol.cache_salt import SALT_BYTES
 from protocol.errors import PeerIncompatible
 from protocol.messages import RemotePrefill
 from protocol.short_repr import short_repr
@@ -285,12 +286,14 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
-    """Lease the longest prefix of these tokens whose KV is there, if it has `min_tokens`."""
+    """Lease the longest prefix of these tokens whose KV is there under this salt, if it has
+    `min_tokens`."""
 
     nonce: _Id
     incarnation: _Id
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
     min_tokens: Annotated[int, Meta(ge=1)]
+    cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)] = b""
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", kw_only=True):

@@ -190,7 +190,9 @@ class Offer(Struct, frozen=True, kw_only=True):
         """The object for the decode leg's body."""
         return {"do_remote_prefill": True, "subscribe": sealed(self, secret)}
 
-    def to_remote(self, index: int, token_ids: Sequence[int]) -> RemotePrefill:
+    def to_remote(
+        self, index: int, token_ids: Sequence[int], cache_salt: bytes = b""
+    ) -> RemotePrefill:
         """What the engine needs of it for the prompt of this index."""
         return RemotePrefill(
             host=self.host,
@@ -208,7 +210,7 @@ class Offer(Struct, frozen=True, kw_only=True):
             first_tokens=[],
             sender_releases=True,
             transfer_id=prompt_name(self.transfer_id, index),
-            prompt_digest=prompt_digest(token_ids),
+            prompt_digest=prompt_digest(token_ids, cache_salt),
         )
 
 
@@ -365,10 +367,12 @@ def _at(value: Any, path: str) -> Any:
     return value
 
 
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """SHA-256 over the token ids as little-endian int64: the prompt these KV bytes belong to."""
+def prompt_digest(token_ids: Sequence[int], cache_salt: bytes = b"") -> str:
+    """SHA-256 over the token ids as little-endian int64: the prompt these KV bytes belong to. A
+    salted prompt has another digest, so that its KV is used by requests of its salt only."""
     ids = struct.pack(f"<{len(token_ids)}q", *token_ids)  # in half of the time of an array
-    return hashlib.sha256(b"baton prompt\0" + ids).hexdigest()
+    label = b"baton salted prompt\0" + cache_salt if cache_salt else b"baton prompt\0"
+    return hashlib.sha256(label + ids).hexdigest()
 
 
 def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()) -> str:

@@ -246,7 +246,10 @@ class Scheduler:
         return False
 
     def _num_shared(self, sequence: Sequence, owner: Sequence, start: int) -> int:
-        """Tokens of full blocks from `start` on that are the same, after the same ones."""
+        """Tokens of full blocks from `start` on that are the same, after the same ones. Sequences
+        of different salts share none."""
+        if sequence.request.cache_salt != owner.request.cache_salt:
+            return 0
         size, mine, other = self.limits.block_size, sequence.token_ids, owner.token_ids
         at, limit = start, min(len(mine) - 1, owner.num_prompt_tokens) - size
         while at <= limit and mine[at : at + size] == other[at : at + size]:
@@ -310,7 +313,12 @@ class Scheduler:
             max_tokens = len(sequence.prompt_logprobs or ()) - 1
         reach = self.tables.reach(sequence, len(sequence.token_ids))
         how = {"max_tokens": max_tokens, "reach": reach}
-        return self.prefix.match(sequence.token_ids, **how, cursor=sequence.prefix_cursor)
+        return self.prefix.match(
+            sequence.token_ids,
+            **how,
+            cursor=sequence.prefix_cursor,
+            salt=sequence.request.cache_salt,
+        )
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
@@ -430,7 +438,12 @@ class Scheduler:
         num_full = sequence.num_computed // self.limits.block_size
         if self.prefix is not None and num_full != num_before // self.limits.block_size:
             full = self.tables.published(sequence, num_full)
-            self.prefix.publish(sequence.token_ids, full, cursor=sequence.prefix_cursor)
+            self.prefix.publish(
+                sequence.token_ids,
+                full,
+                cursor=sequence.prefix_cursor,
+                salt=sequence.request.cache_salt,
+            )
         self._release(sequence, self.tables.take_passed(sequence))
 
     def finish(self, sequence: Sequence) -> None:

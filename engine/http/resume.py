@@ -33,7 +33,7 @@ def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
     how = [endpoint.name, settings.tool_call_parser, settings.reasoning_parser]
     prompts = [
         [
-            prompt_digest(add.token_ids),
+            prompt_digest(add.token_ids, add.cache_salt),
             msgspec.to_builtins(replace(add.sampling, seed=0), str_keys=True),
             sorted(add.stop_token_ids),
             add.num_choices,

@@ -136,7 +136,8 @@ class Borrower(KVConnector):
             return False
         tables, index, tokens = scheduler.tables, scheduler.prefix, sequence.token_ids
         wanted = tables.reach(sequence, sequence.num_prompt_tokens - 1)
-        here = index.match(tokens, max_tokens=wanted) if index else []
+        salt = sequence.request.cache_salt
+        here = index.match(tokens, max_tokens=wanted, salt=salt) if index else []
         cached, least = tables.num_tokens(here), rates.least_tokens(key_of(hint))
         is_asked = min(hint.num_tokens, wanted) - cached >= least
         told = "request %s: %d tokens here, perhaps %d on %s; a pull is quicker from %g on: %s"
@@ -151,6 +152,7 @@ class Borrower(KVConnector):
             incarnation=hint.incarnation,
             token_ids=tokens[:wanted],
             min_tokens=cached + math.ceil(least),
+            cache_salt=salt,
         )
         self._coordinator.look_up(sequence.request_id, hint, asked)
         return True

@@ -41,7 +41,8 @@ class Lender(KVConnector):
     def expect(self, sequence: Sequence) -> None:
         """A prompt has come, which may be subscribed to."""
         if name := sequence.request.transfer_id:
-            digest, config = kv_params.prompt_digest(sequence.request.token_ids), self._config
+            request, config = sequence.request, self._config
+            digest = kv_params.prompt_digest(request.token_ids, request.cache_salt)
             size = config.block_size
             with self._leases.offers() as (offers, now):
                 offers.expect(name, sequence.request_id, digest, config.lease_s, size, now)
@@ -121,7 +122,9 @@ class Lender(KVConnector):
             block_ids,
             lease_id,
             num_tokens,
-            prompt_digest=kv_params.prompt_digest(sequence.token_ids[:num_tokens]),
+            prompt_digest=kv_params.prompt_digest(
+                sequence.token_ids[:num_tokens], request.cache_salt
+            ),
             cached_tokens=sequence.num_skipped + sequence.num_transferred,
             transferred_tokens=sequence.num_transferred,
             first_tokens=[
@@ -194,7 +197,9 @@ class Lender(KVConnector):
         """Leases the longest prefix that is here, whoever else uses its blocks."""
         scheduler = self.core.scheduler
         tables = scheduler.tables
-        found = scheduler.prefix.match(asked.token_ids) if scheduler.prefix else []
+        found: list[int] = []
+        if scheduler.prefix is not None:
+            found = scheduler.prefix.match(asked.token_ids, salt=asked.cache_salt)
         if tables.num_tokens(found) < asked.min_tokens:
             self._lookups["none"] += 1
             return None

@@ -120,6 +120,7 @@ _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another first token": (_forge(lambda p: p["first_tokens"][0].update(id=1)), {}),
     "another secret": (_forge(lambda p: p.update(signature="00" * 32)), {}),
     "another prompt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])), {}),
+    "another salt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 9], b"a")), {}),
     "another length": (_params(remote_num_tokens=6), {}),
     "a token that this model lacks": (_params(first_tokens=[FirstToken(50)]), {}),
     "another that this model lacks": (_params(first_tokens=_LACKED), {"logprobs": 1}),

@@ -132,6 +132,24 @@ def test_prompts_that_come_together_compute_what_they_share_once(depth, gone):
     assert_all_blocks_home(core)
 
 
+def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(depth):
+    """A wait would show by its time what a request of another salt has sent."""
+    core, _, out = make_core(depth=depth, num_blocks=64)
+    prompts = {name: [*range(40), index] for index, name in enumerate("abc")}
+    salts = {"a": b"one", "b": b"one", "c": b"other"}
+    run_until_idle(core, *(add(name, prompts[name], 3, cache_salt=salts[name]) for name in prompts))
+    skipped = {}
+    for name, prompt in prompts.items():
+        assert out.tokens(name) == expected_output(prompt, 3)
+        usage = out.terminals(name)[0].usage
+        assert usage is not None
+        skipped[name] = usage.skipped
+    assert skipped["a"] == skipped["c"] == 0 < skipped["b"]
+    ends = [delta.request_id for delta in out.deltas if delta.finish_reason]
+    assert ends.index("c") < ends.index("b"), "only b waits for the prefix that a computes"
+    assert_all_blocks_home(core)
+
+
 class _Read(list[int]):
     """Tokens, and how many blocks of them were looked up."""
 

@@ -84,8 +84,11 @@ def test_integrity_check_sees_marks_and_entries_that_differ():
 class Running:
     """A sequence as the engine has it; `content` is what its blocks really hold."""
 
-    def __init__(self, tokens: list[int], blocks: list[int], num_published: int) -> None:
-        self.tokens, self.blocks, self.num_published = tokens, blocks, num_published
+    def __init__(
+        self, tokens: list[int], salt: bytes, blocks: list[int], num_published: int
+    ) -> None:
+        self.tokens, self.salt = tokens, salt
+        self.blocks, self.num_published = blocks, num_published
         self.cursor = PrefixCursor()
 
 
@@ -95,16 +98,18 @@ class LookUps(RuleBasedStateMachine):
     asked = Bundle("asked")
     # Two tokens only, so that prefixes collide, diverge and recur.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+    # One salt begins like another, and one is the bytes of a token.
+    salts = st.sampled_from([b"", b"salt", b"salted", bytes(8)])
 
-    @rule(target=asked, tokens=tokens)
-    def ask(self, tokens: list[int]) -> object:
-        return tokens, PrefixCursor()
+    @rule(target=asked, tokens=tokens, salt=salts)
+    def ask(self, tokens: list[int], salt: bytes) -> object:
+        return tokens, salt, PrefixCursor()
 
     @rule(one=asked, limit=st.integers(0, 14))
-    def look_up(self, one: tuple[list[int], PrefixCursor], limit: int) -> None:
-        tokens, cursor = one
-        found = self.index.match(tokens, max_tokens=limit, cursor=cursor)
-        assert found == self.expected(tokens, min(limit, len(tokens)))
+    def look_up(self, one: tuple[list[int], bytes, PrefixCursor], limit: int) -> None:
+        tokens, salt, cursor = one
+        found = self.index.match(tokens, max_tokens=limit, cursor=cursor, salt=salt)
+        assert found == self.expected(tokens, min(limit, len(tokens)), salt)
 
     @invariant()
     def books_balance(self) -> None:
@@ -115,8 +120,9 @@ class LookUps(RuleBasedStateMachine):
 class PrefixMachine(LookUps):
     """Sequences come, grow, publish, lease and go in a small pool that evicts all the time.
 
-    `content` records for every block the exact token prefix whose KV was last written to it. Every
-    match is compared with it, and with the longest prefix among the published ones by brute force.
+    `content` records for every block the salt and the exact token prefix whose KV was last
+    written to it. Every match is compared with it, and with the longest prefix among the
+    published ones by brute force.
     """
 
     index_type = PrefixIndex
@@ -129,50 +135,57 @@ class PrefixMachine(LookUps):
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.index = self.index_type(self.allocator, block_size)
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
-    def cached_contents(self) -> dict[tuple[int, ...], int]:
+    def cached_contents(self) -> dict[tuple[bytes, tuple[int, ...]], int]:
         marked = [b for b in self.content if self.allocator.is_cached(b)]
         by_content = {self.content[block]: block for block in marked}
         assert len(by_content) == len(marked)  # each content is published once
         return by_content
 
-    def expected(self, tokens: list[int], limit: int) -> list[int]:
+    def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
         """Brute force: grow the prefix for as long as some marked block holds exactly it."""
         cached = self.cached_contents()
         found: list[int] = []
         for stop in range(self.block_size, min(limit, len(tokens)) + 1, self.block_size):
-            if tuple(tokens[:stop]) not in cached:
+            if (salt, tuple(tokens[:stop])) not in cached:
                 break
-            found.append(cached[tuple(tokens[:stop])])
+            found.append(cached[salt, tuple(tokens[:stop])])
         return found
 
-    @rule(target=sequences, tokens=tokens)
-    def admit(self, tokens: list[int]) -> object:
+    @rule(target=sequences, tokens=tokens, salt=LookUps.salts)
+    def admit(self, tokens: list[int], salt: bytes) -> object:
         limit = len(tokens) - 1
-        hits = self.index.match(tokens, max_tokens=limit)
-        assert hits == self.expected(tokens, limit)
+        hits = self.index.match(tokens, max_tokens=limit, salt=salt)
+        assert hits == self.expected(tokens, limit, salt)
         for at, block in enumerate(hits):
-            assert self.content[block] == tuple(tokens[: (at + 1) * self.block_size])
+            assert self.content[block] == (salt, tuple(tokens[: (at + 1) * self.block_size]))
         need = -(-len(tokens) // self.block_size) - len(hits)
         self.allocator.share(hits)
         if not self.allocator.can_allocate(need):
             self.allocator.release(hits)
             return multiple()
-        sequence = Running(tokens, hits + self.allocator.allocate(need), len(hits))
-        for at in range(len(hits), len(sequence.blocks)):
-            self.content[sequence.blocks[at]] = tuple(tokens[: (at + 1) * self.block_size])
+        sequence = Running(tokens, salt, hits + self.allocator.allocate(need), len(hits))
+        self.write(sequence, len(hits))
         return sequence
+
+    def write(self, sequence: Running, first: int) -> None:
+        """Records what the blocks of a sequence hold, from block number `first` on."""
+        for at in range(first, len(sequence.blocks)):
+            prefix = tuple(sequence.tokens[: (at + 1) * self.block_size])
+            self.content[sequence.blocks[at]] = sequence.salt, prefix
 
     @rule(sequence=sequences, num_blocks=st.integers(0, 14), from_start=st.booleans())
     def publish(self, sequence: Running, num_blocks: int, from_start: bool) -> None:
         if from_start:
             sequence.cursor = PrefixCursor()
         full = min(len(sequence.tokens) // self.block_size, sequence.num_published + num_blocks)
-        self.index.publish(sequence.tokens, sequence.blocks[:full], cursor=sequence.cursor)
+        salt = sequence.salt
+        blocks = sequence.blocks[:full]
+        self.index.publish(sequence.tokens, blocks, cursor=sequence.cursor, salt=salt)
         sequence.num_published = full
         # all of a sequence that was just published can be found
-        assert len(self.index.match(sequence.tokens)) >= full
+        assert len(self.index.match(sequence.tokens, salt=salt)) >= full
 
     @rule(sequence=sequences, more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def grow(self, sequence: Running, more: list[int]) -> None:
@@ -182,8 +195,7 @@ class PrefixMachine(LookUps):
             return
         sequence.tokens = tokens
         sequence.blocks = sequence.blocks + self.allocator.allocate(need)
-        for at in range(sequence.num_published, len(sequence.blocks)):
-            self.content[sequence.blocks[at]] = tuple(tokens[: (at + 1) * self.block_size])
+        self.write(sequence, sequence.num_published)
 
     @rule(target=leases, sequence=consumes(sequences), leased=st.booleans())
     def finish(self, sequence: Running, leased: bool) -> object:
@@ -217,8 +229,8 @@ class SameHash(bytes):
 
 
 class CollidingIndex(PrefixIndex):
-    def _key(self, token_ids: Sequence[int], at: int) -> bytes:
-        return SameHash(super()._key(token_ids, at))
+    def _key(self, token_ids: Sequence[int], at: int, salt: bytes) -> bytes:
+        return SameHash(super()._key(token_ids, at, salt))
 
 
 class CollidingMachine(PrefixMachine):
@@ -249,15 +261,15 @@ class WindowMachine(LookUps):
         self.size, self.groups = size, KVGroups(windows)
         self.allocator = BlockAllocator(num_blocks)
         self.index = PrefixIndex(self.allocator, size, self.groups)
-        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
 
-    def expected(self, tokens: list[int], limit: int) -> list[int]:
+    def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
         marked = {self.content[b]: b for b in self.content if self.allocator.is_cached(b)}
         for count in range(limit // self.size, 0, -1):
             prefixes = [tuple(tokens[: (at + 1) * self.size]) for at in range(count)]
             table = [0] * (count * self.groups.count)
             wanted = [
-                (at * self.groups.count + g, (g, prefixes[at]))
+                (at * self.groups.count + g, (g, salt, prefixes[at]))
                 for g, span in enumerate(self.groups.spans(0, count * self.size, count * self.size))
                 for at in range(span.start // self.size, count)
             ]
@@ -267,12 +279,17 @@ class WindowMachine(LookUps):
                 return table
         return []
 
-    @rule(tokens=tokens, more=st.lists(st.integers(0, 1), max_size=6), step=st.integers(1, 6))
-    def compute(self, tokens: list[int], more: list[int], step: int):
+    @rule(
+        tokens=tokens,
+        salt=LookUps.salts,
+        more=st.lists(st.integers(0, 1), max_size=6),
+        step=st.integers(1, 6),
+    )
+    def compute(self, tokens: list[int], salt: bytes, more: list[int], step: int):
         """One sequence, from its hit to its end, as the scheduler leads it."""
         groups, size, cursor = self.groups, self.size, PrefixCursor()
-        table = self.index.match(tokens, max_tokens=len(tokens) - 1)
-        assert table == self.expected(tokens, len(tokens) - 1)
+        table = self.index.match(tokens, max_tokens=len(tokens) - 1, salt=salt)
+        assert table == self.expected(tokens, len(tokens) - 1, salt)
         self.allocator.share(held(table))
         num = len(table) // groups.count * size
         for stop in range(num + 1, len(tokens := tokens + more) + 1, step):
@@ -282,11 +299,11 @@ class WindowMachine(LookUps):
             groups.fill(table, places, fresh := self.allocator.allocate(len(places)))
             for at, block in zip(places, fresh, strict=True):
                 prefix = tuple(tokens[: (at // groups.count + 1) * size])
-                self.content[block] = at % groups.count, prefix
+                self.content[block] = at % groups.count, salt, prefix
             num = stop
             full = num // size * groups.count
             # what is not full yet holds what it will hold
-            self.index.publish(tokens, table[:full], cursor=cursor)
+            self.index.publish(tokens, table[:full], cursor=cursor, salt=salt)
             kept = groups.of_prefix(table, num, size)
             self.allocator.release(b for b in held(table) if b not in kept)
             table = kept

@@ -9,11 +9,13 @@ from msgspec.structs import replace
 
 from engine.kv.rates import Rates
 from kvcache.transfer.pulls.messages import PullSettings
+from protocol import kv_params
 from protocol.messages import AbortRequest
 from tests.rigs.engines import ANOTHER, COMPAT, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
+SALTS = [b"", b"other", b"one"]  # the matching one last, as it fills the reader's cache
 
 
 CONVERTS: dict[str, Any] = {"convert": True}
@@ -67,6 +69,33 @@ def test_what_cannot_be_read_is_computed(make, theirs):
     group.ask(a, PROMPT)
     assert group.ask(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0
+
+
+def test_kv_is_found_and_borrowed_by_requests_of_its_salt_only(make):
+    a, b = (group := make({}, {})).engines
+    group.ask(a, PROMPT, cache_salt=b"one")
+    for salt in (b"", b"other"):
+        hint = a.hint(30)
+        assert group.ask(b, PROMPT, hint=hint, cache_salt=salt)[1] == (0, 30, 0)
+        assert group.ask(a, PROMPT, cache_salt=salt)[1] == (0, 30, 0)
+    assert b.stat("baton_kv_lookups", outcome="found") == 0
+    assert group.ask(b, PROMPT, hint=a.hint(30), cache_salt=b"one")[1] == (28, 2, 0)
+    assert group.ask(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
+
+
+def test_a_subscription_of_another_salt_gets_no_kv(make):
+    """The reader computes the prompt itself, as for an offer of another prompt."""
+    a, b = (group := make({}, {})).engines
+    digest = kv_params.prompt_digest(PROMPT, b"one")
+    offers = {salt: replace(a.offer(f"t{salt!r}", PROMPT), prompt_digest=digest) for salt in SALTS}
+    for salt, offer in offers.items():
+        reader = group.begin(b, PROMPT, remote=offer, cache_salt=b"one")
+        writer = group.begin(
+            a, PROMPT, 1, cache_salt=salt, retain_kv=True, transfer_id=offer.transfer_id
+        )
+        group.tokens_of(a, writer)
+        assert group.tokens_of(b, reader) == expected_output(PROMPT, 3)
+        assert (b.kv(reader)[0] > 0) is (salt == b"one")
 
 
 def test_little_is_not_asked_for(make):

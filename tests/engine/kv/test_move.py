@@ -62,6 +62,24 @@ def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(make, ours, the
     group.until(lambda: a.stat("baton_leases", event="completed") == 1)
 
 
+def test_it_moves_under_its_salt(make):
+    a, b = (group := make({}, {})).engines
+    name = group.begin(a, PROMPT, NUM, cache_salt=b"one")
+    group.until(lambda: len(a.out.tokens(name)) >= 3)
+    a.core.round([Migrate(name)])
+    (params,) = [end.kv_transfer_params for end in a.out.terminals(name)]
+    assert params is not None
+    ids = [*PROMPT, *(tokens := a.out.tokens(name))]
+    assert params["prompt_digest"] == kv_params.prompt_digest(ids[:-1], b"one")
+    remote = kv_params.to_remote_prefill(kv_params.parse(params))
+    moved = {"remote": remote, "known": [Known(tokens)], "cache_salt": b"one"}
+    theirs = group.begin(b, PROMPT, NUM, **moved)
+    assert tokens + group.tokens_of(b, theirs) == expected_output(PROMPT, NUM)
+    assert b.kv(theirs) == (len(PROMPT), 0, 0)
+    assert group.ask(b, [*PROMPT, 1])[1] == (0, len(PROMPT) + 1, 0)
+    assert group.ask(b, [*PROMPT, 1], cache_salt=b"one")[1][2] > 0
+
+
 @pytest.mark.parametrize("ended", [None, 0, 2])
 def test_choices_move_with_the_kv_of_their_prompt(make, ended):
     a, b = (group := make({"depth": 1}, {"block_size": 8})).engines

@@ -9,6 +9,7 @@ import secrets
 
 import msgspec
 
+from protocol.cache_salt import derive, is_valid
 from protocol.errors import InvalidRequest
 from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
@@ -73,6 +74,21 @@ def sanitize(body: Body, least: int | None = None) -> tuple[Body, bool]:
     if least is not None and least > 0 and member(body, "priority") == b"null":
         clean["priority"] = msgspec.Raw(b"%d" % least)
     return clean, any(member(body, name) != b"null" for name in _OURS)
+
+
+def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
+    """With the `cache_salt` that servers get for a request of this key: derived from the key and
+    the request's own salt. A wrong `cache_salt` stays, for the server to refuse."""
+    cache_salt = None
+    if member(body, "cache_salt") != b"null":
+        try:
+            cache_salt = _decode_text(member(body, "cache_salt"))
+        except msgspec.DecodeError:
+            return body
+        if not is_valid(cache_salt):
+            return body
+    salt = derive(cache_salt, salting_key, secret).hex()
+    return {**body, "cache_salt": msgspec.Raw(_encode(salt))}
 
 
 def seeded(body: Body) -> Body:
@@ -162,7 +178,8 @@ def ask(body: Body) -> Ask:
     """What placement is to know of a request that generates."""
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
-    return ask_of(member(body, "model"), text, _asked_tokens(body) or _USUAL_ANSWER)
+    salt = member(body, "model") + b"," + member(body, "cache_salt")
+    return ask_of(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
 
 
 def _asked_tokens(body: Body) -> int:

@@ -50,7 +50,8 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
     """What is to be known of a request: its prompt's JSON text, which may be token ids.
 
     Args:
-        salt: of requests whose prompts have nothing in common, as those for other models.
+        salt: requests of different salts share no cached prefix: of other models, or of other
+            cache salts.
     """
     is_tokens = text[:2].strip(b"[ ").isdigit()
     tokens = text.count(b",") + 1.0 if is_tokens else len(text) / _TOKEN_BYTES

@@ -97,6 +97,9 @@ class PDRequest:
         """
         least = self.visit.min_priority
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
+        if self.visit.salting_key:
+            secret = self.upstreams.secret
+            self._plain = bodies.salted(self._plain, self.visit.salting_key, secret)
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):

@@ -1,16 +1,18 @@
 """What all calls of one HTTP application share, and what each kind of server adds to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
 
 from engine.http.request_stats import ServerMetrics
 from engine.http.text_encoder import TextEncoder, check_parsers
 from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
-from protocol.http.access import Access, check
+from protocol.http.access import Access, check, visit_of
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -121,6 +123,13 @@ class Api:
         self.generation_config = generation_config or GenerationConfig()
         self.texts = TextEncoder(tokenizer, self.settings.tool_call_parser)
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
+
+    def salted(
+        self, adds: list[AddRequest], parsed: GenerationRequest, scope: Mapping[str, Any]
+    ) -> list[AddRequest]:
+        """The engine's requests with the cache salt of their request and of its API key."""
+        salt = visit_of(scope).cache_salt(parsed.cache_salt, self.secret)
+        return [replace(add, cache_salt=salt) for add in adds] if salt else adds
 
     @property
     def model_name(self) -> str:

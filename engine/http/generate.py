@@ -93,6 +93,7 @@ async def _start(
     is_long = num_bytes > INLINE_BODY_BYTES
     parsed, all_guided = await asyncio.to_thread(parse) if is_long else parse()
     adds = await _engine_requests(api, parsed, all_guided, num_bytes, request.receive)
+    adds = api.salted(adds, parsed, request.scope)
     if resumed is not None:
         adds = going_on(resumed, api, endpoint, adds)
     prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, cast
 
+from protocol.cache_salt import derive
 from protocol.errors import Forbidden, Unauthorized
 from protocol.http.tls import Certificate, trusted
 from protocol.metrics import Metrics
@@ -38,9 +39,14 @@ _ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)  #
 
 def check(options: ListenOptions) -> None:
     """To be called at the start: warns of a server for everybody. Raises ValueError if a file of
-    TLS cannot be used."""
+    TLS cannot be used, or if an option needs API keys and there are none."""
     Certificate(options)
     trusted(options.tls_ca)
+    if options.cache_salt_by_key and not options.has_keys:
+        raise ValueError(
+            "--cache-salt-by-key has no effect without API keys: give --api-key, --admin-key or (a "
+            "proxy) --api-keys-file, or leave it out"
+        )
     if not (options.has_keys or options.insecure or is_local(options.host)):
         told = "ANYONE WHO REACHES %s MAY USE THIS SERVER: give it --api-key, or --insecure if its "
         logger.warning(told + "network is protection enough", options.host)
@@ -72,8 +78,13 @@ class Visit:
         self.has_key, self.name = key is not None, key.name if key else NOBODY
         self.is_admin = is_admin
         self.min_priority = None if key is None else key.min_priority
+        self.salting_key = b""  # digest of the key, where keys salt caches; see cache_salt.py
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
+
+    def cache_salt(self, cache_salt: str | None, secret: bytes) -> bytes:
+        """The salt of a request that asks for `cache_salt`; see protocol/cache_salt.py."""
+        return derive(cache_salt, self.salting_key, secret)
 
     def charge(self, tokens: int) -> None:
         """See Key."""
@@ -128,6 +139,7 @@ class Access:
     ) -> None:
         self._metrics, self._open_paths = metrics, open_paths
         self.certificate = Certificate(options)
+        self._salts_by_key = options.cache_salt_by_key
         self._keys: Mapping[bytes, Key] = {}
         self.take(option_keys(options))
         if options.has_keys:
@@ -161,8 +173,11 @@ class Access:
             return _EVERYBODY
         path, given = scope["path"], _given(dict(scope["headers"]))
         # By digest: how long a lookup takes tells of a hash that no caller can steer.
-        key = self._keys.get(digest(given))
+        key_digest = digest(given)
+        key = self._keys.get(key_digest)
         visit = scope[_VISIT] = Visit(key, is_admin=key is not None and key.is_admin)
+        if key is not None and self._salts_by_key:
+            visit.salting_key = key_digest
         if path in self._open_paths:
             return visit
         outcome = "unknown"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
+from protocol.cache_salt import MAX_CHARS
 from protocol.messages import SamplingParams
 from protocol.openai.requests import ModelName, Read, Strict, neutral, refuse
 from protocol.openai.structured import StructuredFields
@@ -52,6 +53,14 @@ UnreadText = Annotated[str | None, Field(description="a string; it changes nothi
 UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
 Variables = Annotated[
     dict[str, Any], Field(description="an object of variables for the chat template")
+]
+CacheSalt = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=MAX_CHARS,
+        description=f"a string of 1 to {MAX_CHARS} characters",
+    ),
 ]
 Switch = Annotated[bool, Field(description="true or false")]
 Stops = Annotated[
@@ -138,6 +147,7 @@ class CommonFields(Strict):
     prompt_cache_key: UnreadText = None
     prompt_cache_retention: UnreadText = None
     prompt_cache_options: Any = UNREAD
+    cache_salt: CacheSalt = None
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )

@@ -305,6 +305,9 @@ class AccessOptions(Options):
     """key of clients, better given as BATON_API_KEY (repeatable; without any everybody may call)"""
     admin_key: sources.Listed[ApiKey] = ()
     """key that may also read /metrics and all of /ready, better as BATON_ADMIN_KEY (repeatable)"""
+    cache_salt_by_key: bool = False
+    """share cached KV only among requests of one API key, so that no key can test by
+    cached_tokens or by time what another key has sent"""
     insecure: bool = False
     """serve other machines without keys, and without a warning"""
     tls_cert: str | None = Field(None, min_length=1)

@@ -367,3 +367,9 @@ def test_a_server_for_everyone_says_so(options, warns, caplog):
     with caplog.at_level(logging.WARNING, logger="baton"):
         check(ListenOptions(**options))
     assert bool(caplog.messages) == warns
+
+
+def test_salts_by_key_need_keys():
+    with pytest.raises(ValueError, match="--cache-salt-by-key has no effect without API keys"):
+        check(ListenOptions(cache_salt_by_key=True))
+    check(ListenOptions(cache_salt_by_key=True, api_key=(SecretStr(ALICE),)))

@@ -42,6 +42,7 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL, {"prompt_cache_key": "session 7"}, IGNORED),
     (ALL, {"prompt_cache_retention": "24h"}, IGNORED),
     (ALL, {"prompt_cache_options": {"ttl": "30m"}}, IGNORED),
+    (ALL, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
     ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
     ((RESPONSES,), {"client_metadata": {"installation": "7"}}, IGNORED),
     (ALL, {"safety_identifier": "abc", "user": "u"}, IGNORED),

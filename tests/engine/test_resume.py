@@ -175,6 +175,7 @@ def _anonymous(stream: bytes) -> bytes:
 async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
     body = {"prompt": "abc", "max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
     others = [{"prompt": "abd"}, {"temperature": 0.6}, {"n": 2}, {"stop_token_ids": [5]}]
+    others += [{"cache_salt": "a"}]
     script = _script(tokenizer, ["hello"])
     async with serving(tokenizer, script) as first, serving(tokenizer, script) as second:
         texts = [text for text, _ in (await _frames(first, _COMPLETIONS, body))[:3]]

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from protocol.errors import InvalidRequest
 from protocol.kv_params import REMOTE_DECODE
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
+from tests.proxy.fakes import Rig
 from tests.rigs.examples import examples
 
 JSON = st.recursive(
@@ -86,6 +88,24 @@ def test_params_of_clients_are_dropped_and_counted(name, params, counted):
     clean, stripped = sanitize(parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode()))
     assert json.loads(decode_leg(clean, None)) == {"seed": 1}
     assert stripped is counted
+
+
+@pytest.mark.parametrize("given", [{}, {"cache_salt": None}, {"cache_salt": "s"}])
+async def test_servers_get_a_salt_that_is_derived_from_the_key(given):
+    """Both legs get the same one, and no client can have the salt of another key."""
+    keys = [f"sk-{name}-0123456789" for name in ("alice", "bob")]
+    options = {"api_key": tuple(map(SecretStr, keys)), "cache_salt_by_key": True}
+    salts = []
+    async with Rig(**options, cluster_secret=SecretStr("a secret of the cluster, 32 bytes")) as rig:
+        for key in (*keys, keys[0]):
+            headers = {"authorization": f"Bearer {key}"}
+            if len(salts) == 1:  # who may know it, as servers may log it
+                given = {"cache_salt": salts[0]}
+            assert (await rig.complete(headers, **given)).status_code == 200
+            told = [fake.calls[-1].body["cache_salt"] for fake in (*rig.prefill, *rig.decode)]
+            assert told[0] == told[1] and not any(part in told[0] for part in (key, key[3:8]))
+            salts.append(told[0])
+    assert len(set(salts)) == 3
 
 
 def test_of_a_repeated_key_both_servers_see_the_same():

@@ -37,6 +37,15 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_
         assert len(having.calls) == 6  # idle again
 
 
+async def test_a_prompt_goes_by_what_requests_of_its_salt_have_cached():
+    async with Rig([Fake(prefills), Fake(prefills)], [Fake(decodes)]) as rig:
+        for salt in ("one", "two", "one", "two", "two", "one"):
+            await rig.complete(prompt=LONG, cache_salt=salt)
+        for fake in rig.prefill:
+            assert len(fake.calls) == 3
+            assert len({call.body["cache_salt"] for call in fake.calls}) == 1
+
+
 async def test_turns_are_taken_where_servers_are_alike():
     for routing in ("auto", "least_loaded", "round_robin"):
         fakes = [Fake(prefills), Fake(prefills)], [Fake(decodes), Fake(decodes)]

@@ -90,11 +90,15 @@ def test_params_of_clients_are_dropped_and_counted(name, params, counted):
     assert stripped is counted
 
 
+@pytest.mark.parametrize("has_keys", [True, False])
 @pytest.mark.parametrize("given", [{}, {"cache_salt": None}, {"cache_salt": "s"}])
-async def test_servers_get_a_salt_that_is_derived_from_the_key(given):
-    """Both legs get the same one, and no client can have the salt of another key."""
+async def test_servers_get_a_salt_that_is_derived_from_the_key(given, has_keys):
+    """Both legs get the same one, and no client can have the salt of another key. The keys may be
+    the proxy's, or those of its servers, which it passes on."""
     keys = [f"sk-{name}-0123456789" for name in ("alice", "bob")]
-    options = {"api_key": tuple(map(SecretStr, keys)), "cache_salt_by_key": True}
+    options: dict[str, Any] = {"cache_salt_by_key": True}
+    if has_keys:
+        options["api_key"] = tuple(map(SecretStr, keys))
     salts = []
     async with Rig(**options, cluster_secret=SecretStr("a secret of the cluster, 32 bytes")) as rig:
         for key in (*keys, keys[0]):

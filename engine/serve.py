@@ -151,7 +151,8 @@ class _Server:
             self._tell_progress("loading the model")
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            api.take_model(tokenizer, fingerprint, prepared.defaults)
+            # Not on the event loop: to look through thousands of special tokens takes seconds.
+            await asyncio.to_thread(api.take_model, tokenizer, fingerprint, prepared.defaults)
             await client.start(link)  # not before: an engine that is ready is asked at once
             watching = asyncio.create_task(api.access.watch())
             try:

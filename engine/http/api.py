@@ -121,7 +121,11 @@ class Api:
         check_parsers(self.settings, tokenizer)
         self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self.generation_config = generation_config or GenerationConfig()
-        self.texts = TextEncoder(tokenizer, self.settings.tool_call_parser)
+        self.texts = TextEncoder(
+            tokenizer,
+            self.settings.tool_call_parser,
+            split_special_tokens=self.settings.split_special_tokens,
+        )
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
 
     def salted(

@@ -1,7 +1,8 @@
 """A call's prompts as token ids: tokenized off the event loop, as no stream may wait for that.
 
 What cannot fit the model's context is refused before all of it is tokenized, as that takes a
-second for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at
+second for a megabyte and hundreds of times a text's memory. What looks like a control token in a
+message is text (engine/text/special_splitter.py). The rendered chat template is looked at
 for that rather than the messages: it may leave some out, and write tools and variables as well.
 
 A chat template that knows `tools` writes them itself. To a model whose template does not, a system
@@ -11,6 +12,7 @@ message says what there is and how to call it, in the form that engine/text/tool
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,9 +20,10 @@ import msgspec
 from engine.http.limits import too_long
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
+from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import call_beginnings, tool_syntax
-from protocol.errors import QueueFull
+from protocol.errors import InvalidRequest, QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -103,8 +106,16 @@ class TextEncoder:
     """Tokenizes the texts of one application, on one event loop: none holds up its streams, nor
     do several at once fill its memory."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_call_parser: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_call_parser: str = "auto",
+        *,
+        split_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer, self._option = tokenizer, tool_call_parser
+        # None: text of messages may become control tokens.
+        self._splitter = splitter_of(tokenizer) if split_special_tokens else None
         self._alone = asyncio.Lock()
         self._num_chars = 0  # for threads
 
@@ -147,23 +158,22 @@ class TextEncoder:
 
         def render() -> Sequence[str | list[int]]:
             if isinstance(parsed, ChatRequest):
-                chat = _chat(parsed, tokenizer, self._option)
-                found: Sequence[Any] = [tokenizer.render_chat(**chat)]
+                found: Sequence[Any] = [self._render_chat(parsed)]
             else:
                 found = parsed.prompts
             for text in found:
                 if not isinstance(text, str) or len(text) <= max(sure_to, likely):
                     continue
-                if at_least := tokenizer.at_least(text, max_model_len):
+                if at_least := tokenizer.at_least(self._unmarked(text), max_model_len):
                     raise too_long(at_least, max_model_len, parsed.prompt_field, "at least ")
             return found
 
         def encode() -> list[list[int]]:
             adds = parsed.add_special_tokens
+            is_chat = isinstance(parsed, ChatRequest)
+            coder = self._splitter if is_chat and self._splitter is not None else tokenizer
             return [
-                tokenizer.encode(prompt, add_special_tokens=adds)
-                if isinstance(prompt, str)
-                else prompt
+                coder.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
                 for prompt in rendered
             ]
 
@@ -172,8 +182,21 @@ class TextEncoder:
         rendered = await self.run(min(num_bytes, LONG_CHARS), render)
         return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
 
+    def _render_chat(self, parsed: ChatRequest) -> str:
+        """The prompt's text, marked for the splitter. Raises InvalidRequest."""
+        chat = _chat(parsed, self._tokenizer, self._option, self._splitter)
+        try:
+            return self._tokenizer.render_chat(**chat)
+        except InvalidRequest as error:  # which may quote a message
+            raise InvalidRequest(self._unmarked(error.message), param=error.param) from None
 
-def _chat(parsed: ChatRequest, tokenizer: Tokenizer, option: str) -> dict[str, Any]:
+    def _unmarked(self, text: str) -> str:
+        return text if self._splitter is None else self._splitter.without_marks(text)
+
+
+def _chat(
+    parsed: ChatRequest, tokenizer: Tokenizer, option: str, splitter: SpecialTokenSplitter | None
+) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
     messages = []
     for turn in parsed.messages:
@@ -181,9 +204,13 @@ def _chat(parsed: ChatRequest, tokenizer: Tokenizer, option: str) -> dict[str, A
         if thoughts := turn.thoughts:
             message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
         messages.append(message)
+    toolset = parsed.toolset
+    if splitter is not None:
+        messages = splitter.mark_messages(messages)
+        toolset = replace(toolset, offered=splitter.mark_tools(toolset.offered))
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
         messages = one_call_each(messages)
-    messages, tools = with_tools(messages, parsed.toolset, tokenizer, option)
+    messages, tools = with_tools(messages, toolset, tokenizer, option)
     told = {"messages": messages, "field": parsed.prompt_field}
     return {**told, **parsed.template_options, "tools": tools}
 

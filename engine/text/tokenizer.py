@@ -10,12 +10,13 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 
 from engine.text.chat_template import ChatTemplate, find_chat_template
 from protocol.openai.requests import refuse
@@ -27,6 +28,7 @@ _MANY_IDS = 2048  # take a millisecond to decode
 _SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _MAP)
+_FLAGS = ("single_word", "lstrip", "rstrip", "special")  # of an added token
 _PIECE_CHARS = 1 << 16  # of a long text, tokenized alone
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words spell a byte
 
@@ -78,6 +80,45 @@ class Tokenizer:
         # Of the library's ways only those for batches let other threads run meanwhile.
         encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list[int](encoded[0].ids)
+
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's own object; not to be changed."""
+        return self._tokenizer
+
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts of the tokens beside the vocabulary, and whether each is `special`."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return {token.content: token.special for token in added}
+
+    def deleting(self, marker: str, tokens: Collection[str]) -> tokenizers.Tokenizer:
+        """A tokenizer with the same vocabulary that deletes `marker` from each text once added
+        tokens were matched. `tokens` are matched before that, whatever their `normalized` is."""
+        inner = self._tokenizer
+        decoder = sorted(inner.get_added_tokens_decoder().items())
+        added = []
+        for _, token in decoder:
+            is_raw = token.content in tokens or not token.normalized
+            flags = {name: getattr(token, name) for name in _FLAGS}
+            added.append(tokenizers.AddedToken(token.content, normalized=not is_raw, **flags))
+        copy = tokenizers.Tokenizer(inner.model)  # which shares the vocabulary
+        copy.add_tokens(added)
+        if [*sorted(copy.get_added_tokens_decoder())] != [token_id for token_id, _ in decoder]:
+            copy = self._copy(added)
+        before = [inner.normalizer] if inner.normalizer is not None else []
+        copy.normalizer = normalizers.Sequence([normalizers.Replace(marker, ""), *before])
+        for part in ("pre_tokenizer", "post_processor", "decoder"):
+            if (value := getattr(inner, part)) is not None:
+                setattr(copy, part, value)
+        return copy
+
+    def _copy(self, added: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+        """A copy by way of JSON, where ids of added tokens have gaps."""
+        described = json.loads(self.to_json())
+        normalized = {token.content: token.normalized for token in added}
+        for token in described["added_tokens"]:
+            token["normalized"] = normalized[token["content"]]
+        return tokenizers.Tokenizer.from_str(json.dumps(described))
 
     def to_json(self) -> str:
         """The tokenizer in the form of a tokenizer.json, with all its special tokens."""

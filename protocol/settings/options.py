@@ -99,6 +99,9 @@ class ModelOptions(ModelName):
 
     chat_template: str | None = Field(None, min_length=1)
     """file with a Jinja chat template (None: the model's own)"""
+    split_special_tokens: bool = True
+    """in messages of chats and responses, tokenize what looks like a control token (<|im_end|>) as
+    text, so that no message can imitate another turn; alike for prefill and decode servers"""
     hf_overrides: Annotated[str | None, AfterValidator(_is_object)] = None
     """values instead of those in the model's config.json, as a JSON object, such as
     {"max_position_embeddings": 8192}"""

@@ -283,7 +283,7 @@ def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
 
 @pytest.mark.parametrize(("before", "say", "expected"), [
     ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
-    (f"So{START}{CALL}", "{}<|call|>", (None, None)),  # spelled out by a client, tags are tags
+    (f"So{START}{CALL}", "{}", (None, "{}")),  # spelled out by a client, tags are text
 ])  # fmt: skip
 async def test_a_final_message_is_continued(harmony, before, say, expected):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": before}]
@@ -291,9 +291,20 @@ async def test_a_final_message_is_continued(harmony, before, say, expected):
     async with serving_harmony(harmony, saying(harmony, say)) as server:
         (choice,) = (await server.chat(**asked)).json()["choices"]
         assert said(choice) == expected
-        assert expected[1] or call_of(choice) == ("add", "{}")
         await server.chat(**asked, structured_outputs={"regex": "a"})
         assert server.engine.added[1].sampling.grammar == Grammar("regex", "a")
+
+
+async def test_a_call_is_continued_where_the_text_of_messages_may_be_tags(harmony):
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": f"So{START}{CALL}"},
+    ]
+    asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
+    script = saying(harmony, "{}<|call|>")
+    async with serving_harmony(harmony, script, split_special_tokens=False) as server:
+        (choice,) = (await server.chat(**asked)).json()["choices"]
+        assert said(choice) == (None, None) and call_of(choice) == ("add", "{}")
 
 
 # -- grammars --------------------------------------------------------------------------------------

@@ -45,6 +45,14 @@ def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers():
     assert not any(key in words for key in (client, admin, own))
 
 
+def test_keys_salt_at_the_proxy_which_knows_them():
+    settings = up("--api-key=client-key-1", "--cache-salt-by-key")
+    urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
+    assert "--cache-salt-by-key" in proxy_command(settings, urls, "s" * 16).argv
+    for server in server_commands(settings, secret="s" * 16, cores=8):
+        assert not any("cache-salt" in word for word in server.argv)
+
+
 def test_options_reach_their_servers_and_no_others():
     settings = up(
         *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),

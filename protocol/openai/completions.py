@@ -53,7 +53,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     echo: Switch = False
     add_special_tokens: Switch = True  # those that the model expects around a text
-    best_of: int | None = integer(None, 1, MAX_CHOICES)
+    best_of: int | None = integer(None, 0, MAX_CHOICES)  # 0 is as none
     suffix: Any = neutral("")
     continue_final_message: Any = neutral(False)
 

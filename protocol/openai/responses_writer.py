@@ -164,6 +164,7 @@ class ResponsesWriter(ResponseWriter):
             "incomplete_details": cut,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata,
             "model": asked.model,
             "output": list(self._output),

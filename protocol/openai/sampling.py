@@ -1,7 +1,7 @@
 """What /v1/completions and /v1/chat/completions share: limits, sampling, stopping, streaming.
 
-Of `max_tokens` and `max_completion_tokens` the smaller counts. A negative seed is refused, not read
-as "random".
+Of `max_tokens` and `max_completion_tokens` the smaller counts. Every 64-bit seed, negative or not,
+names one reproducible sequence of draws; none means "random".
 """
 
 from typing import Annotated, Any, ClassVar, Self
@@ -23,6 +23,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
 MAX_INT31 = 2**31 - 1
+MIN_TOP_P = 1e-9  # leaves the likeliest token alone; a `top_p` of 0 is drawn with it
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
@@ -45,7 +46,7 @@ _ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalPrope
 
 Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
-TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
+TopP = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 Text = Annotated[str | None, Field(description="a string")]
 # What clients send to OpenAI's own servers, and no answer of ours depends on.
 UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
@@ -127,7 +128,9 @@ class CommonFields(Strict):
     be ..."."""
 
     model: ModelName = ""
-    seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="an integer from -2**63 to 2**63 - 1"
+    )
     stream: Switch = False
     ignore_eos: Switch = False
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
@@ -259,6 +262,7 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
         shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
         own = {
             "temperature": self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            "top_p": self.top_p or MIN_TOP_P,
             "top_k": max(self.top_k, 0),
             "seed": seed,
             "num_logprobs": self.num_logprobs,

@@ -74,9 +74,10 @@ def test_many_at_once_with_shared_prefixes(tiny_cluster, tiny_reference):
 )
 def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
-    for seed, prompt in enumerate(prompts):
-        through = complete(tiny_cluster.url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
-        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
+    seeds = [-(2**63), -1, 2**63 - 2, 2**63 - 1]
+    for seed, prompt in zip(seeds, prompts, strict=True):
+        through = complete(tiny_cluster.url, prompt, 20, seed=seed, **sampling)
+        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=seed, **sampling)
         assert through.token_ids == alone.token_ids
     last = {"seed": 2**63 - 1, **sampling}
     batched = complete_all(tiny_cluster.url, prompts, 20, **last)

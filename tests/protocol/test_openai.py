@@ -53,6 +53,34 @@ def test_what_a_member_means(parsed, read):
     assert {name: getattr(parsed, name) for name in read} == read
 
 
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (completion, {"seed": [-(2**63), -1, 0, 2**63 - 1], "best_of": [0, 1, 20]}),
+        (completion, {"logprobs": [0, 5], "max_tokens": [0, 1], "prompt": [[0], [[5], [6]]]}),
+        (chat, {"seed": [-(2**63), -1, 0, 2**63 - 1], "max_completion_tokens": [1, 2**31 - 1]}),
+        (responses, {"max_output_tokens": [16], "max_tool_calls": [1, 128]}),
+        *((parse, {"temperature": [0, 2, 0.5], "top_p": [0, 0.0, 0.5, 1]})
+          for parse in (completion, chat, responses)),
+        *((parse, {"frequency_penalty": [-2, 2.0], "presence_penalty": [-2.0, 0, 2],
+                   "n": [1, 128], "logit_bias": [{"50256": -100}, {"5": 100, "6": 1.5}, {}]})
+          for parse in (completion, chat)),
+    ],
+)  # fmt: skip
+def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fields):
+    for name, values in fields.items():
+        for value in values:
+            parse(**{name: value})
+
+
+def test_a_top_p_of_0_leaves_the_likeliest_token_alone():
+    assert 0 < completion(top_p=0).sampling(1).top_p < 1e-6
+
+
+def test_a_best_of_of_0_is_as_none():
+    assert completion(best_of=0, n=2).num_candidates == 2
+
+
 SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 
 

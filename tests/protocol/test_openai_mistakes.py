@@ -91,14 +91,14 @@ def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
 
 BAD_VALUES = {
     "temperature": [-1, -1e-9, 2.1, 1e308, "1", True, [0.5], float("nan"), float("inf")],
-    "top_p": [0, -0.1, 1.1, "1", False],
+    "top_p": [-0.1, 1.1, "1", False],
     "top_k": [-2, 1.5, "4", True, 2**31],
     "min_p": [-0.1, 1.1, "0"],
-    "seed": [-1, 2**63, 10**30, 1.0, "7", True],
+    "seed": [-(2**63) - 1, 2**63, 10**30, 1.0, "7", True],
     "max_tokens": [-1, 1.5, "16", True, 2**31, 10**30],
     "max_completion_tokens": [-1, "1"],
     "n": [0, 129, 1.0, True, "2"],
-    "best_of": [0, 129, True],
+    "best_of": [-1, 129, True],
     "echo": [0, "true"],
     "prompt_logprobs": [-1, 21, True],
     "stop": [3, [3], [""], "", ["a"] * 65, "x" * 1025, {"a": 1}, [["a"]]],

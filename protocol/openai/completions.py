@@ -74,6 +74,9 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            if isinstance(self.prompts[0], list):
+                refuse("add_special_tokens", "is true, but no `prompt` is a text; leave it out")
         if self.num_candidates < self.n:
             refuse("best_of", f"is {self.best_of}, below `n`, which is {self.n}")
         if self.stream and self.num_candidates > self.n:

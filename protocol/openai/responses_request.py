@@ -13,7 +13,6 @@ from protocol.openai.sampling import (
     MAX_INT31,
     UNREAD,
     CommonFields,
-    StreamOptions,
     Switch,
     Temperature,
     Text,
@@ -145,6 +144,11 @@ class ReasoningOptions(Strict):
     generate_summary: UnreadText = None
 
 
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: Switch = False  # no answer has any
+    include_usage: Any = neutral(True, False)  # the last event always has it
+
+
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
@@ -181,7 +185,7 @@ class ResponsesRequest(CommonFields):
 
     background: Any = neutral(False)
     include: Any = neutral([], ["reasoning.encrypted_content"])
-    stream_options: StreamOptions | None = Field(None, description="an object")
+    stream_options: ResponsesStreamOptions | None = Field(None, description="an object")
     top_logprobs: Any = neutral(0)
     truncation: Any = neutral("disabled")
 

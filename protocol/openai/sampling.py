@@ -6,10 +6,10 @@ names one reproducible sequence of draws; none means "random".
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from protocol.messages import SamplingParams
-from protocol.openai.requests import ModelName, Read, Strict, neutral, refuse
+from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
 
 MAX_STOPS = 64
@@ -102,6 +102,12 @@ class StreamOptions(Strict):
     continuous_usage_stats: Switch = False
     include_obfuscation: Switch = False  # no answer has any
 
+    @model_validator(mode="after")
+    def _shows_usage_where_it_is_included(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise fault("continuous_usage_stats", "is true; it needs `include_usage`: true.")
+        return self
+
 
 class SamplingFields(Strict):
     """What a client may leave to the model's generation_config.json."""
@@ -144,6 +150,17 @@ class CommonFields(Strict):
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
+        params = self.kv_transfer_params
+        return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+    def check(self) -> None:
+        is_given = "stream_options" in self.model_fields_set
+        if is_given and not self.stream and not self.is_prefill:
+            refuse("stream_options", "needs `stream`: true; set that or leave it out")
 
 
 class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
@@ -243,6 +260,7 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
 
     def check(self) -> None:
         """As of any body; a subclass calls this first."""
+        super().check()
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
@@ -250,12 +268,6 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
         if limit is not None and self.min_tokens > limit and not self.is_prefill:
             problem = f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
             refuse("min_tokens", problem)
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
-        params = self.kv_transfer_params
-        return isinstance(params, dict) and params.get("do_remote_decode") is True
 
     def sampling(self, seed: int) -> SamplingParams:
         """How to draw the tokens; `seed` is the client's or one that the server drew."""

@@ -37,8 +37,10 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
         (completion(n=2, best_of=4), RANKED),
         (completion(stop="\n"), {"stop": ("\n",)}),
         (completion(stop=["a", "b"]), {"stop": ("a", "b")}),
-        (completion(stream_options={"include_usage": True}), {"include_usage": True}),
-        (completion(stream_options={"include_obfuscation": False}), {"include_usage": False}),
+        (completion(stream=True, stream_options={"include_usage": True}), {"include_usage": True}),
+        (completion(stream=True, stream_options={"include_obfuscation": False}), {"stream": True}),
+        # A router that sets `stream` for the prefill server may leave the rest as it is.
+        (completion(stream_options={}, kv_transfer_params=LEG), {"include_usage": False}),
         (completion(response_format={"type": "text"}), {"guided": None}),
         (completion(response_format=None, structured_outputs=None), {"guided": None}),
         (responses(text={"format": {"type": "text"}}), {"guided": None}),

@@ -189,7 +189,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     *((chat, messages(role="assistant", **{name: [{"type": "thinking", "thinking": 1}]}),
        f"messages[0].{name}[0]{member}")
       for name, member in (("content", ""), ("thinking_blocks", ".thinking"))),
-    (completion, {"stream_options": {"speed": 3}}, "stream_options.speed"),
+    (completion, {"stream": True, "stream_options": {"speed": 3}}, "stream_options.speed"),
     (chat, {"tools": [TOOL] * 129}, "tools"),
     (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (chat, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
@@ -265,7 +265,7 @@ WRONG = [None, True, -1, 0.5, "", "a b", "required", [], ["a"], {}, {"a": None},
 # What is told of all of it, and what may contradict another member.
 WHOLE = {"stop", "stop_token_ids", "logit_bias", "prompt", "structured_outputs", "response_format"}
 WHOLE |= {"response_format.json_schema.schema", *(f"input[{at}].role" for at in range(4))}
-WHOLE |= {"tool_choice", "tool_choice.name", "tool_choice.function.name"}
+WHOLE |= {"tool_choice", "tool_choice.name", "tool_choice.function.name", "stream_options"}
 
 
 @pytest.mark.parametrize(("parse", "body"), FULL)
@@ -304,6 +304,19 @@ def test_a_mistake_is_named(parse, fields, param):
         (chat, {"top_logprobs": 21, "logprobs": True}, "is 21; it must be an integer from 0 to 20"),
         (chat, {"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` sets `messages"),
+        # Options that would do nothing:
+        *((parse, {"stream_options": {}, **more}, "needs `stream`: true")
+          for parse in (completion, chat, responses) for more in ({}, {"stream": False})),
+        (chat, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "`stream_options.continuous_usage_stats` is true; it needs `include_usage`: true"),
+        (responses, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "`stream_options.continuous_usage_stats` is not supported"),
+        (completion, {"prompt": [1, 2], "add_special_tokens": True},
+         "`add_special_tokens` is true, but no `prompt` is a text"),
+        *((tokenize, {name: value}, f"`{name}` is for `messages`") for name, value in [
+            ("tools", []), ("tool_choice", "none"), ("add_generation_prompt", False),
+            ("chat_template_kwargs", {}), ("enable_thinking", True), ("reasoning_effort", "low"),
+            ("verbosity", "low"), ("continue_final_message", False)]),
         # Values in their own spelling:
         (completion, {"prompt": {"a": None}}, '{"a": null}'),
         (completion, {"stop": [True]}, "[true]"),

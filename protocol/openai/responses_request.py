@@ -87,7 +87,8 @@ class TextFormat(SchemaMembers):
         is_named = self.type == "json_schema"
         if is_named and self.name is None:
             raise fault("name", "is missing; it must be a string.")
-        if not is_named and self.model_fields_set != {"type"}:
+        of_others = {"type", "schema_"} if self.type == "json_object" else {"type"}
+        if not is_named and not self.model_fields_set <= of_others:
             raise ValueError("members of a schema")
         return self
 

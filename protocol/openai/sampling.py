@@ -48,6 +48,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
 TopP = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 Text = Annotated[str | None, Field(description="a string")]
+AnswerId = Annotated[
+    str | None,
+    Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
+]
 # What clients send to OpenAI's own servers, and no answer of ours depends on.
 UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
 UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
@@ -134,6 +138,7 @@ class CommonFields(Strict):
     be ..."."""
 
     model: ModelName = ""
+    request_id: AnswerId = None
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="an integer from -2**63 to 2**63 - 1"
     )

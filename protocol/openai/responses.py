@@ -31,6 +31,7 @@ class TokenReport(msgspec.Struct, frozen=True):
     logprob: float | None  # None: the prompt's first token, which nothing predicts
     top: Sequence[tuple[TokenText, float]] = ()  # the likeliest tokens, most likely first
     offset: int = 0  # characters of the answer before it
+    is_of_text: bool = True  # not of the reasoning or of its tags
 
 
 class ChoicePiece(msgspec.Struct):

@@ -8,22 +8,34 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from protocol.openai.chat import ChatRequest, Effort, Verbosity, joined
-from protocol.openai.requests import Read, Strict, fault, neutral, validate
+from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_INT31,
+    MAX_LOGPROBS,
     UNREAD,
     CommonFields,
+    ShapingFields,
     Switch,
-    Temperature,
     Text,
-    TopP,
     UnreadText,
+    Variables,
     integer,
 )
-from protocol.openai.structured import FormatType, SchemaMembers
+from protocol.openai.structured import (
+    FormatType,
+    SchemaMembers,
+    StructuredFields,
+    StructuredOutputs,
+)
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
-_AS_CHATS = {"temperature", "top_p", "parallel_tool_calls", *CommonFields.model_fields}
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+# The fields that mean the same in a chat.
+_AS_CHATS = {
+    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs", "top_logprobs"),
+    *ShapingFields.model_fields,
+    *CommonFields.model_fields,
+}
 
 
 class InputPart(Strict):
@@ -150,10 +162,15 @@ class ResponsesStreamOptions(Strict):
     include_usage: Any = neutral(True, False)  # the last event always has it
 
 
+# OpenAI encrypts its reasoning. Here it is plain text, so the other one changes nothing.
+Included = Annotated[
+    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
+    Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
+]
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
-class ResponsesRequest(CommonFields):
+class ResponsesRequest(ShapingFields, CommonFields):
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 
@@ -167,8 +184,6 @@ class ResponsesRequest(CommonFields):
         description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI runs itself, "
         "so it changes nothing here",
     )  # fmt: skip
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
         list[dict[str, Any]],
@@ -183,12 +198,23 @@ class ResponsesRequest(CommonFields):
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
     client_metadata: Any = UNREAD  # of Codex
+    include: Annotated[list[Included], Field(fail_fast=True)] = Field(
+        [], description=f'a list of "{LOGPROBS}" and "reasoning.encrypted_content"'
+    )
+    top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
+    chat_template_kwargs: Variables = Field({})
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description=StructuredFields.model_fields["structured_outputs"].description
+    )
 
     background: Any = neutral(False)
-    include: Any = neutral([], ["reasoning.encrypted_content"])
     stream_options: ResponsesStreamOptions | None = Field(None, description="an object")
-    top_logprobs: Any = neutral(0)
     truncation: Any = neutral("disabled")
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and LOGPROBS not in self.include:
+            refuse("top_logprobs", f'is {self.top_logprobs}; it needs `include`: ["{LOGPROBS}"]')
 
 
 class ResponsesChat(ChatRequest):
@@ -196,6 +222,8 @@ class ResponsesChat(ChatRequest):
 
     endpoint = "/v1/responses"
     prompt_field, usual_limit = "input", "max_output_tokens"
+    logprobs_field = "top_logprobs"
+    streams_logprobs_once = False
     function_path = ""
     format_paths = ("text.format", "text.format")
 
@@ -225,6 +253,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         "tool_choice": (
             choice if isinstance(choice, str) else _nested(choice.model_dump(), "function")
         ),
-        **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
+        "logprobs": LOGPROBS in asked.include,
+        **{name: body[name] for name in _AS_CHATS & asked.model_fields_set},
     }
     return validate(ResponsesChat, chat)

@@ -127,6 +127,21 @@ class SamplingFields(Strict):
     )
 
 
+class ShapingFields(SamplingFields):
+    """What shapes an answer's tokens, and where it ends, at every endpoint that generates."""
+
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Biases = Field(default_factory=dict)
+    stop: Stops = ()
+    stop_token_ids: StopTokenIds = ()
+    include_stop_str_in_output: Switch = False
+    min_tokens: int = integer(0, 0, MAX_INT31)
+    allowed_token_ids: AllowedTokenIds = ()
+    bad_words: BadWords = ()
+    skip_special_tokens: Switch = True
+
+
 class GenerationConfig(SamplingFields):
     """The values of that file; those that it does not have are not among `model_fields_set`."""
 
@@ -168,30 +183,22 @@ class CommonFields(Strict):
             refuse("stream_options", "needs `stream`: true; set that or leave it out")
 
 
-class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
+class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     """What completions and chats share."""
 
-    # That a prompt and a limit come in, for error messages.
+    # The fields with the prompt, the limit and the number of logprobs, for error messages.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit: ClassVar[str] = "max_completion_tokens"
+    logprobs_field: ClassVar[str] = "logprobs"
+    streams_logprobs_once: ClassVar[bool] = True  # the end of a stream does not repeat them
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: Biases = Field(default_factory=dict)
-    stop: Stops = ()
     stream_options: StreamOptions = Field(
         StreamOptions(), description="an object with `include_usage`: true or false"
     )
-    stop_token_ids: StopTokenIds = ()
-    include_stop_str_in_output: Switch = False
-    min_tokens: int = integer(0, 0, MAX_INT31)
-    allowed_token_ids: AllowedTokenIds = ()
-    bad_words: BadWords = ()
     n: int = integer(1, 1, MAX_CHOICES)
     prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
-    skip_special_tokens: Switch = True
     return_tokens_as_token_ids: Switch = False
     return_token_ids: Switch = False
 
@@ -255,7 +262,8 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     @property
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
-        return "max_tokens" if self.max_tokens == self.token_limit else self.usual_limit
+        is_of_old_name = self.max_tokens is not None and self.max_tokens == self.token_limit
+        return "max_tokens" if is_of_old_name else self.usual_limit
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""

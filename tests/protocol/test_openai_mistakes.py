@@ -340,7 +340,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (tokenize, {"prompt": None}, "`prompt` is null"),
         (tokenize, {"messages": 3}, "it must be a list, not empty, of objects with `role` and"),
         # A field of another endpoint is told from a misspelt one:
-        (responses, {"stop": "x"}, "`stop` is not a parameter of /v1/responses but of "
+        (responses, {"n": 2}, "`n` is not a parameter of /v1/responses but of "
          "/v1/chat/completions and /v1/completions; leave it out."),
         (responses, {"max_tokens": 1}, "is called `max_output_tokens` at /v1/responses; send that"),
         (responses, {"messages": []}, "is called `input` at /v1/responses; send that."),
@@ -349,7 +349,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (completion, {"tools": []},
          "but of /tokenize and /v1/chat/completions and /v1/responses; leave it out."),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
-        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
+        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p or stop?)"),
         (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
         (chat, {"x" * 100_000: 1}, "xxx"),

@@ -97,6 +97,7 @@ class PDRequest:
         """
         least = self.visit.min_priority
         self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
+        self._plain = bodies.with_prompt_limit(self._plain, self.path, self._shortest_context)
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
@@ -119,6 +120,10 @@ class PDRequest:
         finally:
             self.upstreams.knowledge.unplaced(self._ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
+
+    def _shortest_context(self) -> int | None:
+        pool = self._fleet.pool(bodies.model_of(self._plain))
+        return pool.shortest_context(Kind.DECODE)
 
     async def _generate(self, alone: str) -> None:
         """Has the answer generated; where a decode server is lost on the way, the rest of it by

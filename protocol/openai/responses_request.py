@@ -209,7 +209,7 @@ class ResponsesRequest(ShapingFields, CommonFields):
 
     background: Any = neutral(False)
     stream_options: ResponsesStreamOptions | None = Field(None, description="an object")
-    truncation: Any = neutral("disabled")
+    truncation: Literal["auto", "disabled"] = Field("disabled", description="auto or disabled")
 
     def check(self) -> None:
         super().check()
@@ -228,6 +228,10 @@ class ResponsesChat(ChatRequest):
     format_paths = ("text.format", "text.format")
 
     asked: ResponsesRequest
+
+    @property
+    def drops_oldest_messages(self) -> bool:
+        return self.asked.truncation == "auto"
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:

@@ -232,7 +232,7 @@ class ResponsesWriter(ResponseWriter):
             "tools": asked.tools,
             "top_logprobs": asked.top_logprobs,
             "top_p": self._asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation,
             "usage": None if usage is None else _usage(usage),
             "user": asked.user,
         }

@@ -4,13 +4,14 @@ Of `max_tokens` and `max_completion_tokens` the smaller counts. Every 64-bit see
 names one reproducible sequence of draws; none means "random".
 """
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from protocol.messages import SamplingParams
 from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
+from protocol.openai.truncation import max_prompt_tokens
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -159,6 +160,9 @@ class CommonFields(Strict):
     )
     stream: Switch = False
     ignore_eos: Switch = False
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None = Field(
+        None, description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the context"
+    )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
     store: Switch = False  # nothing is
@@ -258,6 +262,21 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         """The tokens that the client allows, or None when it named no limit."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
+
+    @property
+    def drops_oldest_messages(self) -> bool:
+        """Whether a prompt that is too long loses messages rather than tokens."""
+        return False
+
+    def max_prompt_tokens(self, max_model_len: int) -> int | None:
+        """The tokens that each prompt is cut to, in a context of `max_model_len` tokens; None if it
+        is not to be cut."""
+        limit = self.truncate_prompt_tokens
+        if limit is None and not self.drops_oldest_messages:
+            return None
+        if limit is None or limit < 0:
+            return max_prompt_tokens(max_model_len, self.token_limit)
+        return limit
 
     @property
     def limit_field(self) -> str:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from tests.rigs.client import (
+    TIMEOUT_S,
     answer_of,
     complete,
     complete_all,
     make_prompt,
+    parse_kv,
     stream,
     streamed_token_ids,
 )
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
@@ -83,6 +86,35 @@ def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
     batched = complete_all(tiny_cluster.url, prompts, 20, **last)
     streamed = streamed_token_ids(stream(tiny_cluster.url, prompts[3], 20, **last))
     assert batched[3].token_ids == streamed == through.token_ids
+
+
+def test_a_prompt_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster, tiny_reference):
+    context = http.get(f"{tiny_cluster.url}/v1/models").json()["data"][0]["max_model_len"]
+    prompt = make_prompt(5, context + 100)
+    for limit, kept in ((200, 200), (-1, context - 8)):
+        expected = tiny_reference.generate(prompt[-kept:], 8)
+        cut = complete(tiny_cluster.url, prompt, 8, truncate_prompt_tokens=limit)
+        assert cut.token_ids == expected
+        assert cut.usage["prompt_tokens"] == kept == sum(cut.kv.values())
+        assert cut.kv["recomputed"] == 0 < cut.kv["transferred"]
+        alone = complete(tiny_cluster.decode[0].url, prompt, 8, truncate_prompt_tokens=limit)
+        assert alone.token_ids == expected
+
+
+def test_a_conversation_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster):
+    """Its KV is of use to the decode server, so both have dropped the same messages."""
+    turn = {"role": "user", "content": "Ida painted the wooden boat near the old river. " * 4}
+    body = {"input": [turn] * 100, "max_output_tokens": 8, "temperature": 0, "truncation": "auto"}
+    answers = [
+        http.post(f"{url}/v1/responses", json=body, timeout=TIMEOUT_S)
+        for url in (tiny_cluster.url, tiny_cluster.decode[0].url)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    through, alone = (answer.json() for answer in answers)
+    assert through["output"][0]["content"] == alone["output"][0]["content"]
+    assert through["usage"]["input_tokens"] == alone["usage"]["input_tokens"] > 100
+    kv = parse_kv(answers[0].headers["x-baton-kv"])
+    assert kv["recomputed"] == 0 < kv["transferred"]
 
 
 _ASKED = {"prompt": "Ida painted the wooden boat near the old river. Then", "seed": 2**63 - 1}

@@ -104,14 +104,19 @@ def test_a_prompt_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster, tiny_re
 def test_a_conversation_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster):
     """Its KV is of use to the decode server, so both have dropped the same messages."""
     turn = {"role": "user", "content": "Ida painted the wooden boat near the old river. " * 4}
-    body = {"input": [turn] * 100, "max_output_tokens": 8, "temperature": 0, "truncation": "auto"}
+    # The answer's limit is longer than a turn, so that another limit drops other turns.
+    body = {"input": [turn] * 100, "max_output_tokens": 64, "temperature": 0, "truncation": "auto"}
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     answers = [
         http.post(f"{url}/v1/responses", json=body, timeout=TIMEOUT_S)
         for url in (tiny_cluster.url, tiny_cluster.decode[0].url)
     ]
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
     through, alone = (answer.json() for answer in answers)
-    assert through["output"][0]["content"] == alone["output"][0]["content"]
+    (said,), (same,) = (answer["output"][0]["content"] for answer in (through, alone))
+    assert said["text"] == same["text"]
+    tokens, same_tokens = ([one["token"] for one in part["logprobs"]] for part in (said, same))
+    assert tokens == same_tokens and len(tokens) == through["usage"]["output_tokens"]
     assert through["usage"]["input_tokens"] == alone["usage"]["input_tokens"] > 100
     kv = parse_kv(answers[0].headers["x-baton-kv"])
     assert kv["recomputed"] == 0 < kv["transferred"]

@@ -102,7 +102,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     prompt_digest: _Digest
     sampling_digest: _Digest
     # What the first token was drawn with; the decode server goes on with it.
-    seed: Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
+    seed: Annotated[str, Meta(pattern=r"\A-?[0-9]{1,19}\Z")]
     # One per choice.
     first_tokens: Annotated[list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)]
     # One per prompt token, None for the first; None altogether when nobody asked.

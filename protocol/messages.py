@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0  # 0 <= seed < 2**63; always set by the time it gets here
+    seed: int = 0  # signed, 64 bits; always set by the time it gets here
     choice_index: int = 0
     num_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the top k
     presence_penalty: float = 0.0

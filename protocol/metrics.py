@@ -233,13 +233,15 @@ class _EngineCollector(Collector):
 class Metrics:
     """One application's metrics: those of the table that `origin` counts, and the engine's."""
 
+    version = VERSION  # of Baton, which `baton_build_info` and GET /version report
+
     def __init__(self, origin: Literal["server", "proxy"]) -> None:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
         self._own = {one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")}
-        self.set("baton_build_info", 1, version=VERSION)
+        self.set("baton_build_info", 1, version=self.version)
 
     def _make(self, spec: Spec) -> Any:
         kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]

@@ -34,7 +34,7 @@ GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # a decode server's answer, as it is
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
-OWN_PATHS = ("/health", "/ready", "/metrics")
+OWN_PATHS = ("/health", "/ready", "/metrics", "/version")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # What else of the client's headers the servers get: who asks, and which trace it belongs to.
 TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -169,6 +169,8 @@ class ProxyApp:
         match path:
             case "/health":
                 await reply.answer_json(200, {"status": "ok"})
+            case "/version":
+                await reply.answer_json(200, {"version": self.metrics.version})
             case "/ready":
                 await self._ready(reply, self.access.bare(scope))
             case "/metrics":

@@ -6,6 +6,7 @@ that the client hears the same of it with and without a proxy.
 """
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,6 +14,7 @@ from protocol.cache_salt import derive, is_valid
 from protocol.errors import InvalidRequest
 from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
+from protocol.openai.truncation import max_prompt_tokens
 from protocol.resume import MEMBER
 from proxy.knowledge import ask_of
 from proxy.placement import Ask
@@ -20,6 +22,7 @@ from proxy.placement import Ask
 Body = dict[str, msgspec.Raw]
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+PROMPT_LIMIT = "truncate_prompt_tokens"
 _OURS = ("kv_transfer_params", MEMBER)
 _USUAL_ANSWER = 256  # tokens, where a request does not say
 
@@ -89,6 +92,29 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
             return body
     salt = derive(cache_salt, salting_key, secret).hex()
     return {**body, "cache_salt": msgspec.Raw(_encode(salt))}
+
+
+def with_prompt_limit(body: Body, path: str, find_context: Callable[[], int | None]) -> Body:
+    """`body`; if its prompt is to be cut to what fits the context, with the number of tokens that
+    is. Each leg of a request has another token limit, and each server may have another context,
+    so that they would not cut it alike.
+
+    Args:
+        find_context: returns the context, in tokens, or None if it is not known.
+    """
+    limit = member(body, PROMPT_LIMIT)
+    is_auto = path == "/v1/responses" and member(body, "truncation") == b'"auto"'
+    if limit != b"-1" and not (is_auto and limit == b"null"):
+        return body
+    names = _LIMITS.get(path, _USUAL_LIMITS)
+    given = [value for name in names if (value := member(body, name)) != b"null"]
+    if not all(value.isdigit() and len(value) <= 10 for value in given):
+        return body  # for a server to refuse
+    context = find_context()
+    if context is None:
+        return body
+    num_tokens = max_prompt_tokens(context, min(map(int, given), default=None))
+    return {**body, PROMPT_LIMIT: msgspec.Raw(b"%d" % num_tokens)}
 
 
 def seeded(body: Body) -> Body:
@@ -179,7 +205,12 @@ def ask(body: Body) -> Ask:
     names = ("tools", "instructions", "prompt", "messages", "input")
     text = b"".join(member(body, name) for name in names if name in body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
-    return ask_of(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
+    found = ask_of(salt, text, _asked_tokens(body) or _USUAL_ANSWER)
+    limit = member(body, PROMPT_LIMIT)
+    most = int(limit) * num_prompts(body) if _is_token_limit(limit) else found.tokens
+    if found.tokens <= most:
+        return found
+    return Ask(tokens=most, answer=found.answer)  # it does not begin as its text does
 
 
 def _asked_tokens(body: Body) -> int:

@@ -172,9 +172,17 @@ class Pool:
 
     def context(self, kind: Kind) -> int | None:
         """The longest context of the ready servers of a kind; None unless all have said theirs."""
-        told = [server.health.room.max_model_len for server in self.ready(kind)]
-        known = [length for length in told if length is not None]
-        return max(known) if known and len(known) == len(told) else None
+        return max(self._contexts(kind), default=None)
+
+    def shortest_context(self, kind: Kind) -> int | None:
+        """The shortest context of the ready servers of a kind; None unless all have said theirs."""
+        return min(self._contexts(kind), default=None)
+
+    def _contexts(self, kind: Kind) -> list[int]:
+        """Of the ready servers of a kind; none unless all have said theirs."""
+        lengths = [server.health.room.max_model_len for server in self.ready(kind)]
+        known = [length for length in lengths if length is not None]
+        return known if len(known) == len(lengths) else []
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
         """The servers that are known to have a shorter context than that, or fewer sequences."""

@@ -100,6 +100,7 @@ class PDRequest:
         if self.visit.salting_key:
             secret = self.upstreams.secret
             self._plain = bodies.salted(self._plain, self.visit.salting_key, secret)
+        self._plain = bodies.with_prompt_limit(self._plain, self.path, self._shortest_context)
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
@@ -122,6 +123,10 @@ class PDRequest:
         finally:
             self.upstreams.knowledge.unplaced(self._ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
+
+    def _shortest_context(self) -> int | None:
+        pool = self._fleet.pool(bodies.model_of(self._plain))
+        return pool.shortest_context(Kind.DECODE)
 
     async def _generate(self, alone: str) -> None:
         """Has the answer generated; where a decode server is lost on the way, the rest of it by

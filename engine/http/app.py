@@ -51,6 +51,7 @@ def create_app(api: Api) -> FastAPI:
     read = {
         "/v1/models": pages.models,
         "/v1/models/{name:path}": pages.model,
+        "/version": pages.version,
         "/health": pages.health,
         "/ready": pages.ready,
         "/metrics": pages.metrics,
@@ -97,6 +98,9 @@ class _Pages:
             told = f"The model in the path is {short_repr(name, 200)}; this server has {own}."
             return error_response(ModelNotFound(told))
         return JSONResponse(self._card)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._api.metrics.version})
 
     async def health(self, request: Request) -> Response:
         """Whether this process and its engine are alive."""

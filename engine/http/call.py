@@ -58,10 +58,13 @@ class HttpRequestState:
         self.framing = framing
         origin = framing.origin
         self.writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
+        texts = given_texts(parsed)
+        if parsed.truncate_prompt_tokens is not None:
+            texts = [None] * len(texts)  # an echo is of the tokens that are left
         n, how = parsed.num_candidates, (api.tokenizer, api.settings)
         self._prompts = {
             add.request_id: PromptGeneration(parsed, add, text, *how, at * n, origin.id)
-            for at, (add, text) in enumerate(zip(adds, given_texts(parsed), strict=True))
+            for at, (add, text) in enumerate(zip(adds, texts, strict=True))
         }
         self.subscription = subscription
         self.stats = stats

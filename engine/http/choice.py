@@ -289,19 +289,23 @@ class ChoiceStream:
             text = self._detokenizer.flush() + tag
         else:
             text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
-        if logprobs is not None:
-            self._sum_logprobs += logprobs.logprob
-            if piece.logprobs is not None:
-                num_top = self._request.num_logprobs or 0
-                report = self._prompt.report(token_id, logprobs, num_top, self._offset)
-                piece.logprobs.append(report)
+        offset = self._offset
         self._offset += len(text)
+        is_of_frame = bool(tag) or self._reasoning.is_in_head
         thinks = self._reasoning.may_think
         # Before min_tokens no stop string begins or ends, nor in what the client does not see.
         if self.num_tokens > self._request.min_tokens and not self._reasoning.is_in_head:
             text, self.stop_found = self._stops.push(text)
         self._tell(piece, *self._reasoning.feed(text))
-        self.num_reasoning += thinks and self._reasoning.is_inside
+        is_thought = thinks and self._reasoning.is_inside
+        self.num_reasoning += is_thought
+        if logprobs is not None:
+            self._sum_logprobs += logprobs.logprob
+            if piece.logprobs is not None:
+                num_top = self._request.num_logprobs or 0
+                report = self._prompt.report(token_id, logprobs, num_top, offset)
+                is_of_text = not (is_thought or is_of_frame)
+                piece.logprobs.append(replace(report, is_of_text=is_of_text))
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta

@@ -102,7 +102,8 @@ async def _start(
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))
     told = request.scope["headers"], api, endpoint, adds, resumed
-    framing = Framing.of(*told, is_stream=parsed.stream)
+    keeps_logprobs = not parsed.streams_logprobs_once
+    framing = Framing.of(*told, is_stream=parsed.stream, keeps_logprobs=keeps_logprobs)
     for add in adds:
         if add.remote is not None and not is_open(add):
             api.client.tell(ReleaseRemote(add.remote))

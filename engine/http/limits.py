@@ -147,13 +147,14 @@ def check_logprobs(parsed: GenerationRequest, num_tokens: int, num_drawn: int) -
     if parsed.stream:
         limit, where = MAX_STREAMED_LOGPROBS, "a stream"
     if size > limit:
-        param = "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs"
+        param = parsed.logprobs_field if parsed.prompt_logprobs is None else "prompt_logprobs"
         told = f"asks for {size} logprobs of prompt tokens, {where} has {limit} at most"
         refuse(param, f"{told}; send less at once")
     size = 0 if parsed.num_logprobs is None else num_drawn * (1 + parsed.num_logprobs)
-    if size > MAX_LOGPROBS and not parsed.stream:
-        most = f"an answer has {MAX_LOGPROBS} at most; lower `n` or `max_tokens`, or stream it"
-        refuse("logprobs", f"asks for up to {size} logprobs of drawn tokens, {most}")
+    if size > MAX_LOGPROBS and not (parsed.stream and parsed.streams_logprobs_once):
+        other = ", or stream it" if parsed.streams_logprobs_once else ""
+        most = f"an answer has {MAX_LOGPROBS} at most; lower `n` or `{parsed.limit_field}`{other}"
+        refuse(parsed.logprobs_field, f"asks for up to {size} logprobs of drawn tokens, {most}")
 
 
 def check_size(

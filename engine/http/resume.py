@@ -95,6 +95,7 @@ class Framing:
         resumed: what the stream goes on from.
         is_movable: so can its KV: it is of one prompt, and others can read it.
         is_stream: what is kept of it the client has.
+        keeps_logprobs: frames have those that the client has, too, as a later event repeats them.
     """
 
     origin: Origin
@@ -102,6 +103,7 @@ class Framing:
     resumed: Resume | None = None
     is_movable: bool = False
     is_stream: bool = True
+    keeps_logprobs: bool = False
     _held: list[bytes] = field(default_factory=list)  # frames of an answer that is told whole
     _num_bytes: int = 0  # of the texts that a proxy keeps
     _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
@@ -116,6 +118,7 @@ class Framing:
         resumed: Resume | None,
         *,
         is_stream: bool,
+        keeps_logprobs: bool = False,
     ) -> "Framing":
         given: Mapping[bytes, bytes] = dict(headers)
         asked = given.get(resume.HEADER.encode())
@@ -135,7 +138,15 @@ class Framing:
             )
         )
         num = len(resume.text_of(resumed.frames)) if resumed and is_movable else 0
-        return cls(origin, is_asked, resumed, is_movable, is_stream, _num_bytes=num)
+        return cls(
+            origin=origin,
+            is_asked=is_asked,
+            resumed=resumed,
+            is_movable=is_movable,
+            is_stream=is_stream,
+            keeps_logprobs=keeps_logprobs,
+            _num_bytes=num,
+        )
 
     @property
     def may_move(self) -> bool:
@@ -145,7 +156,8 @@ class Framing:
     def take(self, index: int, delta: TokenDelta) -> None:
         """What a choice got, whose events come next."""
         if self.is_asked:
-            self._entries.append(resume.entry_of(index, delta, whole=not self.is_stream))
+            is_whole = self.keeps_logprobs or not self.is_stream
+            self._entries.append(resume.entry_of(index, delta, whole=is_whole))
 
     def begin(self) -> bytes:
         """What goes in front of a stream that begins here."""

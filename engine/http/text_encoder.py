@@ -13,17 +13,19 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.http.limits import too_long
+from engine.http.truncation import first_that_fits, last_tokens, possible_starts
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import call_beginnings, tool_syntax
-from protocol.errors import InvalidRequest, QueueFull
+from protocol.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -143,7 +145,7 @@ class TextEncoder:
         *,
         sure_to: int = INLINE_CHARS,
     ) -> list[list[int]]:
-        """The token ids of each prompt.
+        """The token ids of each prompt, cut if the request says so.
 
         Args:
             num_bytes: of the request's body.
@@ -153,14 +155,65 @@ class TextEncoder:
             InvalidRequest: the chat template refuses the messages.
             ContextLengthExceeded: a longer text has more than `max_model_len` tokens by far.
         """
+        limit = parsed.max_prompt_tokens(max_model_len)
+        if limit is not None and isinstance(parsed, ChatRequest) and parsed.drops_oldest_messages:
+            return [await self._without_oldest(parsed, num_bytes, max_model_len, limit)]
+        return await self._tokenize(parsed, num_bytes, max_model_len, sure_to, limit)
+
+    async def _without_oldest(
+        self, parsed: ChatRequest, num_bytes: int, max_model_len: int, limit: int
+    ) -> list[int]:
+        """The token ids of a conversation without its oldest messages: at most `limit`, if its last
+        message allows that. Raises as `tokenize`."""
+        num_kept, starts = possible_starts(parsed.messages)
+        known: dict[int, list[int]] = {}  # token ids, by where the conversation begins
+
+        async def ids_from(start: int, max_tokens: int) -> list[int]:
+            messages = [*parsed.messages[:num_kept], *parsed.messages[start:]]
+            shorter = parsed.model_copy(update={"messages": messages})
+            (ids,) = await self._tokenize(shorter, num_bytes, max_tokens, INLINE_CHARS)
+            return ids
+
+        async def fits(start: int) -> bool:
+            try:
+                known[start] = await ids_from(start, limit)
+            except ContextLengthExceeded:
+                return False
+            except InvalidRequest:  # of the chat template: one that begins earlier may be taken
+                return True
+            return len(known[start]) <= limit
+
+        start = await first_that_fits(starts, fits)
+        return known[start] if start in known else await ids_from(start, max_model_len)
+
+    async def _tokenize(
+        self,
+        parsed: GenerationRequest,
+        num_bytes: int,
+        max_model_len: int,
+        sure_to: int,
+        limit: int | None = None,
+    ) -> list[list[int]]:
+        """See `tokenize`; of each prompt the last `limit` tokens."""
         assert isinstance(parsed, ChatRequest | CompletionRequest)
         tokenizer, likely = self._tokenizer, _LIKELY_CHARS * max_model_len
+        coder: Tokenizer | SpecialTokenSplitter = tokenizer
+        if isinstance(parsed, ChatRequest) and self._splitter is not None:
+            coder = self._splitter
+        encode_text = partial(coder.encode, add_special_tokens=parsed.add_special_tokens)
 
         def render() -> Sequence[str | list[int]]:
             if isinstance(parsed, ChatRequest):
                 found: Sequence[Any] = [self._render_chat(parsed)]
             else:
                 found = parsed.prompts
+            if limit is not None:
+                return [
+                    last_tokens(prompt, limit, encode_text)
+                    if isinstance(prompt, str)
+                    else prompt[-limit:]
+                    for prompt in found
+                ]
             for text in found:
                 if not isinstance(text, str) or len(text) <= max(sure_to, likely):
                     continue
@@ -169,17 +222,14 @@ class TextEncoder:
             return found
 
         def encode() -> list[list[int]]:
-            adds = parsed.add_special_tokens
-            is_chat = isinstance(parsed, ChatRequest)
-            coder = self._splitter if is_chat and self._splitter is not None else tokenizer
             return [
-                coder.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
-                for prompt in rendered
+                encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in rendered
             ]
 
         if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
             num_bytes = 0  # but token ids
-        rendered = await self.run(min(num_bytes, LONG_CHARS), render)
+        size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes  # then it tokenizes, too
+        rendered = await self.run(size, render)
         return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
 
     def _render_chat(self, parsed: ChatRequest) -> str:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from protocol.cache_salt import derive
 from protocol.errors import Forbidden, Unauthorized
+from protocol.http.cross_site import check_content_type, is_from_another_site
 from protocol.http.tls import Certificate, trusted
 from protocol.metrics import Metrics
 from protocol.numbers import STATS_PATH
@@ -112,7 +113,8 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     page in a browser, even one whose name leads here, nor behind a proxy that tells so. Raises
     Forbidden. A key that may not was refused before."""
     headers = dict(scope["headers"])
-    is_ours = _OF_OTHERS.isdisjoint(headers) and is_local((scope.get("client") or ("",))[0])
+    is_direct = _OF_OTHERS.isdisjoint(headers) and not is_from_another_site(headers)
+    is_ours = is_direct and is_local((scope.get("client") or ("",))[0])
     is_named = _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     if not (visit_of(scope).has_key or (is_ours and is_named)):
         raise Forbidden(f"{scope['path']} is for clients at localhost, no browser, or --admin-key")
@@ -169,7 +171,9 @@ class Access:
 
         Raises:
             Unauthorized, Forbidden, RateLimited: it is not to be served.
+            UnsupportedMediaType: a page of another site sent it without asking first.
         """
+        check_content_type(scope)
         if not (self._keys or self._salts_by_key):
             return _EVERYBODY
         path, given = scope["path"], _given(dict(scope["headers"]))

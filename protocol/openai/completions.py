@@ -53,7 +53,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     echo: Switch = False
     add_special_tokens: Switch = True  # those that the model expects around a text
-    best_of: int | None = integer(None, 1, MAX_CHOICES)
+    best_of: int | None = integer(None, 0, MAX_CHOICES)  # 0 is as none
     suffix: Any = neutral("")
     continue_final_message: Any = neutral(False)
 
@@ -74,6 +74,9 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            if isinstance(self.prompts[0], list):
+                refuse("add_special_tokens", "is true, but no `prompt` is a text; leave it out")
         if self.num_candidates < self.n:
             refuse("best_of", f"is {self.best_of}, below `n`, which is {self.n}")
         if self.stream and self.num_candidates > self.n:

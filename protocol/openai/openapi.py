@@ -16,6 +16,7 @@ _REF = "#/components/schemas/{model}"
 _GETS = {
     "/v1/models": "The served model and the length of its context.",
     "/v1/models/{name}": "One model, if it is served.",
+    "/version": "The version of Baton.",
     "/health": "Whether this process and its engine are alive.",
     "/ready": "Whether requests can be served.",
     "/metrics": "What this process has counted, for Prometheus.",

@@ -31,6 +31,7 @@ class TokenReport(msgspec.Struct, frozen=True):
     logprob: float | None  # None: the prompt's first token, which nothing predicts
     top: Sequence[tuple[TokenText, float]] = ()  # the likeliest tokens, most likely first
     offset: int = 0  # characters of the answer before it
+    is_of_text: bool = True  # not of the reasoning or of its tags
 
 
 class ChoicePiece(msgspec.Struct):
@@ -102,6 +103,7 @@ class ResponseWriter:
     """Writes the answer to one request; the subclasses know the endpoints' shapes.
 
     Args:
+        response_id: unique. The answer's `id` is made from it, unless its request names one.
         created: seconds since the epoch.
         fingerprint: of the model and this version: what a seed's results depend on.
     """
@@ -120,7 +122,7 @@ class ResponseWriter:
     ) -> None:
         self._asked = asked
         self._head = {
-            "id": self.id_prefix + response_id,
+            "id": self.id_prefix + (asked.request_id or response_id),
             "created": created,
             "model": asked.model,
             "system_fingerprint": fingerprint,
@@ -283,4 +285,5 @@ def _of_token(token: TokenText, logprob: float | None) -> dict[str, Any]:
 def model_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
     """One entry of /v1/models; `max_model_len` in tokens, None until the engine said."""
     about = {"object": "model", "created": created, "owned_by": "baton"}
-    return {"id": name, **about, "max_model_len": max_model_len}
+    origin = {"root": name, "parent": None}  # no server has adapters
+    return {"id": name, **about, **origin, "max_model_len": max_model_len}

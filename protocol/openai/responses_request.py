@@ -8,23 +8,34 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from protocol.openai.chat import ChatRequest, Effort, Verbosity, joined
-from protocol.openai.requests import Read, Strict, fault, neutral, validate
+from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_INT31,
+    MAX_LOGPROBS,
     UNREAD,
     CommonFields,
-    StreamOptions,
+    ShapingFields,
     Switch,
-    Temperature,
     Text,
-    TopP,
     UnreadText,
+    Variables,
     integer,
 )
-from protocol.openai.structured import FormatType, SchemaMembers
+from protocol.openai.structured import (
+    FormatType,
+    SchemaMembers,
+    StructuredFields,
+    StructuredOutputs,
+)
 from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 
-_AS_CHATS = {"temperature", "top_p", "parallel_tool_calls", *CommonFields.model_fields}
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+# The fields that mean the same in a chat.
+_AS_CHATS = {
+    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs", "top_logprobs"),
+    *ShapingFields.model_fields,
+    *CommonFields.model_fields,
+}
 
 
 class InputPart(Strict):
@@ -88,7 +99,8 @@ class TextFormat(SchemaMembers):
         is_named = self.type == "json_schema"
         if is_named and self.name is None:
             raise fault("name", "is missing; it must be a string.")
-        if not is_named and self.model_fields_set != {"type"}:
+        of_others = {"type", "schema_"} if self.type == "json_object" else {"type"}
+        if not is_named and not self.model_fields_set <= of_others:
             raise ValueError("members of a schema")
         return self
 
@@ -145,10 +157,20 @@ class ReasoningOptions(Strict):
     generate_summary: UnreadText = None
 
 
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: Switch = False  # no answer has any
+    include_usage: Any = neutral(True, False)  # the last event always has it
+
+
+# OpenAI encrypts its reasoning. Here it is plain text, so the other one changes nothing.
+Included = Annotated[
+    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
+    Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
+]
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
-class ResponsesRequest(CommonFields):
+class ResponsesRequest(ShapingFields, CommonFields):
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 
@@ -157,8 +179,11 @@ class ResponsesRequest(CommonFields):
     )
     instructions: Text = None
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
+    max_tool_calls: int | None = Field(
+        None, ge=1, le=MAX_INT31,
+        description=f"an integer from 1 to {MAX_INT31}; it limits tools that OpenAI runs itself, "
+        "so it changes nothing here",
+    )  # fmt: skip
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
         list[dict[str, Any]],
@@ -173,12 +198,23 @@ class ResponsesRequest(CommonFields):
         default_factory=dict, description="an object of strings; it comes back with the response"
     )
     client_metadata: Any = UNREAD  # of Codex
+    include: Annotated[list[Included], Field(fail_fast=True)] = Field(
+        [], description=f'a list of "{LOGPROBS}" and "reasoning.encrypted_content"'
+    )
+    top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
+    chat_template_kwargs: Variables = Field({})
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description=StructuredFields.model_fields["structured_outputs"].description
+    )
 
     background: Any = neutral(False)
-    include: Any = neutral([], ["reasoning.encrypted_content"])
-    stream_options: StreamOptions | None = Field(None, description="an object")
-    top_logprobs: Any = neutral(0)
-    truncation: Any = neutral("disabled")
+    stream_options: ResponsesStreamOptions | None = Field(None, description="an object")
+    truncation: Literal["auto", "disabled"] = Field("disabled", description="auto or disabled")
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and LOGPROBS not in self.include:
+            refuse("top_logprobs", f'is {self.top_logprobs}; it needs `include`: ["{LOGPROBS}"]')
 
 
 class ResponsesChat(ChatRequest):
@@ -186,10 +222,16 @@ class ResponsesChat(ChatRequest):
 
     endpoint = "/v1/responses"
     prompt_field, usual_limit = "input", "max_output_tokens"
+    logprobs_field = "top_logprobs"
+    streams_logprobs_once = False
     function_path = ""
     format_paths = ("text.format", "text.format")
 
     asked: ResponsesRequest
+
+    @property
+    def drops_oldest_messages(self) -> bool:
+        return self.asked.truncation == "auto"
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
@@ -215,6 +257,7 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         "tool_choice": (
             choice if isinstance(choice, str) else _nested(choice.model_dump(), "function")
         ),
-        **{name: getattr(asked, name) for name in _AS_CHATS & asked.model_fields_set},
+        "logprobs": LOGPROBS in asked.include,
+        **{name: body[name] for name in _AS_CHATS & asked.model_fields_set},
     }
     return validate(ResponsesChat, chat)

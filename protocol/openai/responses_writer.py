@@ -8,13 +8,14 @@ or for a call, which has no parts, with function_call_arguments.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from protocol.errors import BatonError
 from protocol.http import sse
-from protocol.openai.responses import ChoicePiece, ResponseWriter, Usage
+from protocol.openai.responses import ChoicePiece, ResponseWriter, TokenReport, Usage, chat_logprobs
 from protocol.openai.responses_request import ResponsesChat
 from protocol.openai.tools import ToolCallPiece
 
@@ -41,7 +42,23 @@ class _Item:
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": at}
         if kind != _CALL:
             self.place["content_index"] = 0
-        self.extra: dict[str, Any] = {"logprobs": []} if kind == _MESSAGE else {}
+        # Of each token, encoded: for the item, and for events, which have no bytes of tokens.
+        self._logprobs: list[bytes] = []
+        self._event_logprobs: list[bytes] = []
+
+    def add_logprobs(self, reports: Sequence[TokenReport]) -> None:
+        for report in reports:
+            (entry,) = chat_logprobs([report])["content"]
+            self._logprobs.append(_encode(entry))
+            self._event_logprobs.append(_encode(_without_bytes(entry)))
+
+    def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
+        """What an event of a message has of its tokens from the number `begin` on."""
+        return {"logprobs": _array(self._event_logprobs[begin:])} if self.kind == _MESSAGE else {}
+
+    @property
+    def num_logprobs(self) -> int:
+        return len(self._logprobs)
 
     def to_json(self, status: str) -> dict[str, Any]:
         about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
@@ -53,8 +70,20 @@ class _Item:
         return {**about, **own, "content": content}
 
     def part(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == _MESSAGE else {}
+        extra: dict[str, Any] = {}
+        if self.kind == _MESSAGE:
+            extra = {"annotations": [], "logprobs": _array(self._logprobs)}
         return {"type": self.text_kind, "text": self.text, **extra}
+
+
+def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    tops = [{"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": tops}
+
+
+def _array(values: Sequence[bytes]) -> msgspec.Raw:
+    """The JSON array of these encoded values."""
+    return msgspec.Raw(b"[" + b",".join(values) + b"]")
 
 
 class ResponsesWriter(ResponseWriter):
@@ -72,6 +101,8 @@ class ResponsesWriter(ResponseWriter):
         self._item: _Item | None = None  # that is being written
         self._output: list[dict[str, Any]] = []  # those before it
         self._num_events = 0
+        # Of tokens whose text has not come yet: it may become a message's or a call's.
+        self._pending: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The events of a piece that is not the last."""
@@ -106,16 +137,20 @@ class ResponsesWriter(ResponseWriter):
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         if piece.reasoning:
+            self._pending.clear()  # blanks before it
             yield from self._add(_REASONING, piece.reasoning)
+        self._pending += (report for report in piece.logprobs or () if report.is_of_text)
         if piece.text:
             yield from self._add(_MESSAGE, piece.text)
         for call in piece.tool_calls:
+            self._pending.clear()
             yield from self._add(_CALL, call.arguments, call)
 
     def _add(self, kind: str, text: str, call: ToolCallPiece | None = None) -> Iterator[bytes]:
         begins = call is not None and call.name is not None
         if self._item is None or self._item.kind != kind or begins:
             yield from self._close("completed")
+            self._forget_before(text)
             self._item = item = _Item(kind, self._id, len(self._output), call)
             shown, at = item.to_json("in_progress"), len(self._output)
             yield self._event("output_item.added", output_index=at, item=shown)
@@ -123,21 +158,40 @@ class ResponsesWriter(ResponseWriter):
                 yield self._event("content_part.added", **item.place, part=item.part())
         item = self._item
         item.text += text
+        begin = item.num_logprobs
+        if kind == _MESSAGE:
+            self._take_pending(item)
         if text:
-            yield self._event(f"{item.text_kind}.delta", **item.place, delta=text, **item.extra)
+            told = item.event_logprobs(begin)
+            yield self._event(f"{item.text_kind}.delta", **item.place, delta=text, **told)
+
+    def _forget_before(self, text: str) -> None:
+        """Forgets pending tokens before the last ones that spell `text`, with which an item begins:
+        blanks, and the end of a call."""
+        begin = b"".join(report.token.raw for report in self._pending).rfind(text.encode())
+        ends = accumulate(len(report.token.raw) for report in self._pending)
+        known = zip(self._pending, ends, strict=True)
+        self._pending = [report for report, end in known if end > begin]
+
+    def _take_pending(self, item: _Item) -> None:
+        item.add_logprobs(self._pending)
+        self._pending.clear()
 
     def _end(self, status: str) -> Iterator[bytes]:
         """Ends the last item; an answer has one."""
         if self._item is None:
             yield from self._add(_MESSAGE, "")
+        elif self._item.kind == _MESSAGE:
+            self._take_pending(self._item)  # such as of an end token
         yield from self._close(status)
 
     def _close(self, status: str) -> Iterator[bytes]:
         item, self._item = self._item, None
         if item is None:
             return
-        told = {"arguments" if item.kind == _CALL else "text": item.text}
-        yield self._event(f"{item.text_kind}.done", **item.place, **told, **item.extra)
+        told: dict[str, Any] = {"arguments" if item.kind == _CALL else "text": item.text}
+        told |= item.event_logprobs()
+        yield self._event(f"{item.text_kind}.done", **item.place, **told)
         if item.kind != _CALL:
             yield self._event("content_part.done", **item.place, part=item.part())
         shown, at = item.to_json(status), len(self._output)
@@ -164,6 +218,7 @@ class ResponsesWriter(ResponseWriter):
             "incomplete_details": cut,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata,
             "model": asked.model,
             "output": list(self._output),
@@ -175,8 +230,9 @@ class ResponsesWriter(ResponseWriter):
             "text": {"format": asked.text.format or {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": asked.tools,
+            "top_logprobs": asked.top_logprobs,
             "top_p": self._asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation,
             "usage": None if usage is None else _usage(usage),
             "user": asked.user,
         }

@@ -1,17 +1,18 @@
 """What /v1/completions and /v1/chat/completions share: limits, sampling, stopping, streaming.
 
-Of `max_tokens` and `max_completion_tokens` the smaller counts. A negative seed is refused, not read
-as "random".
+Of `max_tokens` and `max_completion_tokens` the smaller counts. Every 64-bit seed, negative or not,
+names one reproducible sequence of draws; none means "random".
 """
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
 from protocol.messages import SamplingParams
-from protocol.openai.requests import ModelName, Read, Strict, neutral, refuse
+from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
+from protocol.openai.truncation import max_prompt_tokens
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -24,6 +25,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # a softmax this cold overflows float32 and is greedy anyway
 MAX_INT31 = 2**31 - 1
+MIN_TOP_P = 1e-9  # leaves the likeliest token alone; a `top_p` of 0 is drawn with it
 
 
 def integer(default: int | None, low: int, high: int) -> Any:
@@ -46,8 +48,12 @@ _ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalPrope
 
 Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
-TopP = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
+TopP = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 Text = Annotated[str | None, Field(description="a string")]
+AnswerId = Annotated[
+    str | None,
+    Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
+]
 # What clients send to OpenAI's own servers, and no answer of ours depends on.
 UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
 UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
@@ -110,6 +116,12 @@ class StreamOptions(Strict):
     continuous_usage_stats: Switch = False
     include_obfuscation: Switch = False  # no answer has any
 
+    @model_validator(mode="after")
+    def _shows_usage_where_it_is_included(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise fault("continuous_usage_stats", "is true; it needs `include_usage`: true.")
+        return self
+
 
 class SamplingFields(Strict):
     """What a client may leave to the model's generation_config.json."""
@@ -125,6 +137,21 @@ class SamplingFields(Strict):
     )
 
 
+class ShapingFields(SamplingFields):
+    """What shapes an answer's tokens, and where it ends, at every endpoint that generates."""
+
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Biases = Field(default_factory=dict)
+    stop: Stops = ()
+    stop_token_ids: StopTokenIds = ()
+    include_stop_str_in_output: Switch = False
+    min_tokens: int = integer(0, 0, MAX_INT31)
+    allowed_token_ids: AllowedTokenIds = ()
+    bad_words: BadWords = ()
+    skip_special_tokens: Switch = True
+
+
 class GenerationConfig(SamplingFields):
     """The values of that file; those that it does not have are not among `model_fields_set`."""
 
@@ -136,9 +163,15 @@ class CommonFields(Strict):
     be ..."."""
 
     model: ModelName = ""
-    seed: int | None = Field(None, ge=0, lt=2**63, description="an integer from 0 to 2**63 - 1")
+    request_id: AnswerId = None
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="an integer from -2**63 to 2**63 - 1"
+    )
     stream: Switch = False
     ignore_eos: Switch = False
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None = Field(
+        None, description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the context"
+    )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
     store: Switch = False  # nothing is
@@ -152,31 +185,34 @@ class CommonFields(Strict):
         None, description="an object, or a list of objects for several prompts"
     )
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
+        params = self.kv_transfer_params
+        return isinstance(params, dict) and params.get("do_remote_decode") is True
 
-class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
+    def check(self) -> None:
+        is_given = "stream_options" in self.model_fields_set
+        if is_given and not self.stream and not self.is_prefill:
+            refuse("stream_options", "needs `stream`: true; set that or leave it out")
+
+
+class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     """What completions and chats share."""
 
-    # That a prompt and a limit come in, for error messages.
+    # The fields with the prompt, the limit and the number of logprobs, for error messages.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit: ClassVar[str] = "max_completion_tokens"
+    logprobs_field: ClassVar[str] = "logprobs"
+    streams_logprobs_once: ClassVar[bool] = True  # the end of a stream does not repeat them
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: Biases = Field(default_factory=dict)
-    stop: Stops = ()
     stream_options: StreamOptions = Field(
         StreamOptions(), description="an object with `include_usage`: true or false"
     )
-    stop_token_ids: StopTokenIds = ()
-    include_stop_str_in_output: Switch = False
-    min_tokens: int = integer(0, 0, MAX_INT31)
-    allowed_token_ids: AllowedTokenIds = ()
-    bad_words: BadWords = ()
     n: int = integer(1, 1, MAX_CHOICES)
     prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
-    skip_special_tokens: Switch = True
     return_tokens_as_token_ids: Switch = False
     return_token_ids: Switch = False
 
@@ -238,9 +274,25 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
         return min(given, default=None)
 
     @property
+    def drops_oldest_messages(self) -> bool:
+        """Whether a prompt that is too long loses messages rather than tokens."""
+        return False
+
+    def max_prompt_tokens(self, max_model_len: int) -> int | None:
+        """The tokens that each prompt is cut to, in a context of `max_model_len` tokens; None if it
+        is not to be cut."""
+        limit = self.truncate_prompt_tokens
+        if limit is None and not self.drops_oldest_messages:
+            return None
+        if limit is None or limit < 0:
+            return max_prompt_tokens(max_model_len, self.token_limit)
+        return limit
+
+    @property
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
-        return "max_tokens" if self.max_tokens == self.token_limit else self.usual_limit
+        is_of_old_name = self.max_tokens is not None and self.max_tokens == self.token_limit
+        return "max_tokens" if is_of_old_name else self.usual_limit
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""
@@ -250,6 +302,7 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
 
     def check(self) -> None:
         """As of any body; a subclass calls this first."""
+        super().check()
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
             refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
@@ -258,17 +311,12 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
             problem = f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
             refuse("min_tokens", problem)
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether a proxy asks for a prefill: the limits of the client's own are not known."""
-        params = self.kv_transfer_params
-        return isinstance(params, dict) and params.get("do_remote_decode") is True
-
     def sampling(self, seed: int) -> SamplingParams:
         """How to draw the tokens; `seed` is the client's or one that the server drew."""
         shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
         own = {
             "temperature": self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            "top_p": self.top_p or MIN_TOP_P,
             "top_k": max(self.top_k, 0),
             "seed": seed,
             "num_logprobs": self.num_logprobs,

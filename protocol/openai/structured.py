@@ -81,8 +81,13 @@ class NamedSchema(SchemaMembers):
 
 
 class ResponseFormat(Strict):
+    """OpenAI's, and llama.cpp's form of a schema, which lies beside `"type": "json_object"`."""
+
     type: FormatType
     json_schema: NamedSchema | None = Field(None, description="an object with `name` and `schema`")
+    schema_: Annotated[Grammar | None, Read(dict[str, Any], _of_schema)] = Field(
+        None, alias="schema", description='a JSON schema, an object, beside "type": "json_object"'
+    )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
@@ -90,6 +95,8 @@ class ResponseFormat(Strict):
             raise fault("json_schema", "is missing; it must be an object with `name` and `schema`.")
         if self.type != "json_schema" and self.json_schema is not None:
             raise fault("type", "must be json_schema beside `json_schema`.")
+        if self.type != "json_object" and self.schema_ is not None:
+            raise fault("type", "must be json_object beside `schema`.")
         return self
 
     def guided_at(self, where: str, inside: str) -> GuidedDecoding | None:
@@ -97,6 +104,8 @@ class ResponseFormat(Strict):
             return None
         if self.json_schema and self.json_schema.schema_:
             return GuidedDecoding(self.json_schema.schema_, f"{inside}.schema")
+        if self.schema_:
+            return GuidedDecoding(self.schema_, f"{where}.schema")
         return GuidedDecoding(Grammar("json_object"), inside if self.json_schema else where)
 
 
@@ -141,6 +150,11 @@ class StructuredFields(Strict):
     guided_regex: Regex = None
     guided_choice: Choice = None
     guided_grammar: LarkGrammar = None
+    # The same, as SGLang and llama.cpp call them.
+    json_schema: JsonSchema = None
+    regex: Regex = None
+    ebnf: LarkGrammar = None
+    grammar: LarkGrammar = None
 
     @cached_property
     def guided(self) -> GuidedDecoding | None:

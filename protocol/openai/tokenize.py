@@ -33,6 +33,8 @@ class TokenizeRequest(PromptFields):
             refuse("prompt", told)
         if self.messages is not None:
             self.as_generation().check()
+        elif of_chats := sorted(self.model_fields_set & PromptFields.model_fields.keys()):
+            refuse(of_chats[0], "is for `messages`, and this is a `prompt`; leave it out")
 
     def as_generation(self) -> GenerationRequest:
         """The request whose prompt is to be tokenized, its `model` aside."""

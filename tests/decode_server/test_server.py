@@ -59,6 +59,15 @@ def test_a_signed_reference_of_this_request_is_used_with_its_seed():
     assert prepared.kv_rejected is None
 
 
+def test_a_reference_with_a_negative_seed_is_used_with_it():
+    drawn = SamplingParams(temperature=0.5, seed=-(2**63))
+    prepared = _prepare(offer(_SECRET, _PROMPT, drawn, seed=-(2**63)), seed=-(2**63))
+    assert prepared.remote and prepared.remote.first_tokens == [FirstToken(42)]
+    assert prepared.sampling.seed == -(2**63)
+    other = _prepare(offer(_SECRET, _PROMPT, drawn, seed=-(2**63)), seed=2**63 - 1)
+    assert other.remote and not other.remote.first_tokens, "drawn with another seed"
+
+
 _ENDS_BANNED = SamplingParams(temperature=0.5, seed=7, min_tokens=3)
 _BANNED = {"sampling_digest": kv_params.sampling_digest(_ENDS_BANNED, [2])}
 _LOGPROBS = [FirstToken(42, TokenLogprobs(-0.5, [42], [-0.5]))]

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from tests.rigs.client import (
+    TIMEOUT_S,
     answer_of,
     complete,
     complete_all,
     make_prompt,
+    parse_kv,
     stream,
     streamed_token_ids,
 )
+from tests.rigs.plain_http import http
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
@@ -74,14 +77,49 @@ def test_many_at_once_with_shared_prefixes(tiny_cluster, tiny_reference):
 )
 def test_sampling_with_a_seed_equals_decode_alone(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
-    for seed, prompt in enumerate(prompts):
-        through = complete(tiny_cluster.url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
-        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=2**63 - 4 + seed, **sampling)
+    seeds = [-(2**63), -1, 2**63 - 2, 2**63 - 1]
+    for seed, prompt in zip(seeds, prompts, strict=True):
+        through = complete(tiny_cluster.url, prompt, 20, seed=seed, **sampling)
+        alone = complete(tiny_cluster.decode[0].url, prompt, 20, seed=seed, **sampling)
         assert through.token_ids == alone.token_ids
     last = {"seed": 2**63 - 1, **sampling}
     batched = complete_all(tiny_cluster.url, prompts, 20, **last)
     streamed = streamed_token_ids(stream(tiny_cluster.url, prompts[3], 20, **last))
     assert batched[3].token_ids == streamed == through.token_ids
+
+
+def test_a_prompt_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster, tiny_reference):
+    context = http.get(f"{tiny_cluster.url}/v1/models").json()["data"][0]["max_model_len"]
+    prompt = make_prompt(5, context + 100)
+    for limit, kept in ((200, 200), (-1, context - 8)):
+        expected = tiny_reference.generate(prompt[-kept:], 8)
+        cut = complete(tiny_cluster.url, prompt, 8, truncate_prompt_tokens=limit)
+        assert cut.token_ids == expected
+        assert cut.usage["prompt_tokens"] == kept == sum(cut.kv.values())
+        assert cut.kv["recomputed"] == 0 < cut.kv["transferred"]
+        alone = complete(tiny_cluster.decode[0].url, prompt, 8, truncate_prompt_tokens=limit)
+        assert alone.token_ids == expected
+
+
+def test_a_conversation_that_is_cut_is_cut_alike_by_both_servers(tiny_cluster):
+    """Its KV is of use to the decode server, so both have dropped the same messages."""
+    turn = {"role": "user", "content": "Ida painted the wooden boat near the old river. " * 4}
+    # The answer's limit is longer than a turn, so that another limit drops other turns.
+    body = {"input": [turn] * 100, "max_output_tokens": 64, "temperature": 0, "truncation": "auto"}
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    answers = [
+        http.post(f"{url}/v1/responses", json=body, timeout=TIMEOUT_S)
+        for url in (tiny_cluster.url, tiny_cluster.decode[0].url)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    through, alone = (answer.json() for answer in answers)
+    (said,), (same,) = (answer["output"][0]["content"] for answer in (through, alone))
+    assert said["text"] == same["text"]
+    tokens, same_tokens = ([one["token"] for one in part["logprobs"]] for part in (said, same))
+    assert tokens == same_tokens and len(tokens) == through["usage"]["output_tokens"]
+    assert through["usage"]["input_tokens"] == alone["usage"]["input_tokens"] > 100
+    kv = parse_kv(answers[0].headers["x-baton-kv"])
+    assert kv["recomputed"] == 0 < kv["transferred"]
 
 
 _ASKED = {"prompt": "Ida painted the wooden boat near the old river. Then", "seed": 2**63 - 1}

@@ -271,7 +271,7 @@ def admit(keys: FileAccess) -> float:
     """Asks with alice's key: seconds to wait."""
     headers = [(b"x-api-key", ALICE.encode())]
     try:
-        with keys.admit({"path": "/v1/completions", "headers": headers}):
+        with keys.admit({"method": "POST", "path": "/v1/completions", "headers": headers}):
             return 0.0
     except RateLimited as error:
         return float(error.headers["retry-after"])

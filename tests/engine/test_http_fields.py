@@ -46,7 +46,8 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
     ((RESPONSES,), {"client_metadata": {"installation": "7"}}, IGNORED),
     (ALL, {"safety_identifier": "abc", "user": "u"}, IGNORED),
-    (ALL, {"stream_options": {"include_obfuscation": True}}, IGNORED),
+    (ALL, {"stream": True, "stream_options": {"include_obfuscation": True}}, IGNORED),
+    (ALL, {"stream_options": {"include_obfuscation": True}}, "`stream_options` needs `stream`"),
     (ALL, {"store": "yes"}, "`store` is \"yes\"; it must be true or false."),
     (ALL, {"frobnicate": 1}, "`frobnicate` is not supported"),
     ((COMPLETIONS,), {"suffix": "end"}, "`suffix` is \"end\", which is not implemented"),
@@ -102,8 +103,9 @@ async def _ask(
     else:
         answer = await server.post(path, **body)
     added = server.engine.added[before:]
-    told = answer.json()
-    text = told["error"]["message"] if told.get("error") else answer.text
+    text = answer.text
+    if answer.status_code != 200:
+        text = answer.json()["error"]["message"]
     return answer.status_code, text, added[0] if added else None
 
 

@@ -24,8 +24,9 @@ def test_keys_are_those_of_splitmix64():
         return x ^ (x >> 31)
 
     assert splitmix64(0) == 0xE220A8397B1DCDAF
-    for seed, choice, position in [(0, 0, 0), (2**63 - 1, 3, 77), (12345, 0, 2**20)]:
-        expected = splitmix64(splitmix64(splitmix64(seed) ^ choice) ^ position)
+    cases = [(0, 0, 0), (2**63 - 1, 3, 77), (12345, 0, 2**20), (-1, 0, 5), (-(2**63), 1, 5)]
+    for seed, choice, position in cases:
+        expected = splitmix64(splitmix64(splitmix64(seed % 2**64) ^ choice) ^ position)
         key = keys_of(seed, choice, [position])[0]
         assert [int(x) % 2**32 for x in key] == [expected % 2**32, expected >> 32]
 

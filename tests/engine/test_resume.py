@@ -35,6 +35,7 @@ from tests.rigs.scripted_engine import hang
 _CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _LOGPROBS = {"logprobs": True, "top_logprobs": 1}
+_INCLUDE = {"include": ["message.output_text.logprobs"]}
 
 
 def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
@@ -114,6 +115,11 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "reasoning": (_CHAT, {**_HI, "stop": ["!!"]}, ["<think>I thînk</think>\nYes! Yes!!"]),
     "items": (_RESPONSES, {"input": "Hi", "tools": [FLAT]}, ["<think>hm</think>ok" + CALL + "."]),
+    "logprobs of items": (
+        _RESPONSES,
+        {"input": "Hi", "tools": [FLAT], **_INCLUDE, "top_logprobs": 1},
+        ["<think>hm</think>\nök <too" + CALL + "\n."],
+    ),
     "choices": (_CHAT, {**_HI, "n": 3, **_LOGPROBS}, ["é1 stop", "a", "four ö"]),
     "usage": (
         _CHAT,

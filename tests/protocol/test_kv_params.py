@@ -52,7 +52,7 @@ ROWS = [None, TokenLogprobs(-0.25, [3], [-0.125], 9), TokenLogprobs(-math.inf)]
 @given(
     logprob=st.floats(-9999.0, 0.0, width=32),
     lease_s=st.floats(0.001, 86400),
-    seed=st.integers(0, 2**63 - 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
     request_id=st.text(min_size=1, max_size=50),
 )
 def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, request_id):
@@ -128,7 +128,7 @@ WRONG = [
         ("remote_block_ids", [1, 2, 2.5]),
         ("remote_block_ids", [1, 2, True]),
         ("seed", "1" * 20),
-        ("seed", "-1"),
+        ("seed", "--1"),
         ("lease_ms", 0),
         ("lease_ms", "30"),
         ("lease_id", "F" * 32),

@@ -37,8 +37,10 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
         (completion(n=2, best_of=4), RANKED),
         (completion(stop="\n"), {"stop": ("\n",)}),
         (completion(stop=["a", "b"]), {"stop": ("a", "b")}),
-        (completion(stream_options={"include_usage": True}), {"include_usage": True}),
-        (completion(stream_options={"include_obfuscation": False}), {"include_usage": False}),
+        (completion(stream=True, stream_options={"include_usage": True}), {"include_usage": True}),
+        (completion(stream=True, stream_options={"include_obfuscation": False}), {"stream": True}),
+        # A router that sets `stream` for the prefill server may leave the rest as it is.
+        (completion(stream_options={}, kv_transfer_params=LEG), {"include_usage": False}),
         (completion(response_format={"type": "text"}), {"guided": None}),
         (completion(response_format=None, structured_outputs=None), {"guided": None}),
         (responses(text={"format": {"type": "text"}}), {"guided": None}),
@@ -51,6 +53,34 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
 )
 def test_what_a_member_means(parsed, read):
     assert {name: getattr(parsed, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (completion, {"seed": [-(2**63), -1, 0, 2**63 - 1], "best_of": [0, 1, 20]}),
+        (completion, {"logprobs": [0, 5], "max_tokens": [0, 1], "prompt": [[0], [[5], [6]]]}),
+        (chat, {"seed": [-(2**63), -1, 0, 2**63 - 1], "max_completion_tokens": [1, 2**31 - 1]}),
+        (responses, {"max_output_tokens": [16], "max_tool_calls": [1, 128]}),
+        *((parse, {"temperature": [0, 2, 0.5], "top_p": [0, 0.0, 0.5, 1]})
+          for parse in (completion, chat, responses)),
+        *((parse, {"frequency_penalty": [-2, 2.0], "presence_penalty": [-2.0, 0, 2],
+                   "n": [1, 128], "logit_bias": [{"50256": -100}, {"5": 100, "6": 1.5}, {}]})
+          for parse in (completion, chat)),
+    ],
+)  # fmt: skip
+def test_the_numbers_of_openais_reference_are_accepted_to_their_bounds(parse, fields):
+    for name, values in fields.items():
+        for value in values:
+            parse(**{name: value})
+
+
+def test_a_top_p_of_0_leaves_the_likeliest_token_alone():
+    assert 0 < completion(top_p=0).sampling(1).top_p < 1e-6
+
+
+def test_a_best_of_of_0_is_as_none():
+    assert completion(best_of=0, n=2).num_candidates == 2
 
 
 SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}

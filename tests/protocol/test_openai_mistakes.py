@@ -91,14 +91,14 @@ def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
 
 BAD_VALUES = {
     "temperature": [-1, -1e-9, 2.1, 1e308, "1", True, [0.5], float("nan"), float("inf")],
-    "top_p": [0, -0.1, 1.1, "1", False],
+    "top_p": [-0.1, 1.1, "1", False],
     "top_k": [-2, 1.5, "4", True, 2**31],
     "min_p": [-0.1, 1.1, "0"],
-    "seed": [-1, 2**63, 10**30, 1.0, "7", True],
+    "seed": [-(2**63) - 1, 2**63, 10**30, 1.0, "7", True],
     "max_tokens": [-1, 1.5, "16", True, 2**31, 10**30],
     "max_completion_tokens": [-1, "1"],
     "n": [0, 129, 1.0, True, "2"],
-    "best_of": [0, 129, True],
+    "best_of": [-1, 129, True],
     "echo": [0, "true"],
     "prompt_logprobs": [-1, 21, True],
     "stop": [3, [3], [""], "", ["a"] * 65, "x" * 1025, {"a": 1}, [["a"]]],
@@ -189,7 +189,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
     *((chat, messages(role="assistant", **{name: [{"type": "thinking", "thinking": 1}]}),
        f"messages[0].{name}[0]{member}")
       for name, member in (("content", ""), ("thinking_blocks", ".thinking"))),
-    (completion, {"stream_options": {"speed": 3}}, "stream_options.speed"),
+    (completion, {"stream": True, "stream_options": {"speed": 3}}, "stream_options.speed"),
     (chat, {"tools": [TOOL] * 129}, "tools"),
     (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (chat, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
@@ -265,7 +265,7 @@ WRONG = [None, True, -1, 0.5, "", "a b", "required", [], ["a"], {}, {"a": None},
 # What is told of all of it, and what may contradict another member.
 WHOLE = {"stop", "stop_token_ids", "logit_bias", "prompt", "structured_outputs", "response_format"}
 WHOLE |= {"response_format.json_schema.schema", *(f"input[{at}].role" for at in range(4))}
-WHOLE |= {"tool_choice", "tool_choice.name", "tool_choice.function.name"}
+WHOLE |= {"tool_choice", "tool_choice.name", "tool_choice.function.name", "stream_options"}
 
 
 @pytest.mark.parametrize(("parse", "body"), FULL)
@@ -304,6 +304,19 @@ def test_a_mistake_is_named(parse, fields, param):
         (chat, {"top_logprobs": 21, "logprobs": True}, "is 21; it must be an integer from 0 to 20"),
         (chat, {"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` sets `messages"),
+        # Options that would do nothing:
+        *((parse, {"stream_options": {}, **more}, "needs `stream`: true")
+          for parse in (completion, chat, responses) for more in ({}, {"stream": False})),
+        (chat, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "`stream_options.continuous_usage_stats` is true; it needs `include_usage`: true"),
+        (responses, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "`stream_options.continuous_usage_stats` is not supported"),
+        (completion, {"prompt": [1, 2], "add_special_tokens": True},
+         "`add_special_tokens` is true, but no `prompt` is a text"),
+        *((tokenize, {name: value}, f"`{name}` is for `messages`") for name, value in [
+            ("tools", []), ("tool_choice", "none"), ("add_generation_prompt", False),
+            ("chat_template_kwargs", {}), ("enable_thinking", True), ("reasoning_effort", "low"),
+            ("verbosity", "low"), ("continue_final_message", False)]),
         # Values in their own spelling:
         (completion, {"prompt": {"a": None}}, '{"a": null}'),
         (completion, {"stop": [True]}, "[true]"),
@@ -327,7 +340,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (tokenize, {"prompt": None}, "`prompt` is null"),
         (tokenize, {"messages": 3}, "it must be a list, not empty, of objects with `role` and"),
         # A field of another endpoint is told from a misspelt one:
-        (responses, {"stop": "x"}, "`stop` is not a parameter of /v1/responses but of "
+        (responses, {"n": 2}, "`n` is not a parameter of /v1/responses but of "
          "/v1/chat/completions and /v1/completions; leave it out."),
         (responses, {"max_tokens": 1}, "is called `max_output_tokens` at /v1/responses; send that"),
         (responses, {"messages": []}, "is called `input` at /v1/responses; send that."),
@@ -336,7 +349,7 @@ def test_a_mistake_is_named(parse, fields, param):
         (completion, {"tools": []},
          "but of /tokenize and /v1/chat/completions and /v1/responses; leave it out."),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
-        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p?); leave it out."),
+        (responses, {"topp": 1}, "`topp` is not supported (did you mean top_p or stop?)"),
         (chat, {"max_token": 1}, "`max_token` is not supported (did you mean max_tokens or min_"),
         (chat, {"weather": 1}, "`weather` is not supported; leave it out."),
         (chat, {"x" * 100_000: 1}, "xxx"),

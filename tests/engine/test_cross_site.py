@@ -1,0 +1,145 @@
+"""Web pages of other sites cannot spend a server's compute, at the proxy and at a server alike."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.test_access import ALICE, IN_OPTIONS, SIDES, front
+from tests.proxy.fakes import Fake, Rig, answers, decodes
+from tests.rigs.http_server import serving
+
+BODY = json.dumps({"model": "m", "prompt": "ab"})
+OTHER_SITE: list[dict[str, str]] = [
+    {"sec-fetch-site": "cross-site", "origin": "http://evil.example"},
+    {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:1"},  # another port
+    {"sec-fetch-site": "none", "origin": "chrome-extension://abc"},
+    {"sec-fetch-site": "cross-site"},
+    {"origin": "http://evil.example"},  # a browser without Sec-Fetch-Site
+    {"origin": "null"},
+    {"origin": "http://127.0.0.1:1"},
+]
+# What a page may send without asking the server first (a CORS preflight), and nothing at all.
+SIMPLE: list[dict[str, str]] = [
+    {"content-type": "text/plain"},
+    {"content-type": "text/plain;charset=UTF-8"},
+    {"content-type": "application/x-www-form-urlencoded"},
+    {"content-type": "multipart/form-data; boundary=application/json"},
+    {"content-type": "text/plain; application/json"},
+    {},
+]
+JSON: list[dict[str, str]] = [
+    {"content-type": "application/json"},
+    {"content-type": "Application/JSON; charset=utf-8"},
+]
+POSTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/release_kv",
+    "/register",
+    "/no/such/path",
+)
+
+
+async def post(
+    client: httpx.AsyncClient, headers: dict[str, str], path: str = "/v1/completions"
+) -> httpx.Response:
+    return await client.post(path, content=BODY, headers=headers)
+
+
+@SIDES
+async def test_a_page_of_another_site_is_refused_without_application_json(side, tokenizer):
+    async with front(side, tokenizer) as client:
+        for page in OTHER_SITE:
+            for kind in SIMPLE:
+                answer = await post(client, {**page, **kind})
+                error = answer.json()["error"]
+                assert answer.status_code == 415, (page, kind, answer.text)
+                assert error["code"] == "unsupported_media_type" and not error["retryable"]
+                assert "application/json" in error["message"]
+            for kind in JSON:
+                assert (await post(client, {**page, **kind})).status_code == 200, (page, kind)
+
+
+@SIDES
+async def test_no_endpoint_takes_such_a_body(side, tokenizer):
+    page = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+    async with front(side, tokenizer) as client:
+        for path in POSTS:
+            assert (await post(client, page, path)).status_code == 415, path
+
+
+@pytest.mark.parametrize("own", ["sec-fetch-site", "origin", "both", "default port"])
+@SIDES
+async def test_a_page_of_the_server_itself_is_served(side, own, tokenizer):
+    async with front(side, tokenizer) as client:
+        url = client.base_url
+        origin = {"origin": f"http://{url.host}:{url.port}"}
+        headers = {
+            "sec-fetch-site": {"sec-fetch-site": "same-origin"},
+            "origin": origin,
+            "both": {"sec-fetch-site": "same-origin", **origin},
+            "default port": {"origin": "https://Baton.example", "host": "baton.example:443"},
+        }[own]
+        for kind in (*JSON, *SIMPLE):
+            assert (await post(client, {**headers, **kind})).status_code == 200, kind
+
+
+@SIDES
+async def test_a_client_that_is_no_browser_needs_no_content_type(side, tokenizer):
+    async with front(side, tokenizer) as client:
+        for kind in (*JSON, *SIMPLE):  # curl -d sends that of a form
+            assert (await post(client, kind)).status_code == 200, kind
+
+
+@SIDES
+async def test_a_key_changes_nothing_for_a_page_of_another_site(side, tokenizer):
+    async with front(side, tokenizer, **IN_OPTIONS) as client:
+        page = {**OTHER_SITE[0], "content-type": "text/plain", "x-api-key": ALICE}
+        assert (await post(client, page)).status_code == 415
+
+
+@SIDES
+async def test_a_named_origin_asks_first_and_others_are_not_allowed_to(side, tokenizer):
+    preflight = {"access-control-request-method": "POST"}
+    preflight["access-control-request-headers"] = "content-type"
+    options: dict[str, Any] = {"cors_origin": ("http://page:1",)}
+    async with front(side, tokenizer, **options) as client:
+        path = "/v1/completions"
+        allowed = await client.options(path, headers={"origin": "http://page:1", **preflight})
+        assert allowed.headers["access-control-allow-origin"] == "http://page:1"
+        other = await client.options(path, headers={"origin": "http://page:2", **preflight})
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+    async with front(side, tokenizer) as client:  # no preflight is answered unless a page is named
+        other = await client.options(path, headers={"origin": "http://page:1", **preflight})
+        assert other.status_code == 405
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
+    """A browser tells of them although they send no Origin with a GET."""
+    page = {"sec-fetch-site": "cross-site"}
+    kind = {"content-type": "application/json"}
+    async with serving(tokenizer) as server:
+        for path in ("/drain", "/migrate"):
+            answer = await server.http.post(path, json={"requests": 1}, headers={**page, **kind})
+            assert answer.status_code == 403, path
+    async with Rig(decode=[Fake(answers(200, {}))]) as rig:
+        assert (await rig.client.get("/admin/members", headers=page)).status_code == 403
+        assert (await rig.client.get("/admin/members")).status_code == 200
+
+
+async def test_the_proxys_own_page_reaches_what_it_asks_for():
+    """As its scripts do, in a browser; the page itself may be opened from anywhere."""
+    async with Rig(decode=[Fake(decodes)]) as rig:
+        from_link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert (await rig.client.get("/", headers=from_link)).status_code == 200
+        own = {"sec-fetch-site": "same-origin", "origin": rig.url}
+        assert (await rig.client.get("/ui/state", headers=own)).status_code == 200
+        sent = {**own, "content-type": "application/json"}
+        assert (await post(rig.client, sent, "/v1/chat/completions")).status_code == 200

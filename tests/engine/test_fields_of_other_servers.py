@@ -1,0 +1,111 @@
+"""Fields, paths and names that clients of other servers use, at the proxy and at a server."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import Grammar
+from protocol.version import VERSION
+from tests.engine.test_access import SIDES, front
+from tests.proxy.fakes import Fake, Rig, decodes
+from tests.rigs.http_server import chunks, saying, serving, serving_4k
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ALL = (COMPLETIONS, CHAT, RESPONSES)
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    prompts: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": "ab"},
+        CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+        RESPONSES: {"input": "Hi"},
+    }
+    return {**prompts[path], **fields}
+
+
+async def ask(http: httpx.AsyncClient, path: str, **fields: Any) -> httpx.Response:
+    return await http.post(path, json=body(path, **fields))
+
+
+@SIDES
+async def test_the_version_is_told(side: str, tokenizer: Tokenizer) -> None:
+    async with front(side, tokenizer) as client:
+        answer = await client.get("/version")
+        assert (answer.status_code, answer.json()) == (200, {"version": VERSION})
+        assert (await client.head("/version")).status_code == 200
+        assert (await client.post("/version")).status_code == 405
+
+
+async def test_a_model_card_names_its_root_alike_at_the_proxy_and_at_a_server(tokenizer):
+    async with serving(tokenizer) as server:
+        told = (await server.http.get("/v1/models")).json()["data"][0]
+    async with Rig(decode=[Fake(decodes, told={"model": "m"})]) as rig:
+        proxied = (await rig.client.get("/v1/models/m")).json()
+    for card in (told, proxied):
+        assert (card["id"], card["root"], card["parent"]) == ("m", "m", None)
+
+
+GBNF = 'root ::= "a" | "b"'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+NAMES: list[tuple[dict[str, Any], Grammar]] = [
+    ({"ebnf": GBNF}, Grammar("grammar", GBNF)),
+    ({"grammar": GBNF}, Grammar("grammar", GBNF)),
+    ({"regex": "a+"}, Grammar("regex", "a+")),
+    ({"json_schema": SCHEMA}, Grammar("json_schema", _SCHEMA_TEXT)),
+    ({"json_schema": _SCHEMA_TEXT}, Grammar("json_schema", _SCHEMA_TEXT)),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        Grammar("json_schema", _SCHEMA_TEXT),
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_grammars_have_the_names_that_other_servers_give_them(path, tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "a")) as server:
+        for fields, grammar in NAMES:
+            answer = await ask(server.http, path, **fields)
+            assert answer.status_code == 200, answer.text
+            assert server.engine.added[-1].sampling.grammar == grammar
+        for fields, _ in NAMES[:5]:
+            answer = await ask(server.http, path, guided_regex="b", **fields)
+            assert answer.status_code == 400 and "both say" in answer.text
+        for kind in ("text", "json_schema"):
+            wrong = {"response_format": {"type": kind, "schema": SCHEMA}}
+            assert (await ask(server.http, path, **wrong)).status_code == 400
+        broken = {"response_format": {"type": "json_object", "schema": {"type": "no such"}}}
+        error = (await ask(server.http, path, **broken)).json()["error"]
+        assert error["param"] == "response_format.schema"
+
+
+# -- request_id ----------------------------------------------------------------------------------
+
+PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_a_request_id_is_that_of_the_answer_and_of_nothing_else(path, tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
+        answers = [await ask(server.http, path, request_id="mine-1") for _ in range(2)]
+        for answer in answers:
+            assert answer.json()["id"] == PREFIXES[path] + "mine-1"
+            assert answer.headers["x-request-id"] != "mine-1"
+        first, second = server.engine.added
+        assert "mine" not in first.request_id and first.request_id != second.request_id
+        if path == RESPONSES:  # nor do the ids of items repeat in a conversation
+            items = [answer.json()["output"][0]["id"] for answer in answers]
+            assert items[0] != items[1]
+        else:
+            streamed = chunks(await ask(server.http, path, request_id="mine-1", stream=True))
+            assert {chunk["id"] for chunk in streamed} == {PREFIXES[path] + "mine-1"}
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_a_request_id_is_short_and_visible(path, tokenizer):
+    async with serving_4k(tokenizer) as server:
+        for wrong in ("", "a b", "a\n", "ü", "x" * 129, 7):
+            answer = await ask(server.http, path, request_id=wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")

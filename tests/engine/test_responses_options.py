@@ -1,0 +1,189 @@
+"""/v1/responses: what shapes its tokens, and their log-probabilities, as OpenAI's client reads."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseTextDeltaEvent, ResponseTextDoneEvent
+
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import AddRequest, Grammar, TokenDelta, TokenLogprobs
+from tests.engine.test_harmony import CALL as HARMONY_CALL
+from tests.engine.test_harmony import FINAL, START, THINK
+from tests.engine.test_http_responses import FLAT, SHOWS, client_of
+from tests.engine.test_http_tools import CALL
+from tests.rigs.http_server import USAGE, saying, serving_4k, serving_harmony, with_template
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+LOGPROBS = "message.output_text.logprobs"
+
+# Fields that chats have too, and one value of each.
+SHARED: dict[str, Any] = {
+    "top_k": 7,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"5": 3},
+    "stop_token_ids": [9],
+    "min_tokens": 2,
+    "allowed_token_ids": [97, 98, 256],
+    "bad_words": ["ab"],
+    "structured_outputs": {"regex": "a+"},
+    "chat_template_kwargs": {"enable_thinking": 5},
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "ignore_eos": True,
+    "priority": 3,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+async def test_a_field_does_what_it_does_in_a_chat(name, tokenizer):
+    knowing = with_template(tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking"))
+    field = {name: SHARED[name]}
+    async with serving_4k(knowing, saying(knowing, "ok")) as server:
+        plain = {"seed": 1, "model": "m", "input": "Hi"}
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            (RESPONSES, plain),
+            (RESPONSES, {**plain, **field}),
+            (CHAT, {"seed": 1, "messages": [{"role": "user", "content": "Hi"}], **field}),
+        ]
+        for path, body in bodies:
+            answer = await server.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        without, told, chat = (_without_id(add) for add in server.engine.added)
+        assert told == chat
+        assert told != without
+
+
+def _without_id(add: AddRequest) -> dict[str, Any]:
+    return {name: getattr(add, name) for name in add.__struct_fields__ if name != "request_id"}
+
+
+async def test_a_stop_string_ends_a_response(tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "one two three")) as server:
+        body = {"model": "m", "input": "Hi", "stop": " two"}
+        told = Response.model_validate((await server.http.post(RESPONSES, json=body)).json())
+    assert (told.output_text, told.status) == ("one", "completed")
+
+
+async def test_what_contradicts_is_named_by_the_fields_of_this_endpoint(tokenizer):
+    mistakes: list[tuple[dict[str, Any], str, str]] = [
+        ({"top_logprobs": 3}, "top_logprobs", LOGPROBS),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "0 to 20"),
+        ({"include": ["file_search_call.results"]}, "include", LOGPROBS),
+        ({"include": LOGPROBS}, "include", "a list"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"min_tokens": 5, "max_output_tokens": 4}, "min_tokens", "`max_output_tokens`"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "`tools`"),
+        (
+            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs.regex",
+            "both say",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+    ]
+    async with serving_4k(tokenizer) as server:
+        for fields, param, words in mistakes:
+            answer = await server.http.post(RESPONSES, json={"input": "Hi", **fields})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), fields
+            assert words in error["message"], fields
+
+
+async def test_json_objects_may_have_a_schema(tokenizer):
+    asked = {"input": "Hi", "text": {"format": {"type": "json_object", "schema": {"type": "null"}}}}
+    async with serving_4k(tokenizer, saying(tokenizer, "null")) as server:
+        assert (await server.http.post(RESPONSES, json=asked)).status_code == 200
+        grammar = server.engine.added[0].sampling.grammar
+        assert grammar == Grammar("json_schema", '{"type": "null"}')
+
+
+# -- log-probabilities ---------------------------------------------------------------------------
+
+
+def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
+    """A script that says `text`; the n-th token's logprob is -n / 8, and the likeliest is "A"."""
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        assert request.sampling.num_logprobs is not None
+        for at, token_id in enumerate(tokenizer.encode(text)):
+            found = TokenLogprobs(-at / 8, tokenizer.encode("A"), [-at / 16])
+            ids = [token_id]
+            yield TokenDelta(request_id=request.request_id, token_ids=ids, logprobs=[found])
+        yield TokenDelta(request_id=request.request_id, finish_reason="stop", usage=USAGE)
+
+    return script
+
+
+# What the model writes, and the messages of the response.
+SAID = [
+    ("añb", ["añb"]),
+    ("<think>I add.</think>So", ["So"]),
+    (f"So:{CALL}Hm.", ["So:", "Hm."]),
+    (CALL, []),
+    ("a <tool", ["a <tool"]),
+]
+
+
+@pytest.mark.parametrize("num_top", [0, 1])
+@pytest.mark.parametrize(("text", "messages"), SAID)
+async def test_each_message_has_the_log_probabilities_of_its_tokens(
+    tokenizer, text, messages, num_top
+):
+    knowing = with_template(tokenizer, SHOWS)
+    asked: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
+    asked["top_logprobs"] = num_top
+    async with serving_4k(knowing, saying_with_logprobs(knowing, text)) as server:
+        async with client_of(server) as client:
+            whole = await client.responses.create(**asked)
+            async with client.responses.stream(**asked) as stream:
+                told = [event async for event in stream]
+                final = await stream.get_final_response()
+    assert whole.top_logprobs == num_top
+    found = [_logprobs_of(item) for item in whole.output if item.type == "message"]
+    assert found == [_logprobs_of(item) for item in final.output if item.type == "message"]
+    ids = knowing.encode(text)
+    for message, logprobs in zip(messages, found, strict=True):
+        raw = b"".join(bytes(one["bytes"]) for one in logprobs)
+        assert raw.decode() == message
+        begin = text.encode().index(raw)  # a token is a byte here
+        assert [one["logprob"] for one in logprobs] == [-(begin + at) / 8 for at in range(len(raw))]
+        for at, one in enumerate(logprobs):
+            top = [{"token": "A", "logprob": -(begin + at) / 16, "bytes": [65]}]
+            assert one["top_logprobs"] == top[:num_top]
+            assert one["token"] == knowing.token_text(ids[begin + at]).text
+    deltas = [event for event in told if isinstance(event, ResponseTextDeltaEvent)]
+    assert "".join(event.delta for event in deltas) == "".join(messages)
+    streamed = [one.logprob for event in deltas for one in event.logprobs]
+    ends = [event for event in told if isinstance(event, ResponseTextDoneEvent)]
+    assert streamed == [one["logprob"] for logprobs in found for one in logprobs][: len(streamed)]
+    assert [[one.logprob for one in event.logprobs] for event in ends] == [
+        [one["logprob"] for one in logprobs] for logprobs in found
+    ]
+
+
+async def test_in_harmony_neither_heads_nor_analysis_nor_calls_have_any(harmony):
+    text = f"{THINK}hm<|end|>{START}{FINAL}Ah<|end|>{START}{HARMONY_CALL}{{}}<|call|>"
+    asked: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
+    async with serving_harmony(harmony, saying_with_logprobs(harmony, text)) as server:
+        async with client_of(server) as client:
+            whole = await client.responses.create(**asked)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert [one["token"] for one in _logprobs_of(whole.output[1])] == ["A", "h"]
+
+
+def _logprobs_of(item: Any) -> list[dict[str, Any]]:
+    (part,) = item.model_dump()["content"]
+    logprobs: list[dict[str, Any]] = part["logprobs"]
+    return logprobs
+
+
+async def test_a_response_has_no_log_probabilities_that_nobody_asked_for(tokenizer):
+    async with serving_4k(tokenizer, saying(tokenizer, "ok")) as server:
+        body = {"input": "Hi", "include": ["reasoning.encrypted_content"]}
+        told = (await server.http.post(RESPONSES, json=body)).json()
+        assert told["output"][0]["content"][0]["logprobs"] == []
+        assert server.engine.added[0].sampling.num_logprobs is None

@@ -1,0 +1,225 @@
+"""Prompts that are cut to fit: truncate_prompt_tokens, and truncation: auto of /v1/responses."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.text.tokenizer import Tokenizer
+from tests.engine.test_http_responses import FLAT
+from tests.engine.test_tokenizer import write_sentencepiece_like
+from tests.rigs.http_server import CONTEXT, READY, Server, saying, serving, with_template
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+ROOMY = replace(READY, max_model_len=4096)
+ALPHABET = string.ascii_lowercase * 20  # of 520 tokens, one per character
+
+
+async def prompt_of(server: Server, path: str = "/v1/completions", **body: Any) -> list[int]:
+    """The token ids that the engine is given."""
+    answer = await server.http.post(path, json={"model": "m", **body})
+    assert answer.status_code == 200, answer.text
+    return server.engine.added[-1].token_ids
+
+
+async def error_of(server: Server, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    answer = await server.http.post(path, json={"model": "m", **body})
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+# -- truncate_prompt_tokens ----------------------------------------------------------------------
+
+
+async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+        ids = tokenizer.encode(ALPHABET)
+        for prompt in (ALPHABET, ids):
+            assert await prompt_of(server, prompt=prompt, truncate_prompt_tokens=7) == ids[-7:]
+        for prompt in ("ab", ids[:2]):  # which is no longer than that
+            assert await prompt_of(server, prompt=prompt, truncate_prompt_tokens=2) == ids[:2]
+        several = {"prompt": [ALPHABET, "b"], "truncate_prompt_tokens": 3}
+        await prompt_of(server, **several)
+        assert [add.token_ids for add in server.engine.added[-2:]] == [ids[-3:], ids[1:2]]
+        messages = [{"role": "user", "content": ALPHABET}]
+        chat = {"messages": messages, "truncate_prompt_tokens": 5}
+        assert await prompt_of(server, CHAT, **chat) == tokenizer.encode("wxyz;")
+        response = {"input": ALPHABET, "truncate_prompt_tokens": 5}
+        assert await prompt_of(server, RESPONSES, **response) == tokenizer.encode("wxyz;")
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"max_tokens": 10}, CONTEXT - 10),
+        ({"max_tokens": 10, "max_completion_tokens": 9}, CONTEXT - 9),
+        ({"max_tokens": 0}, CONTEXT),
+        ({}, CONTEXT - CONTEXT // 4),  # kept free for an answer of unknown length
+    ],
+)
+async def test_minus_1_keeps_what_fits_the_context_beside_the_answer(limits, kept, tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "x")) as server:
+        found = await prompt_of(server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits)
+        assert found == tokenizer.encode(ALPHABET)[-kept:]
+
+
+async def test_an_answer_that_does_not_fit_is_refused_whatever_is_cut(tokenizer):
+    async with serving(tokenizer) as server:
+        limits = {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}
+        error = await error_of(server, prompt=ALPHABET, **limits)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        for wrong in (0, -2, 1.5, "auto", True, 2**31):
+            error = await error_of(server, prompt="a", truncate_prompt_tokens=wrong)
+            assert error["param"] == "truncate_prompt_tokens"
+
+
+async def test_the_tokens_before_every_text_stay(tmp_path: Path) -> None:
+    write_sentencepiece_like(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ready = replace(READY, max_model_len=4096, vocab_size=4096)
+    async with serving(tokenizer, saying(tokenizer, "x"), ready=ready) as server:
+        before = tokenizer.encode("")
+        whole = tokenizer.encode("Hi Hi Hi Hi")
+        assert before and whole[: len(before)] == before and len(whole) > len(before) + 2
+        limit = len(before) + 2
+        found = await prompt_of(server, prompt="Hi Hi Hi Hi", truncate_prompt_tokens=limit)
+        assert found == [*before, *whole[-2:]]
+        found = await prompt_of(server, prompt=whole, truncate_prompt_tokens=limit)
+        assert found == whole[-limit:]  # token ids are the client's own
+
+
+class _Counting(Tokenizer):
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.__dict__ = {**tokenizer.__dict__}
+        self.num_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_of_a_long_text_only_the_end_is_tokenized(tokenizer):
+    counting = _Counting(tokenizer)
+    text = ALPHABET * 1000
+    async with serving(counting, saying(tokenizer, "x"), max_body=10**6) as server:
+        counting.num_chars = 0
+        found = await prompt_of(server, prompt=text, truncate_prompt_tokens=7)
+        assert found == tokenizer.encode("tuvwxyz")
+        messages = [{"role": "user", "content": text}]
+        chat = {"messages": messages, "truncate_prompt_tokens": 5}
+        assert await prompt_of(server, CHAT, **chat) == tokenizer.encode("wxyz;")
+        assert counting.num_chars < len(text) / 10
+
+
+async def test_an_echo_is_of_what_the_model_has_read(tokenizer):
+    async with serving(tokenizer, saying(tokenizer, "!")) as server:
+        body = {"prompt": ALPHABET, "truncate_prompt_tokens": 3, "echo": True}
+        answer = await server.http.post("/v1/completions", json=body)
+        assert answer.json()["choices"][0]["text"] == "xyz!"
+        assert answer.json()["usage"]["prompt_tokens"] == 3
+
+
+# -- truncation: auto ----------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %};{% endfor %}"
+)
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def called(number: int) -> list[dict[str, Any]]:
+    call = {"type": "function_call", "call_id": f"c{number}", "name": "add", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": f"c{number}", "output": "o" * 9}]
+
+
+CONVERSATION = [said("user", "1" * 9), said("assistant", "2" * 9), said("user", "3" * 9)]
+LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "prompt"),
+    [
+        # Each turn has 11 tokens, the context 64.
+        (CONVERSATION, 31, "u111111111;a222222222;u333333333;"),
+        (CONVERSATION, 32, "u333333333;"),
+        (CONVERSATION + LATER, 31, "u333333333;a444444444;u555555555;"),
+        (CONVERSATION + LATER, 32, "u555555555;"),
+        ([said("system", "s"), *CONVERSATION], 31, "ss;u333333333;"),
+        ([said("developer", "d"), *CONVERSATION, *LATER], 28,
+         "sd;u333333333;a444444444;u555555555;"),
+        # No result of a call without its call, and no answer without its question if that fits.
+        ([*CONVERSATION[:1], *called(1), *LATER[1:]], 40, "u555555555;"),
+        ([*CONVERSATION[:1], *called(1)], 35, "u111111111;a<add>;tooooooooo;"),
+        ([*CONVERSATION[:1], *called(1), *called(2)], 40, "a<add>;tooooooooo;"),
+        ([*CONVERSATION[:1], *called(1), *called(2)], 20, "a<add>;tooooooooo;a<add>;tooooooooo;"),
+        ("x" * 9, 50, "uxxxxxxxxx;"),
+    ],
+)  # fmt: skip
+async def test_the_oldest_items_are_dropped_until_the_rest_fits(given, limit, prompt, tokenizer):
+    knowing = with_template(tokenizer, TEMPLATE + "{# tools #}")
+    body = {"input": given, "max_output_tokens": limit, "truncation": "auto", "tools": [FLAT]}
+    async with serving(knowing, saying(knowing, "x")) as server:
+        assert knowing.decode(await prompt_of(server, RESPONSES, **body)) == prompt
+        told = (await server.http.post(RESPONSES, json=body)).json()
+        assert told["truncation"] == "auto"
+
+
+async def test_a_template_may_refuse_what_begins_with_an_answer(tokenizer):
+    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    knowing = with_template(tokenizer, refuses + TEMPLATE + "{# tools #}")
+    items = [*CONVERSATION, *called(1), *called(2), *called(3)]
+    body = {"input": items, "truncation": "auto"}
+    async with serving(knowing, saying(knowing, "x"), ready=ROOMY) as server:
+        found = await prompt_of(server, RESPONSES, **body, truncate_prompt_tokens=65)
+        assert knowing.decode(found) == "u333333333;" + "a<add>;tooooooooo;" * 3
+        error = await error_of(server, RESPONSES, **body, truncate_prompt_tokens=64)
+        assert "user first" in error["message"]
+
+
+async def test_instructions_stay(tokenizer):
+    knowing = with_template(tokenizer, TEMPLATE)
+    body = {"instructions": "Be kind", "input": [*CONVERSATION, *LATER], "truncation": "auto"}
+    async with serving(knowing, saying(knowing, "x")) as server:
+        found = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
+        assert knowing.decode(found) == "sBe kind;u555555555;"
+
+
+async def test_without_a_limit_there_is_space_for_an_answer(tokenizer):
+    knowing = with_template(tokenizer, TEMPLATE)
+    body = {"input": [*CONVERSATION, *LATER], "truncation": "auto"}
+    async with serving(knowing, saying(knowing, "x")) as server:
+        found = await prompt_of(server, RESPONSES, **body)
+        assert len(found) == 33 <= CONTEXT - CONTEXT // 4
+        # One that is the last fits the context, and is served as without truncation.
+        found = await prompt_of(server, RESPONSES, input="x" * (CONTEXT - 4), truncation="auto")
+        assert len(found) == CONTEXT - 2
+
+
+async def test_a_last_item_that_does_not_fit_is_refused(tokenizer):
+    knowing = with_template(tokenizer, TEMPLATE)
+    items = [*CONVERSATION, said("user", "x" * 100)]
+    async with serving(knowing, saying(knowing, "x")) as server:
+        error = await error_of(server, RESPONSES, input=items, truncation="auto")
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+        error = await error_of(server, RESPONSES, input=CONVERSATION * 9)  # as by default
+        assert error["code"] == "context_length_exceeded"
+        error = await error_of(server, RESPONSES, input="a", truncation="middle")
+        assert error["param"] == "truncation"
+
+
+async def test_a_conversation_may_be_many_times_as_long_as_the_context(tokenizer):
+    knowing = with_template(tokenizer, TEMPLATE)
+    items = [said("user", f"{number:09}") for number in range(5000)]
+    body = {"input": items, "truncation": "auto", "truncate_prompt_tokens": 44}
+    async with serving(knowing, saying(knowing, "x"), max_body=10**6) as server:
+        found = knowing.decode(await prompt_of(server, RESPONSES, **body))
+        assert found == "".join(f"u{number:09};" for number in range(4996, 5000))

@@ -175,12 +175,7 @@ class TextEncoder:
 
 def _chat(parsed: ChatRequest, tokenizer: Tokenizer, option: str) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
-    messages = []
-    for turn in parsed.messages:
-        message = {"content": turn.content, **turn.model_dump(exclude_none=True)}
-        if thoughts := turn.thoughts:
-            message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
-        messages.append(message)
+    messages = [turn.template_message for turn in parsed.messages]
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
         messages = one_call_each(messages)
     messages, tools = with_tools(messages, parsed.toolset, tokenizer, option)
@@ -204,7 +199,7 @@ def with_tools(
     how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "").replace("{call}", call)
     told = "\n".join(["You can call these tools:", *functions, how])
     if messages and messages[0]["role"] in ("system", "developer"):
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{told}"}
         return [first, *messages[1:]], None
     return [{"role": "system", "content": told}, *messages], None
 

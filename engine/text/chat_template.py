@@ -54,7 +54,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         field: str = "messages",
     ) -> str:
-        """The text of `messages`.
+        """The text of `messages`. A null `content` stays, other null members are left out.
 
         A "developer" message is a "system" one for a template that does not know the role.
 
@@ -67,14 +67,17 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
         """
-        plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        plain = [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            for message in messages
+        ]
         for message in plain:
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = [_with_text(call) for call in calls]
         if continue_final_message:
-            plain[-1]["content"] += _HERE
+            plain[-1]["content"] = (plain[-1].get("content") or "") + _HERE
         given = {
             **special_tokens,
             **(variables or {}),

@@ -179,7 +179,8 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             group_of[call["id"]] = groups[-1]
             message = {"role": "assistant", "content": ""}
         if message["role"] in _SYSTEM and before and before[0]["role"] in _SYSTEM:
-            before[0] = {**before[0], "content": f"{before[0]['content']}\n\n{said}"}
+            texts = [before[0].get("content"), said]
+            before[0] = {**before[0], "content": "\n\n".join(text or "" for text in texts)}
         elif not calls:
             groups.append([message])
     return [message for group in groups for message in group]

@@ -36,7 +36,7 @@ def reasoning_begins(
         return None
     tail = tokenizer.decode_all(prompt_ids[-_TAIL_TOKENS:]).rstrip()
     if request.continue_final_message:
-        said = request.messages[-1].content
+        said = request.messages[-1].content or ""
         tail = OPEN if said.rfind(OPEN) > said.rfind(CLOSE) else CLOSE * (CLOSE in said)
     if tail.endswith(CLOSE):
         return None

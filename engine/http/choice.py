@@ -159,17 +159,14 @@ class PromptGeneration:
         return self._found
 
     def _text_and_offsets(self) -> tuple[str, list[int]]:
-        """The text to echo, and where in it each token begins.
+        """The text to echo, and where in it each token begins. The beginning of a character, which
+        may end the ids that a client sends, is in the text of the choice.
 
         A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
         """
         skips = self._given is None and self.request.skip_special_tokens
-        detokenizer = create_detokenizer(self._tokenizer, skip_special_tokens=skips)
-        offsets, text = [], ""
-        for token_id in self.ids:
-            offsets.append(len(text))
-            text += detokenizer.push(token_id)
-        text += detokenizer.flush()
+        detokenizer = create_detokenizer(self._tokenizer, self.ids, skip_special_tokens=skips)
+        text, offsets = detokenizer.echo(self.ids)
         if self._given is None:
             return text, offsets
         size = len(self._given)
@@ -220,7 +217,11 @@ class ChoiceStream:
         shown: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
         shown += SPECIAL_TAGS if tool_parser else ()
         self._detokenizer = create_detokenizer(
-            tokenizer, add.token_ids, skip_special_tokens=skips, shown=shown
+            tokenizer,
+            add.token_ids,
+            skip_special_tokens=skips,
+            shown=shown,
+            echoes_prompt=request.wants_echo,
         )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included

@@ -114,6 +114,11 @@ class Tokenizer:
         """Each token as the vocabulary spells it; None for an id that it does not have."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
+    def byte_of(self, token_id: int) -> bytes | None:
+        """The byte of a token that a vocabulary of words spells like `<0xE2>`; None for another."""
+        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return bytes.fromhex(spelled[1]) if spelled else None
+
     def render_chat(
         self, messages: Sequence[dict[str, Any]], *, field: str = "messages", **options: Any
     ) -> str:
@@ -142,9 +147,9 @@ class Tokenizer:
     def _token_raw(self, token_id: int) -> bytes:
         if self.token_bytes is not None and token_id < len(self.token_bytes):
             return self.token_bytes[token_id]
-        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
-        if spelled:
-            return bytes.fromhex(spelled[1])
+        byte = self.byte_of(token_id)
+        if byte is not None:
+            return byte
         # A decoder may drop a space at the very start, so the token is read after another one.
         both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
         return both[len(self._tokenizer.decode(self._anchor)) :].encode()

@@ -324,5 +324,5 @@ def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
         rest = parser.finish()
         piece.text += rest.content
         piece.tool_calls += rest.calls
-        if piece.finish_reason == "stop" and parser.num_calls:
-            piece.finish_reason = "tool_calls"
+        if piece.finish_reason == "stop" and parser.has_complete_calls:
+            piece.finish_reason = "tool_calls"  # which says that no arguments are cut off

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from engine.text.chat_template import ChatTemplate
 from engine.text.harmony import END, MESSAGE, START
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_arguments import as_json, call_in, json_of_python, quoted
+from engine.text.tool_arguments import as_json, call_in, is_json, json_of_python, quoted
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
 from protocol.settings.options import ToolSyntax
 
@@ -163,6 +163,8 @@ class ToolParser:
         self, tools: Tools, form: str, has_short_ids: bool = False, answer_id: str = ""
     ) -> None:
         self.num_calls = 0
+        self._is_open = False  # the arguments of the last call go on
+        self._named_arguments: list[str] = []  # of the tool that the request names
         self._has_short_ids, self._answer_id = has_short_ids, answer_id
         self._tools = tools
         self._form = form
@@ -175,6 +177,14 @@ class ToolParser:
         self._marks = ("\"'", "([{", ")]}") if form == "pythonic" else ('"', "[{", "]}")
         self._reader = _READERS[form](self)
         next(self._reader)
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether there are calls, and each that the client receives has all of its arguments."""
+        if self._form == "named":
+            return is_json("".join(self._named_arguments))
+        num_complete = self.num_calls - self._is_open
+        return num_complete > 0 and not (self._is_open and self._tools.parallel)
 
     def feed(self, text: str) -> Parsed:
         self._parsed = Parsed()
@@ -245,6 +255,7 @@ class ToolParser:
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
                 before = ", "
             self._tell("{}" if before == "{" else "}")
+            self._is_open = False
             for tag in tags.ends:
                 yield from self._skip(tag)
 
@@ -259,6 +270,7 @@ class ToolParser:
             if arguments is None or not self._begin_call(name):
                 break
             self._tell(arguments)
+            self._is_open = False
             if (yield from self._skip("]")):
                 yield from self._skip("<|python_end|>")
                 yield from self._peek()
@@ -287,6 +299,8 @@ class ToolParser:
                 self._text = yield
             elif is_call := not is_call:
                 self._begin_call((yield from self._to(MESSAGE))[:-1])
+            else:
+                self._is_open = False
 
     def _all_the_rest(self) -> _Reader[None]:
         """Is content."""
@@ -300,6 +314,7 @@ class ToolParser:
         self._text = yield
         self._begin_call(self._tools.name)
         while True:
+            self._named_arguments.append(self._text)
             self._tell(self._rest())
             self._text = yield
 
@@ -382,6 +397,7 @@ class ToolParser:
         self._tell("{")
         self._depth = 1
         yield from self._until((0,), self._tell)
+        self._is_open = False
         return True
 
     def _types_of(self, name: str | None) -> dict[str, Any]:
@@ -414,6 +430,7 @@ class ToolParser:
             if head and self._begin_call(call_in(head[1] + "}")[0]):
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
+                self._is_open = False
                 if not (yield from self._skip(_CLOSE)):  # without the last bracket
                     yield from self._until((0,), lambda text: None)
                 return True
@@ -422,6 +439,7 @@ class ToolParser:
             name, arguments = call_in("".join(self._held[at:]))
             if self._begin_call(name):
                 self._tell(arguments)
+                self._is_open = False
                 return True
         self._let_go()
         return False
@@ -454,6 +472,7 @@ class ToolParser:
         if name is None or not (is_sure or name in self._tools.names):
             return False
         self._held = []
+        self._is_open = True
         self.num_calls += 1
         at = self.num_calls - 1
         call = call_id(self._answer_id, at, self._has_short_ids)

@@ -84,7 +84,7 @@ class ResponsesWriter(ResponseWriter):
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events of the last piece, the whole response in the last of them."""
         before, status = self.chunk(piece), _status(piece)
-        before += b"".join(self._end(status))
+        before += b"".join(self._end(piece))
         whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
         return before + self._event(status, response=whole)
 
@@ -101,7 +101,7 @@ class ResponsesWriter(ResponseWriter):
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         status = _status(pieces[0])
-        _ = [*self._end(status)]
+        _ = [*self._end(pieces[0])]
         return _encode({**self._response(status, usage), **extra})
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
@@ -126,11 +126,17 @@ class ResponsesWriter(ResponseWriter):
         if text:
             yield self._event(f"{item.text_kind}.delta", **item.place, delta=text, **item.extra)
 
-    def _end(self, status: str) -> Iterator[bytes]:
-        """Ends the last item; an answer has one."""
+    def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
+        """Ends the last item; an answer has one. A call without all of its arguments is incomplete,
+        whatever ended the answer."""
         if self._item is None:
             yield from self._add(_MESSAGE, "")
-        yield from self._close(status)
+        is_cut = (
+            self._item is not None
+            and self._item.kind == _CALL
+            and piece.finish_reason != "tool_calls"
+        )
+        yield from self._close("incomplete" if is_cut else _status(piece))
 
     def _close(self, status: str) -> Iterator[bytes]:
         item, self._item = self._item, None

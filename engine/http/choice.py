@@ -13,7 +13,8 @@ from engine.text.harmony import HarmonyParser, head_of, tags_of
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import SPECIAL_TAGS, ToolParser, create_tool_parser
+from engine.text.tool_formats import SPECIAL_TAGS
+from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from protocol.openai.chat import ChatRequest
@@ -34,7 +35,7 @@ class PromptGeneration:
     Args:
         add: the engine's request.
         given: the text that the client sent, or None where it sent token ids.
-        options: how the model writes calls and what it thinks; see tool_parser.tool_syntax and
+        options: how the model writes calls and what it thinks; see tool_formats.tool_syntax and
             reasoning.reasoning_begins.
         first: index in the answer of the first of the choices.
         answer_id: from which the ids of calls follow.

@@ -19,7 +19,7 @@ from engine.http.limits import too_long
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import call_beginnings, tool_syntax
+from engine.text.tool_formats import call_beginnings, tool_syntax
 from protocol.errors import QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest

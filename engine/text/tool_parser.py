@@ -25,29 +25,28 @@ however long blanks or brackets go on.
 """
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.harmony import END, MESSAGE, START
-from engine.text.tokenizer import Tokenizer
 from engine.text.tool_arguments import as_json, call_in, is_json, json_of_python, quoted
-from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
-from protocol.settings.options import ToolSyntax
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG, _PYTHON_START = "<|python_tag|>", "<|python_start|>"
-_MISTRAL = "[TOOL_CALLS]"
-_CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-# Those that some vocabularies have as special tokens, which are no text elsewhere.
-SPECIAL_TAGS: Final = (
-    *(_OPEN, _CLOSE, _MISTRAL, "[ARGS]", "[CALL_ID]"),
-    *(_CALLS, _END_CALLS, _CALL, _END_CALL, "<｜tool▁sep｜>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+from engine.text.tool_formats import (
+    CALL,
+    CALLS,
+    CLOSE,
+    END_CALL,
+    END_CALLS,
+    MISTRAL,
+    OPEN,
+    PYTHON_START,
+    PYTHON_TAG,
+    TAGS,
+    tool_syntax,
 )
-_FUNCTION = "<function="
+from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
+
 _BLANKS = " \t\r\n"
 _BETWEEN = _BLANKS + "[],;"
 _PLAIN = re.compile(rf".[^<\[{_BLANKS}]*", re.DOTALL)  # where no tag begins
@@ -69,44 +68,6 @@ _HEADS: Final = {
     "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
 }
 
-
-class _Tags(NamedTuple):
-    """Of formats that write each parameter by itself."""
-
-    begin: tuple[str, ...]  # of a call
-    name_end: str  # perhaps of the next tag, too
-    key: str
-    key_end: str
-    value: str  # none: a line's ends around the value are not of it
-    value_end: str
-    ends: tuple[str, ...]  # of a call
-
-
-_TAGS: Final = {
-    "qwen3_coder": _Tags(
-        (_OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", ("</function>", _CLOSE)
-    ),
-    "glm45": _Tags(
-        (_OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (_CLOSE,)
-    ),
-}  # fmt: skip
-# What a chat template shows of a format, the surest first, and the tokens that are its tags.
-_SHOWN: Final[dict[ToolSyntax, str]] = {
-    "mistral": r"\[TOOL_CALLS\]",
-    "deepseek_v3": _CALL,
-    "qwen3_coder": _FUNCTION,
-    "glm45": "<arg_key>",
-    "hermes": _OPEN,
-    "pythonic": r"func_name1\(",
-    "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
-}
-# What only a call begins with, in some formats with the name of a tool.
-_BEGINNINGS: Final[dict[ToolSyntax, tuple[str, ...]]] = {
-    "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
-    "glm45": (_OPEN,), "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
-    "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'), "harmony": (" to=functions.{}",),
-}  # fmt: skip
-
 # A reader asks for more text wherever it is, and returns what the last type says.
 _T = TypeVar("_T")
 _Reader = Generator[None, str, _T]
@@ -118,25 +79,6 @@ class Parsed:
 
     content: str = ""
     calls: list[ToolCallPiece] = field(default_factory=list)
-
-
-def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
-    """How the model writes calls: `--tool-call-parser`, or as its chat template shows; Hermes' way
-    where that does not say."""
-    source = template.source if template and template.knows_tools else ""
-    shown: Iterator[ToolSyntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
-    return next(shown, "hermes") if option == "auto" else cast(ToolSyntax, option)
-
-
-def call_beginnings(tools: Tools, option: str, tokenizer: Tokenizer) -> tuple[str | int, ...]:
-    """What the model may begin an answer with to call a tool of its own accord: texts, and tokens
-    that are no text."""
-    if tools.mode != "auto":
-        return ()
-    forms = _BEGINNINGS[tool_syntax(option, tokenizer.chat_template)]
-    texts = dict.fromkeys(form.format(name) for form in forms for name in sorted(tools.names))
-    found = {text: tokenizer.id_of(text) for text in texts}
-    return tuple(n if n in tokenizer.special_ids else text for text, n in found.items())
 
 
 def create_tool_parser(
@@ -206,15 +148,15 @@ class ToolParser:
     def _read_hermes(self) -> _Reader[None]:
         """Objects between tags, text around them."""
         while True:
-            yield from self._content_to(_OPEN)
+            yield from self._content_to(OPEN)
             if (yield from self._call()):
                 yield from self._skip("}")  # one too many
-                yield from self._skip(_CLOSE)
+                yield from self._skip(CLOSE)
 
     def _read_mistral(self) -> _Reader[None]:
         """A tag before a list of objects, or before each name and its arguments."""
         while True:
-            yield from self._content_to(_MISTRAL)
+            yield from self._content_to(MISTRAL)
             if (yield from self._peek()) not in ("[", "{"):
                 yield from self._headed_call()
                 continue
@@ -227,15 +169,15 @@ class ToolParser:
     def _read_deepseek(self) -> _Reader[None]:
         """Calls between tags of their own, and all of them between two that may be missing."""
         while True:
-            yield from self._content_to(_CALLS, _CALL)
+            yield from self._content_to(CALLS, CALL)
             if (yield from self._headed_call()):
                 yield from self._skip("```")
-                yield from self._skip(_END_CALL)
-                yield from self._skip(_END_CALLS)
+                yield from self._skip(END_CALL)
+                yield from self._skip(END_CALLS)
 
     def _read_tagged(self) -> _Reader[None]:
         """Functions and parameters between tags; the outermost ones may be missing."""
-        tags = _TAGS[self._form]
+        tags = TAGS[self._form]
         while True:
             yield from self._content_to(*tags.begin)
             name = yield from self._head(tags.name_end)
@@ -261,7 +203,7 @@ class ToolParser:
 
     def _read_pythonic(self) -> _Reader[None]:
         """A list of Python's calls; else all is content."""
-        yield from self._tag(_PYTHON_START)
+        yield from self._tag(PYTHON_START)
         is_list = yield from self._tag("[")
         while is_list and (name := (yield from self._head("("))):
             at, self._depth = len(self._held), 1
@@ -279,7 +221,7 @@ class ToolParser:
 
     def _read_json(self) -> _Reader[None]:
         """Objects one after another, in a list or with semicolons between; else all is content."""
-        while (yield from self._tag(_PYTHON_TAG, _BLANKS + "[")):
+        while (yield from self._tag(PYTHON_TAG, _BLANKS + "[")):
             pass  # it announces calls
         between = _BLANKS
         while (yield from self._call(between)):
@@ -431,7 +373,7 @@ class ToolParser:
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
                 self._is_open = False
-                if not (yield from self._skip(_CLOSE)):  # without the last bracket
+                if not (yield from self._skip(CLOSE)):  # without the last bracket
                     yield from self._until((0,), lambda text: None)
                 return True
             if self._depth:

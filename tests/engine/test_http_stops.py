@@ -1,4 +1,4 @@
-"""Stop strings and end tokens within calls and JSON: the finish reason tells whether all is there."""
+"""Stop strings and end tokens within calls and JSON: whether the end says that all is there."""
 
 import json
 from typing import Any

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.tool_parser import ToolParser, create_tool_parser, tool_syntax
+from engine.text.tool_formats import tool_syntax
+from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.openai.tools import ToolCallPiece, Tools, join_pieces
 
 _TYPES = {"a": "integer", "s": "string", "deep": ["object", "null"], "ok": "boolean"}

@@ -13,7 +13,7 @@ from engine.text.harmony import HarmonyParser, head_of, tags_of
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_formats import SPECIAL_TAGS
+from engine.text.tool_formats import SPECIAL_TAGS, CallOpenings
 from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
@@ -65,11 +65,15 @@ class PromptGeneration:
         if begins == "harmony":
             head = head_of(add.token_ids, tokenizer)
             how_told = head, tags_of(tokenizer), tools.mode == "auto"
+        openings = CallOpenings(tools, option, tokenizer.chat_template)
         self.choices = []
         for index in range(first, first + add.num_choices):
             how = option, tokenizer.chat_template, f"{answer_id}-{index}"
             parser = create_tool_parser(tools, *how)
-            thinks = HarmonyParser(*how_told) if begins == "harmony" else ReasoningParser(begins)
+            if begins == "harmony":
+                thinks: ReasoningParser = HarmonyParser(*how_told)
+            else:
+                thinks = ReasoningParser(begins, openings)
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
@@ -229,6 +233,7 @@ class ChoiceStream:
         self._first = True
         self._tool_parser = tool_parser
         self.num_reasoning = 0  # of the tokens
+        self._num_waiting = 0  # of the last tokens, that are reasoning unless it ends before them
         self._reasoning = reasoning
 
     @property
@@ -304,13 +309,19 @@ class ChoiceStream:
             text, self.stop_found = self._stops.push(text)
         self._tell(piece, *self._reasoning.feed(text))
         self.num_reasoning += thinks and self._reasoning.is_inside
+        self._num_waiting = self._num_waiting + 1 if self._reasoning.is_waiting else 0
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.final = delta
         if not self.stop_found:
             text, self.stop_found = self._stops.push(self._detokenizer.flush())
             self._tell(piece, *self._reasoning.feed(text + self._stops.flush()))
-        self._tell(piece, *self._reasoning.finish())
+        was_over = self._reasoning.is_over
+        is_cut = delta.finish_reason != "stop" and not self.stop_found
+        reasoning, text = self._reasoning.finish(is_cut=is_cut)
+        self._tell(piece, reasoning, text)
+        if text and not was_over:
+            self.num_reasoning = max(0, self.num_reasoning - self._num_waiting)
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found
         if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:

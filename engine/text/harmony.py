@@ -97,7 +97,7 @@ class HarmonyParser(ReasoningParser):
         told, self._told = self._told, ("", "")
         return told
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
         self._let_go()
         return self.feed("")
 

@@ -1,10 +1,27 @@
 """The formats in which models write tool calls: their tags, and how a call begins in them. Pure.
 
-engine/text/tool_parser.py shows each format and reads it.
+What models write, by what their chat templates teach them:
+
+    hermes       text <tool_call>{"name": "f", "arguments": {...}}</tool_call> <tool_call>...
+    llama3_json  {"name": "f", "parameters": {...}}; {...}      nothing but calls
+    mistral      text [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
+                 text [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]f{...}
+    deepseek_v3  text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+                 ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+                 (version 3.1: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...})
+    qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
+    glm45        text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
+    pythonic     [f(a=1), g()]                                  nothing but calls
+    harmony      to=functions.f<|message|>{...}                 as engine/text/harmony.py tells it
+    required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
+    named        {...}                                          the arguments alone
+
+Models leave out end tags. A parameter ends at its own one, else where the next parameter begins: at
+one of the tool that the call does not have yet, at any on a line of its own, or behind the call.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple, cast
 
 from engine.text.chat_template import ChatTemplate
@@ -38,14 +55,42 @@ class Tags(NamedTuple):
     value: str  # none: a line's ends around the value are not of it
     value_end: str
     ends: tuple[str, ...]  # of a call
+    after_call: tuple[str, ...]  # without blanks: what no value has, but the text behind one
+
+    def ends_value(self, text: str, keys: Collection[str], names: Collection[str]) -> bool | None:
+        """Whether a value ends before `text`, perhaps without its end tag; None if that depends on
+        more text.
+
+        Args:
+            text: the next MAX_TAG characters, from a "<" on, or as many as there are.
+            keys: the parameters so far, which come once.
+            names: those that may follow; if empty, any.
+        """
+        if text.startswith(self.key):
+            name, end, _ = text[len(self.key) :].partition(self.key_end)
+            if end:
+                name = name.strip()
+                is_name = bool(_PARAMETER.fullmatch(name)) and (not names or name in names)
+                return is_name and name not in keys
+        bare = "".join(text.split())
+        if text.startswith(self.value_end) or bare.startswith(self.after_call):
+            return True
+        is_key = text.startswith(self.key)
+        tags = (self.key, self.value_end, *self.after_call)
+        may_end = is_key or any(tag.startswith(bare) for tag in tags)
+        return None if may_end and len(text) < MAX_TAG else False
 
 
+_PARAMETER = re.compile(r"[\w.-]+")
+MAX_TAG = 128  # characters, with what tells a tag from a text, and blanks
 TAGS: Final = {
     "qwen3_coder": Tags(
-        (OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", ("</function>", CLOSE)
+        (OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", ("</function>", CLOSE),
+        (*(f"</function>{tag}" for tag in (CLOSE, OPEN, _FUNCTION)), CLOSE + OPEN),
     ),
     "glm45": Tags(
-        (OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (CLOSE,)
+        (OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (CLOSE,),
+        (CLOSE + OPEN,),
     ),
 }  # fmt: skip
 # What a chat template shows of a format, the surest first, and the tokens that are its tags.

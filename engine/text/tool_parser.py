@@ -2,21 +2,7 @@
 
     text pieces -> ToolParser -> content (text that is no call) and ToolCallPieces
 
-What models write, by what their chat templates teach them:
-
-    hermes       text <tool_call>{"name": "f", "arguments": {...}}</tool_call> <tool_call>...
-    llama3_json  {"name": "f", "parameters": {...}}; {...}      nothing but calls
-    mistral      text [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
-                 text [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]f{...}
-    deepseek_v3  text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
-                 ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
-                 (version 3.1: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...})
-    qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
-    glm45        text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
-    pythonic     [f(a=1), g()]                                  nothing but calls
-    harmony      to=functions.f<|message|>{...}                 as engine/text/harmony.py tells it
-    required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
-    named        {...}                                          the arguments alone
+engine/text/tool_formats.py shows the formats.
 
 A call's arguments are passed on as they come, as the model spells them, where its name comes before
 them and they are JSON; else once it, or one of its parameters, is complete. Text that turns out to
@@ -25,7 +11,7 @@ however long blanks or brackets go on.
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -38,11 +24,13 @@ from engine.text.tool_formats import (
     CLOSE,
     END_CALL,
     END_CALLS,
+    MAX_TAG,
     MISTRAL,
     OPEN,
     PYTHON_START,
     PYTHON_TAG,
     TAGS,
+    Tags,
     tool_syntax,
 )
 from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
@@ -106,6 +94,7 @@ class ToolParser:
     ) -> None:
         self.num_calls = 0
         self._is_open = False  # the arguments of the last call go on
+        self._is_ended = False  # no more text comes
         self._named_arguments: list[str] = []  # of the tool that the request names
         self._has_short_ids, self._answer_id = has_short_ids, answer_id
         self._tools = tools
@@ -131,18 +120,26 @@ class ToolParser:
     def feed(self, text: str) -> Parsed:
         self._parsed = Parsed()
         self._reader.send(text)
-        if not self._tools.parallel:
-            self._parsed.calls = [call for call in self._parsed.calls if call.index == 0]
-        return self._parsed
+        return self._told()
 
     def finish(self) -> Parsed:
         """What was held back to see what it would become. A call that was cut off after its name
         stays a call."""
-        self._parsed = Parsed("".join(self._held) + self._text)
-        if self._ends_call or (self.num_calls and not self._parsed.content.strip()):
-            self._parsed.content = ""
+        self._parsed = Parsed()
+        self._is_ended = True
+        if self._form in TAGS:
+            self._reader.send("")
+        rest = "".join(self._held) + self._text
+        if not (self._ends_call or (self.num_calls and not rest.strip())):
+            self._parsed.content += rest
         if self._form == "named" and not self.num_calls:
             self._begin_call(self._tools.name)
+        return self._told()
+
+    def _told(self) -> Parsed:
+        """What the client receives of the parsed text."""
+        if not self._tools.parallel:
+            self._parsed.calls = [call for call in self._parsed.calls if call.index == 0]
         return self._parsed
 
     def _read_hermes(self) -> _Reader[None]:
@@ -186,20 +183,73 @@ class ToolParser:
                 continue
             if tags.key.startswith(tags.name_end):
                 self._text = tags.name_end + self._text
-            types, before = self._types_of(name), "{"
+            types = self._types_of(name)
+            keys: list[str] = []
             while (yield from self._skip(tags.key)):
                 self._ends_call = True
-                key = (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
+                key = yield from self._key(tags)
                 margin = "" if tags.value and (yield from self._tag(tags.value)) else "\n"
-                value = (yield from self._to(tags.value_end))[: -len(tags.value_end)]
+                before = ", " if keys else "{"
+                keys.append(key)
+                value, is_closed = yield from self._value(tags, types, keys)
                 self._held = []
-                value = value.removeprefix(margin).removesuffix(margin)
+                value = value.removeprefix(margin).removesuffix(margin if is_closed else "\n")
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
-                before = ", "
-            self._tell("{}" if before == "{" else "}")
+            self._tell("}" if keys else "{}")
             self._is_open = False
             for tag in tags.ends:
                 yield from self._skip(tag)
+
+    def _key(self, tags: Tags) -> _Reader[str]:
+        """A parameter's name through its end, which may be missing before a value."""
+        while len(self._text) < _MAX_HEAD:
+            self._text = self._text.lstrip()
+            ends = (self._text.find(end) for end in (tags.key_end, tags.value or "\n"))
+            at = min((end for end in ends if end >= 0), default=-1)
+            if at >= 0:
+                key = self._text[:at]
+                self._text = self._text[at:].removeprefix(tags.key_end)
+                return key.strip()
+            self._text += yield
+        return (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
+
+    def _value(
+        self, tags: Tags, types: Collection[str], keys: Collection[str]
+    ) -> _Reader[tuple[str, bool]]:
+        """A parameter's text, and whether its end tag was there. Where that is missing, the text
+        ends before the next parameter, or where the call ends.
+
+        Args:
+            types: the names of the tool's parameters.
+            keys: those that the call has so far.
+        """
+        parts = [""]
+        at = 0  # the text before it is of the value
+        while True:
+            found = self._text.find("<", at)
+            at = found if found >= 0 else len(self._text)
+            before = self._text[at - 1] if at else parts[-1][-1:]
+            names = () if before == "\n" else types
+            is_end = tags.ends_value(self._text[at : at + MAX_TAG], keys, names)
+            if is_end is False:
+                at += 1
+                continue
+            if is_end is None and self._is_ended:  # the end tag is missing: another one counts
+                self._text = "".join([*parts, self._text])
+                parts = [""]
+                ends = [end for tag in tags.ends if (end := self._text.find(tag)) >= 0]
+                is_end = bool(ends) or None
+                at = min(ends, default=0)
+            if is_end:
+                parts.append(self._text[:at])
+                is_closed = self._text.startswith(tags.value_end, at)
+                self._text = self._text[at:].removeprefix(tags.value_end)
+                return "".join(parts), is_closed
+            if at:
+                parts.append(self._text[:at])
+                self._text = self._text[at:]
+                at = 0
+            self._text += yield
 
     def _read_pythonic(self) -> _Reader[None]:
         """A list of Python's calls; else all is content."""

@@ -186,12 +186,14 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 def _beyond_requests(given: dict[str, Any]) -> dict[str, float]:
     """The values that transformers serves and requests may not have, as they are served here."""
     served: dict[str, float] = {}
-    for name, (limit, most) in _REQUEST_LIMITS.items():
-        value = given.get(name)
-        if type(value) in (int, float) and limit < value < math.inf:
+    for name, value in given.items():
+        if name not in _REQUEST_LIMITS or type(value) not in (int, float):
+            continue
+        limit, most = _REQUEST_LIMITS[name]
+        if limit < value < math.inf:
             served[name] = min(value, most)
-    if type(given.get("top_p")) in (int, float) and given["top_p"] == 0:
-        served["top_p"] = _LIKELIEST_ALONE
+        elif name == "top_p" and value == 0:
+            served[name] = _LIKELIEST_ALONE
     return served
 
 

@@ -93,6 +93,17 @@ TAGS: Final = {
         (CLOSE + OPEN,),
     ),
 }  # fmt: skip
+# What stands between a tag and the arguments, by the format, and what ends it.
+_NAME = r"\s*(?P<name>[\w.-]+)\s*"
+HEADS: Final = {
+    "mistral": re.compile(rf"{_NAME}(\[CALL_ID\][^\[{{]*)?(\[ARGS\])?\s*\{{"),
+    "deepseek_v3": re.compile(
+        rf"(\s*function<｜tool▁sep｜>)?{_NAME}(```json|<｜tool▁sep｜>)\s*\{{"
+    ),
+    "qwen3_coder": re.compile(f"{_NAME}>"),
+    "glm45": re.compile(f"{_NAME}<"),
+    "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
+}
 # What a chat template shows of a format, the surest first, and the tokens that are its tags.
 _SHOWN: Final[dict[ToolSyntax, str]] = {
     "mistral": r"\[TOOL_CALLS\]",

@@ -24,6 +24,7 @@ from engine.text.tool_formats import (
     CLOSE,
     END_CALL,
     END_CALLS,
+    HEADS,
     MAX_TAG,
     MISTRAL,
     OPEN,
@@ -43,18 +44,7 @@ _HEAD = re.compile(
     rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]', re.DOTALL
 )
 
-# What stands between a tag and the arguments, by the format, and what ends it.
 _MAX_HEAD = 512  # characters
-_NAME = r"\s*(?P<name>[\w.-]+)\s*"
-_HEADS: Final = {
-    "mistral": re.compile(rf"{_NAME}(\[CALL_ID\][^\[{{]*)?(\[ARGS\])?\s*\{{"),
-    "deepseek_v3": re.compile(
-        rf"(\s*function<｜tool▁sep｜>)?{_NAME}(```json|<｜tool▁sep｜>)\s*\{{"
-    ),
-    "qwen3_coder": re.compile(f"{_NAME}>"),
-    "glm45": re.compile(f"{_NAME}<"),
-    "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
-}
 
 # A reader asks for more text wherever it is, and returns what the last type says.
 _T = TypeVar("_T")
@@ -93,7 +83,7 @@ class ToolParser:
         self, tools: Tools, form: str, has_short_ids: bool = False, answer_id: str = ""
     ) -> None:
         self.num_calls = 0
-        self._is_open = False  # the arguments of the last call go on
+        self._open = set[int]()  # the calls whose arguments are not complete
         self._is_ended = False  # no more text comes
         self._named_arguments: list[str] = []  # of the tool that the request names
         self._has_short_ids, self._answer_id = has_short_ids, answer_id
@@ -106,6 +96,7 @@ class ToolParser:
         self._depth, self._quoted, self._escaped = 0, "", False  # where an object is
         # What quotes texts in it, and opens and closes brackets.
         self._marks = ("\"'", "([{", ")]}") if form == "pythonic" else ('"', "[{", "]}")
+        self._has_tags = form in ("hermes", "deepseek_v3")  # which begin as no JSON does
         self._reader = _READERS[form](self)
         next(self._reader)
 
@@ -114,8 +105,8 @@ class ToolParser:
         """Whether there are calls, and each that the client receives has all of its arguments."""
         if self._form == "named":
             return is_json("".join(self._named_arguments))
-        num_complete = self.num_calls - self._is_open
-        return num_complete > 0 and not (self._is_open and self._tools.parallel)
+        num_told = self.num_calls if self._tools.parallel else min(self.num_calls, 1)
+        return num_told > 0 and self._open.isdisjoint(range(num_told))
 
     def feed(self, text: str) -> Parsed:
         self._parsed = Parsed()
@@ -196,7 +187,7 @@ class ToolParser:
                 value = value.removeprefix(margin).removesuffix(margin if is_closed else "\n")
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
             self._tell("}" if keys else "{}")
-            self._is_open = False
+            self._end_call()
             for tag in tags.ends:
                 yield from self._skip(tag)
 
@@ -262,7 +253,7 @@ class ToolParser:
             if arguments is None or not self._begin_call(name):
                 break
             self._tell(arguments)
-            self._is_open = False
+            self._end_call()
             if (yield from self._skip("]")):
                 yield from self._skip("<|python_end|>")
                 yield from self._peek()
@@ -292,7 +283,7 @@ class ToolParser:
             elif is_call := not is_call:
                 self._begin_call((yield from self._to(MESSAGE))[:-1])
             else:
-                self._is_open = False
+                self._end_call()
 
     def _all_the_rest(self) -> _Reader[None]:
         """Is content."""
@@ -377,7 +368,7 @@ class ToolParser:
 
     def _head(self, end: str) -> _Reader[str | None]:
         """The name in a format's head, whose last character is `end`; None where it is none."""
-        found = _HEADS[self._form].fullmatch((yield from self._to(end, _MAX_HEAD)))
+        found = HEADS[self._form].fullmatch((yield from self._to(end, _MAX_HEAD)))
         return found and found["name"]
 
     def _headed_call(self) -> _Reader[bool]:
@@ -389,7 +380,7 @@ class ToolParser:
         self._tell("{")
         self._depth = 1
         yield from self._until((0,), self._tell)
-        self._is_open = False
+        self._end_call(is_whole=self._depth == 0)
         return True
 
     def _types_of(self, name: str | None) -> dict[str, Any]:
@@ -422,7 +413,7 @@ class ToolParser:
             if head and self._begin_call(call_in(head[1] + "}")[0]):
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
-                self._is_open = False
+                self._end_call(is_whole=self._depth == 1)
                 if not (yield from self._skip(CLOSE)):  # without the last bracket
                     yield from self._until((0,), lambda text: None)
                 return True
@@ -431,13 +422,14 @@ class ToolParser:
             name, arguments = call_in("".join(self._held[at:]))
             if self._begin_call(name):
                 self._tell(arguments)
-                self._is_open = False
+                self._end_call()
                 return True
         self._let_go()
         return False
 
     def _until(self, depths: tuple[int, ...], take: Callable[[str], None]) -> _Reader[None]:
-        """Takes an object's text up to where its brackets come to be so deep."""
+        """Takes an object's text up to where its brackets come to be so deep, or up to a tag, where
+        some of them are missing."""
         quotes, opening, closing = self._marks
         while True:
             for at, char in enumerate(self._text, 1):
@@ -449,6 +441,10 @@ class ToolParser:
                     pass
                 elif char in quotes:
                     self._quoted = char
+                elif char == "<" and self._has_tags:
+                    take(self._text[: at - 1])
+                    self._text = self._text[at - 1 :]
+                    return
                 elif char in opening or char in closing:
                     self._depth += 1 if char in opening else -1
                     if self._depth in depths:
@@ -464,12 +460,16 @@ class ToolParser:
         if name is None or not (is_sure or name in self._tools.names):
             return False
         self._held = []
-        self._is_open = True
+        at = self.num_calls
         self.num_calls += 1
-        at = self.num_calls - 1
+        self._open.add(at)
         call = call_id(self._answer_id, at, self._has_short_ids)
         self._parsed.calls.append(ToolCallPiece(at, "", call, name))
         return True
+
+    def _end_call(self, *, is_whole: bool = True) -> None:
+        if is_whole:
+            self._open.discard(self.num_calls - 1)
 
     def _tell(self, arguments: str) -> None:
         calls = self._parsed.calls

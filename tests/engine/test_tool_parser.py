@@ -125,6 +125,15 @@ CASES = [
     ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg",
      "", [("add", '{"a": 1')]),
     ("glm45", "<tool_call>a b<c", "<tool_call>a b<c", []),
+    # Brackets that are missing.
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": '
+     '"look_up", "arguments": {"s": "<"}}</tool_call> so', " so",
+     [("add", '{"a": 1'), ("look_up", '{"s": "<"}')]),
+    ("hermes", '<tool_call>{"name": "add"</tool_call>\n<tool_call>{"name": "look_up"}</tool_call>',
+     '<tool_call>{"name": "add"</tool_call>', [("look_up", "{}")]),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1<｜tool▁call▁end｜>\n'
+     "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "",
+     [("add", '{"a": [1'), ("look_up", "{}")]),
     # End tags that are missing.
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nDallas\n<parameter=a>\n1\n"
      "<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>", "",

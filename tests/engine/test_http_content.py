@@ -64,6 +64,33 @@ async def test_templates_that_recognise_calls_by_a_null_content_write_them(token
     assert found == ["user:Hi;<call>addtool:2;"] * 2
 
 
+# How templates of released models write a content: GLM-4.5's look at its type first, others add it
+# to a text, and some write the whole message as JSON.
+WRITERS = {
+    "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not mapping %}"
+    "{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif %}{% endmacro %}"
+    "{{ text(m.content) }}": "",
+    "{{ '<' + m.content + '>' }}": "<>",
+    "{{ m.content.split('</think>')[-1] | trim }}": "",
+    "{{ m.content }}": "",
+    "{{ m.content == none }} {{ m.content != none }} {{ m.content is string }}": "True False False",
+    "{{ {'content': m.content} | tojson }} {{ m.content | tojson }}": '{"content": null} null',
+    "{{ [m] | tojson }}": '[{"content": null, "role": "assistant"}]',
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, writer):
+    """Not the text "None", which a template that does not look for nulls would write."""
+    template = "{% set m = messages[-1] %}{% if m.tool_calls %}{# tools #}{% endif %}>" + writer
+    if "[m]" in writer:
+        template = template.replace("[m]", "[{'content': m.content, 'role': m.role}]")
+    turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    body = {"messages": [USER, turn]}
+    found = await prompts(tokenizer, template, "/v1/chat/completions", body)
+    assert found == [f">{WRITERS[writer]}"] * 2
+
+
 @pytest.mark.parametrize(
     ("items", "expected"),
     [

@@ -5,10 +5,11 @@ All that can be known without torch is found wrong here, before any process is s
 
 import json
 import logging
+import math
 import secrets
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from attention.support import UnsupportedPool
 from engine.config import EngineConfig
@@ -28,12 +29,23 @@ from model.sizes import fingerprint
 from protocol.errors import InvalidRequest
 from protocol.ipc.wire import bind
 from protocol.openai.requests import validate
-from protocol.openai.sampling import GenerationConfig
+from protocol.openai.sampling import MAX_INT31, GenerationConfig
 from protocol.settings.machine import available_cores
 from protocol.settings.settings import EngineSettings
 from protocol.version import system_fingerprint
 
 logger = logging.getLogger("baton.serve")
+
+# The largest value of a request, and the largest one of a generation_config.json, which is no other
+# than any above it: a temperature or penalty so large makes all tokens alike.
+_REQUEST_LIMITS: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (2, 1e6),
+    "repetition_penalty": (100, 1e6),
+    "top_p": (1, 1),
+    "top_k": (MAX_INT31, MAX_INT31),
+    "max_new_tokens": (MAX_INT31, MAX_INT31),
+}
+_LIKELIEST_ALONE = 1e-6  # a top_p that only the likeliest token is in
 
 
 class StartFailure(Exception):
@@ -75,10 +87,26 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
     folder = Path(config.model_dir)
     template = Path(config.chat_template) if config.chat_template else None
     tokenizer = Tokenizer(folder, template)  # the sooner its mistakes are told
+    warn_of_unknown_ends(tokenizer)
     found = fingerprint(
         prepared.model_config, folder, load_format=config.load_format, seed=config.seed
     )
     return tokenizer, system_fingerprint(found)
+
+
+def warn_of_unknown_ends(tokenizer: Tokenizer) -> None:
+    """Logs the end tokens of the model's files that the model cannot generate."""
+    if not tokenizer.unknown_eos_ids:
+        return
+    others = ", ".join(map(str, tokenizer.eos_ids))
+    logger.warning(
+        "%s: the end tokens %s are beyond the model's vocabulary and are left out; %s. Correct "
+        "eos_token_id in generation_config.json or config.json, or eos_token in "
+        "tokenizer_config.json.",
+        tokenizer.folder,
+        ", ".join(map(str, tokenizer.unknown_eos_ids)),
+        f"answers end with {others}" if others else "no token ends an answer",
+    )
 
 
 def engine_config(
@@ -128,20 +156,45 @@ def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationCo
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """What of the file requests can say, too; nothing where there is no such file. Raises
-    ModelLoadError for a value that no request may have."""
+    """What of the file requests can say, too; nothing where there is no such file. A value beyond
+    the limits of requests that transformers serves is used all the same, and logged. Raises
+    ModelLoadError for any other value that no request may have."""
     path = folder / "generation_config.json"
     try:
         found = json.loads(path.read_text("utf-8"))
         known = {name: found.get(name) for name in GenerationConfig.model_fields}
         given = {name: value for name, value in known.items() if value is not None}
-        return validate(GenerationConfig, given)
+        served = _beyond_requests(given)
+        for name, value in served.items():
+            logger.warning(
+                "%s: `%s` is %s, which no request may have; using %s",
+                path,
+                name,
+                given[name],
+                value,
+            )
+        config = validate(GenerationConfig, {**given, **dict.fromkeys(served)})
+        return config.model_copy(update=served)
     except FileNotFoundError:
         return GenerationConfig()
     except (InvalidRequest, ValueError, AttributeError) as error:
         raise ModelLoadError(
             f"{path}: {error} Correct it, or use --generation-config none."
         ) from error
+
+
+def _beyond_requests(given: dict[str, Any]) -> dict[str, float]:
+    """The values that transformers serves and requests may not have, as they are served here."""
+    served: dict[str, float] = {}
+    for name, value in given.items():
+        if name not in _REQUEST_LIMITS or type(value) not in (int, float):
+            continue
+        limit, most = _REQUEST_LIMITS[name]
+        if limit < value < math.inf:
+            served[name] = min(value, most)
+        elif name == "top_p" and value == 0:
+            served[name] = _LIKELIEST_ALONE
+    return served
 
 
 def _kv_scales(

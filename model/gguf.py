@@ -100,6 +100,8 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(_ROPE_FACTORS, None)
+    for key, token_id in fields.unknown_tokens().items():
+        progress(f"{key} is {token_id}, which is no token of the file; it is left out")
     config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
     _write_json(target / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -107,7 +109,7 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
     ends = {fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
     ends |= {i for i, token in enumerate(fields.get("tokenizer.ggml.tokens", [])) if token in _ENDS}
     if more := sorted(ends - {None, ids["eos_token_id"]}):
-        ids["eos_token_id"] = [ids["eos_token_id"], *more]
+        ids["eos_token_id"] = [i for i in (ids["eos_token_id"], *more) if i is not None]
     _write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
     progress("writing the tokenizer")
     _write_tokenizer(target, fields.get, config["max_position_embeddings"])
@@ -120,6 +122,8 @@ class _Fields:
 
     def __init__(self, reader: Any) -> None:
         self._fields = reader.fields
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        self._num_tokens = 0 if tokens is None else len(tokens.contents())
         self.architecture = str(self.get("general.architecture"))
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedModel(
@@ -128,8 +132,22 @@ class _Fields:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
+        """A value, or `default` where the file has none, or names a token that it does not have."""
         field = self._fields.get(key)
-        return default if field is None else field.contents()
+        if field is None or not self._is_known(key):
+            return default
+        return field.contents()
+
+    def unknown_tokens(self) -> dict[str, int]:
+        """The keys that name a token beyond the vocabulary, and its id."""
+        return {
+            key: field.contents() for key, field in self._fields.items() if not self._is_known(key)
+        }
+
+    def _is_known(self, key: str) -> bool:
+        if not (key.startswith("tokenizer.") and key.endswith("_token_id")):
+            return True
+        return 0 <= int(self._fields[key].contents()) < self._num_tokens
 
     def of_model(self, key: str, default: Any = None) -> Any:
         value = self.get(f"{self.architecture}.{key}", default)

@@ -13,7 +13,8 @@ from engine.text.harmony import HarmonyParser, head_of, tags_of
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import SPECIAL_TAGS, ToolParser, create_tool_parser
+from engine.text.tool_formats import SPECIAL_TAGS, CallOpenings
+from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs
 from protocol.openai.chat import ChatRequest
@@ -34,7 +35,7 @@ class PromptGeneration:
     Args:
         add: the engine's request.
         given: the text that the client sent, or None where it sent token ids.
-        options: how the model writes calls and what it thinks; see tool_parser.tool_syntax and
+        options: how the model writes calls and what it thinks; see tool_formats.tool_syntax and
             reasoning.reasoning_begins.
         first: index in the answer of the first of the choices.
         answer_id: from which the ids of calls follow.
@@ -64,11 +65,15 @@ class PromptGeneration:
         if begins == "harmony":
             head = head_of(add.token_ids, tokenizer)
             how_told = head, tags_of(tokenizer), tools.mode == "auto"
+        openings = CallOpenings(tools, option, tokenizer.chat_template)
         self.choices = []
         for index in range(first, first + add.num_choices):
             how = option, tokenizer.chat_template, f"{answer_id}-{index}"
             parser = create_tool_parser(tools, *how)
-            thinks = HarmonyParser(*how_told) if begins == "harmony" else ReasoningParser(begins)
+            if begins == "harmony":
+                thinks: ReasoningParser = HarmonyParser(*how_told)
+            else:
+                thinks = ReasoningParser(begins, openings)
             self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
@@ -159,17 +164,14 @@ class PromptGeneration:
         return self._found
 
     def _text_and_offsets(self) -> tuple[str, list[int]]:
-        """The text to echo, and where in it each token begins.
+        """The text to echo, and where in it each token begins. The beginning of a character, which
+        may end the ids that a client sends, is in the text of the choice.
 
         A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
         """
         skips = self._given is None and self.request.skip_special_tokens
-        detokenizer = create_detokenizer(self._tokenizer, skip_special_tokens=skips)
-        offsets, text = [], ""
-        for token_id in self.ids:
-            offsets.append(len(text))
-            text += detokenizer.push(token_id)
-        text += detokenizer.flush()
+        detokenizer = create_detokenizer(self._tokenizer, self.ids, skip_special_tokens=skips)
+        text, offsets = detokenizer.echo(self.ids)
         if self._given is None:
             return text, offsets
         size = len(self._given)
@@ -220,13 +222,18 @@ class ChoiceStream:
         shown: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
         shown += SPECIAL_TAGS if tool_parser else ()
         self._detokenizer = create_detokenizer(
-            tokenizer, add.token_ids, skip_special_tokens=skips, shown=shown
+            tokenizer,
+            add.token_ids,
+            skip_special_tokens=skips,
+            shown=shown,
+            echoes_prompt=request.wants_echo,
         )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
         self._offset = 0  # characters of the answer so far, held ones included
         self._first = True
         self._tool_parser = tool_parser
         self.num_reasoning = 0  # of the tokens
+        self._num_waiting = 0  # of the last tokens, that are reasoning unless it ends before them
         self._reasoning = reasoning
 
     @property
@@ -299,6 +306,7 @@ class ChoiceStream:
         self._tell(piece, *self._reasoning.feed(text))
         is_thought = thinks and self._reasoning.is_inside
         self.num_reasoning += is_thought
+        self._num_waiting = self._num_waiting + 1 if self._reasoning.is_waiting else 0
         if logprobs is not None:
             self._sum_logprobs += logprobs.logprob
             if piece.logprobs is not None:
@@ -312,7 +320,12 @@ class ChoiceStream:
         if not self.stop_found:
             text, self.stop_found = self._stops.push(self._detokenizer.flush())
             self._tell(piece, *self._reasoning.feed(text + self._stops.flush()))
-        self._tell(piece, *self._reasoning.finish())
+        was_over = self._reasoning.is_over
+        is_cut = delta.finish_reason != "stop" and not self.stop_found
+        reasoning, text = self._reasoning.finish(is_cut=is_cut)
+        self._tell(piece, reasoning, text)
+        if text and not was_over:
+            self.num_reasoning = max(0, self.num_reasoning - self._num_waiting)
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found
         if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:
@@ -327,5 +340,5 @@ def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
         rest = parser.finish()
         piece.text += rest.content
         piece.tool_calls += rest.calls
-        if piece.finish_reason == "stop" and parser.num_calls:
-            piece.finish_reason = "tool_calls"
+        if piece.finish_reason == "stop" and parser.has_complete_calls:
+            piece.finish_reason = "tool_calls"  # which says that no arguments are cut off

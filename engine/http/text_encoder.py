@@ -24,7 +24,7 @@ from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_parser import call_beginnings, tool_syntax
+from engine.text.tool_formats import call_beginnings, tool_syntax
 from protocol.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
@@ -248,12 +248,7 @@ def _chat(
     parsed: ChatRequest, tokenizer: Tokenizer, option: str, splitter: SpecialTokenSplitter | None
 ) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
-    messages = []
-    for turn in parsed.messages:
-        message = {"content": turn.content, **turn.model_dump(exclude_none=True)}
-        if thoughts := turn.thoughts:
-            message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
-        messages.append(message)
+    messages = [turn.template_message for turn in parsed.messages]
     toolset = parsed.toolset
     if splitter is not None:
         messages = splitter.mark_messages(messages)
@@ -281,7 +276,7 @@ def with_tools(
     how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "").replace("{call}", call)
     told = "\n".join(["You can call these tools:", *functions, how])
     if messages and messages[0]["role"] in ("system", "developer"):
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{told}"}
         return [first, *messages[1:]], None
     return [{"role": "system", "content": told}, *messages], None
 

@@ -54,7 +54,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         field: str = "messages",
     ) -> str:
-        """The text of `messages`.
+        """The text of `messages`. A null `content` stays one, other null members are left out.
 
         A "developer" message is a "system" one for a template that does not know the role.
 
@@ -67,14 +67,20 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
         """
-        plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        plain = [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            for message in messages
+        ]
+        for message in plain:
+            if "content" in message and message["content"] is None:
+                message["content"] = _NULL
         for message in plain:
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = [_with_text(call) for call in calls]
         if continue_final_message:
-            plain[-1]["content"] += _HERE
+            plain[-1]["content"] = (plain[-1].get("content") or "") + _HERE
         given = {
             **special_tokens,
             **(variables or {}),
@@ -90,6 +96,33 @@ class ChatTemplate:
                 f"The model's chat template refuses these messages: {error}", param=field
             ) from None
         return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
+
+
+class _NullContent(str):
+    """A null content: none to the tests and comparisons of a template, and an empty text where one
+    writes it without a test, which would be the word "None"."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or other is self
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+_NULL = _NullContent()
+
+
+def _with_nulls(value: Any) -> Any:
+    """`value` as JSON has it, with null for a null content."""
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(item) for item in value]
+    return None if value is _NULL else value
 
 
 class _Arguments(dict[str, Any]):
@@ -173,6 +206,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.tests["none"] = lambda value: value is None or value is _NULL
+    environment.tests["string"] = lambda value: isinstance(value, str) and value is not _NULL
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -191,4 +226,4 @@ def _tojson(
 ) -> str:
     """Jinja's own filter escapes HTML, which would put other text into the prompt."""
     layout = {"indent": indent, "separators": separators}
-    return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout)
+    return json.dumps(_with_nulls(value), ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout)

@@ -71,9 +71,10 @@ def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
 
 def vocabulary_of(tokenizer: Tokenizer, num_tokens: int | None = None) -> LLTokenizer:
     """What matchers are made for; takes about a second if it is large."""
-    end_ids = list(tokenizer.eos_ids) or None
+    # An end token may be of the model's padding, which the tokenizer does not have.
+    end_ids = [end_id for end_id in tokenizer.eos_ids if end_id < tokenizer.vocab_size]
     num_tokens = num_tokens or tokenizer.vocab_size
-    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids)
+    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids or None)
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:

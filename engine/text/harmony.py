@@ -8,7 +8,8 @@
 
 An answer is messages, each with a head up to <|message|>. The recipient of a call may also stand
 before the channel. What models write amiss in a head is passed over where a message follows; text
-that no head explains is content.
+that no head explains is content. A message may lack its <|end|>: the next head ends it, also one of
+a call that begins with the recipient.
 
 Tags are tokens. An answer may also spell one out, which is text like any other, so a tag is here a
 character that no text has: half a surrogate pair.
@@ -32,6 +33,11 @@ _ROLE = START + "assistant"
 _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
 _NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{_CHARS}]")
+# The head of a call behind a text that has no <|end|>, and how it begins.
+_OPEN_RECIPIENT = re.compile(r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}")
+_MAYBE_RECIPIENT = re.compile(
+    r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
+)
 _BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")  # as it begins, up to a tag
 _SYSTEM = ("system", "developer")
 _WORDS = ("assistant", "analysis", "commentary", "final", "to=", "json", "code")  # of a head
@@ -74,6 +80,7 @@ class HarmonyParser(ReasoningParser):
         self.tags = tags
         self._tells_calls = tells_calls
         self.is_in_head, self._head = True, ""
+        self._recipient = ""  # the end of a message's text that may be the head of a call
         self._part: Literal["reasoning", "content", "call"] = "content"  # that a message is of
         self._parts = set[str]()  # that have text
         self._gap = ""  # before a message's text
@@ -82,10 +89,10 @@ class HarmonyParser(ReasoningParser):
 
     def feed(self, text: str) -> tuple[str, str]:
         for piece in _PIECE.findall(text):
-            if not self.is_in_head and piece in (START, END, CHANNEL):
-                self._end()
             if not self.is_in_head:
-                self._tell(piece.strip(_CHARS))
+                self._look_for_end(piece)
+            if not self.is_in_head:
+                self._tell_message(piece.strip(_CHARS))
             elif piece == MESSAGE:
                 self._begin_message(is_whole=True)
             elif piece in (START, END):
@@ -97,7 +104,8 @@ class HarmonyParser(ReasoningParser):
         told, self._told = self._told, ("", "")
         return told
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
+        self._tell_recipient()
         self._let_go()
         return self.feed("")
 
@@ -105,12 +113,38 @@ class HarmonyParser(ReasoningParser):
     def _has_tags(self) -> bool:
         return not {*_CHARS}.isdisjoint(self._head)
 
+    def _look_for_end(self, tag: str) -> None:
+        """Ends a message before a tag that begins a head, or goes on with one."""
+        is_of_head = tag in (CHANNEL, CONSTRAIN, MESSAGE)
+        if is_of_head and _OPEN_RECIPIENT.fullmatch(self._recipient):
+            head, self._recipient = self._recipient, ""
+            self._end()
+            self._head = head
+        elif tag in (START, END, CHANNEL):
+            self._tell_recipient()
+            self._end()
+
+    def _tell_message(self, text: str) -> None:
+        """Tells a message's text, but for an end that may be the head of a call."""
+        if self._part == "call" or not self._tells_calls:
+            self._tell(text)
+            return
+        text = self._recipient + text
+        end = _MAYBE_RECIPIENT.search(text)
+        self._recipient = end[0] if end else ""
+        self._tell(text[: len(text) - len(self._recipient)])
+
+    def _tell_recipient(self) -> None:
+        """What looked like the head of a call is text."""
+        text, self._recipient = self._recipient, ""
+        self._tell(text)
+
     def _look(self) -> None:
         """Whether a head may go on so; else it is text."""
         if not (self._has_tags or _BARE_HEAD.fullmatch(self._head)):
             text, self._head = self._head, ""
             self._begin_message(is_whole=True)
-            self._tell(text)
+            self._tell_message(text)
         elif len(self._head) > _MAX_HEAD:
             self._begin_message()
 
@@ -179,7 +213,8 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             group_of[call["id"]] = groups[-1]
             message = {"role": "assistant", "content": ""}
         if message["role"] in _SYSTEM and before and before[0]["role"] in _SYSTEM:
-            before[0] = {**before[0], "content": f"{before[0]['content']}\n\n{said}"}
+            texts = [before[0].get("content"), said]
+            before[0] = {**before[0], "content": "\n\n".join(text or "" for text in texts)}
         elif not calls:
             groups.append([message])
     return [message for group in groups for message in group]

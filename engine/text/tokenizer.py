@@ -47,6 +47,10 @@ class Tokenizer:
     Raises:
         TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
         BrokenTemplate: the chat template cannot be read.
+
+    Attributes:
+        eos_ids: the tokens that end a generation.
+        unknown_eos_ids: others that the model's files name for it and that it cannot generate.
     """
 
     def __init__(self, model_dir: str | Path, chat_template: Path | None = None) -> None:
@@ -67,7 +71,10 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = _byte_level_table(self._tokenizer)
-        self.eos_ids = self._find_eos_ids(folder)
+        end_ids = dict.fromkeys(self._find_eos_ids(folder))
+        num_logits = _model_vocab_size(folder) or self.vocab_size
+        self.eos_ids = tuple(i for i in end_ids if 0 <= i < num_logits)
+        self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
         self.digest = _digest_of(folder, self.chat_template)  # of all that token ids follow from
         plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
@@ -155,6 +162,11 @@ class Tokenizer:
         """Each token as the vocabulary spells it; None for an id that it does not have."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
+    def byte_of(self, token_id: int) -> bytes | None:
+        """The byte of a token that a vocabulary of words spells like `<0xE2>`; None for another."""
+        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return bytes.fromhex(spelled[1]) if spelled else None
+
     def render_chat(
         self, messages: Sequence[dict[str, Any]], *, field: str = "messages", **options: Any
     ) -> str:
@@ -183,9 +195,9 @@ class Tokenizer:
     def _token_raw(self, token_id: int) -> bytes:
         if self.token_bytes is not None and token_id < len(self.token_bytes):
             return self.token_bytes[token_id]
-        spelled = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
-        if spelled:
-            return bytes.fromhex(spelled[1])
+        byte = self.byte_of(token_id)
+        if byte is not None:
+            return byte
         # A decoder may drop a space at the very start, so the token is read after another one.
         both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
         return both[len(self._tokenizer.decode(self._anchor)) :].encode()
@@ -242,6 +254,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from None
     return found if isinstance(found, dict) else {}
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    """The number of tokens that the model has a logit for, None where config.json does not say."""
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):  # of a model that takes images, too
+        config = {**config, **text_config}
+    size = config.get("vocab_size")
+    return size if type(size) is int else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -28,6 +28,15 @@ def call_in(text: str) -> tuple[str | None, str]:
     return name, arguments
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is one complete JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 class _JsonNames(ast.NodeTransformer):
     """Takes JSON's names for Python's."""
 

@@ -2,21 +2,7 @@
 
     text pieces -> ToolParser -> content (text that is no call) and ToolCallPieces
 
-What models write, by what their chat templates teach them:
-
-    hermes       text <tool_call>{"name": "f", "arguments": {...}}</tool_call> <tool_call>...
-    llama3_json  {"name": "f", "parameters": {...}}; {...}      nothing but calls
-    mistral      text [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
-                 text [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]f{...}
-    deepseek_v3  text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
-                 ```json {...} ``` <｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
-                 (version 3.1: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...})
-    qwen3_coder  text <tool_call><function=f><parameter=a> 1 </parameter> ...</function></tool_call>
-    glm45        text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
-    pythonic     [f(a=1), g()]                                  nothing but calls
-    harmony      to=functions.f<|message|>{...}                 as engine/text/harmony.py tells it
-    required     [{"name": "f", "parameters": {...}}, ...]      as the grammar enforces it
-    named        {...}                                          the arguments alone
+engine/text/tool_formats.py shows the formats.
 
 A call's arguments are passed on as they come, as the model spells them, where its name comes before
 them and they are JSON; else once it, or one of its parameters, is complete. Text that turns out to
@@ -25,29 +11,31 @@ however long blanks or brackets go on.
 """
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.harmony import END, MESSAGE, START
-from engine.text.tokenizer import Tokenizer
-from engine.text.tool_arguments import as_json, call_in, json_of_python, quoted
-from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
-from protocol.settings.options import ToolSyntax
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG, _PYTHON_START = "<|python_tag|>", "<|python_start|>"
-_MISTRAL = "[TOOL_CALLS]"
-_CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-# Those that some vocabularies have as special tokens, which are no text elsewhere.
-SPECIAL_TAGS: Final = (
-    *(_OPEN, _CLOSE, _MISTRAL, "[ARGS]", "[CALL_ID]"),
-    *(_CALLS, _END_CALLS, _CALL, _END_CALL, "<｜tool▁sep｜>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+from engine.text.tool_arguments import as_json, call_in, is_json, json_of_python, quoted
+from engine.text.tool_formats import (
+    CALL,
+    CALLS,
+    CLOSE,
+    END_CALL,
+    END_CALLS,
+    HEADS,
+    MAX_TAG,
+    MISTRAL,
+    OPEN,
+    PYTHON_START,
+    PYTHON_TAG,
+    TAGS,
+    Tags,
+    tool_syntax,
 )
-_FUNCTION = "<function="
+from protocol.openai.tools import ToolCallPiece, Tools, call_id, parameters_of
+
 _BLANKS = " \t\r\n"
 _BETWEEN = _BLANKS + "[],;"
 _PLAIN = re.compile(rf".[^<\[{_BLANKS}]*", re.DOTALL)  # where no tag begins
@@ -56,56 +44,7 @@ _HEAD = re.compile(
     rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]', re.DOTALL
 )
 
-# What stands between a tag and the arguments, by the format, and what ends it.
 _MAX_HEAD = 512  # characters
-_NAME = r"\s*(?P<name>[\w.-]+)\s*"
-_HEADS: Final = {
-    "mistral": re.compile(rf"{_NAME}(\[CALL_ID\][^\[{{]*)?(\[ARGS\])?\s*\{{"),
-    "deepseek_v3": re.compile(
-        rf"(\s*function<｜tool▁sep｜>)?{_NAME}(```json|<｜tool▁sep｜>)\s*\{{"
-    ),
-    "qwen3_coder": re.compile(f"{_NAME}>"),
-    "glm45": re.compile(f"{_NAME}<"),
-    "pythonic": re.compile(rf"[\s,]*{_NAME}\("),
-}
-
-
-class _Tags(NamedTuple):
-    """Of formats that write each parameter by itself."""
-
-    begin: tuple[str, ...]  # of a call
-    name_end: str  # perhaps of the next tag, too
-    key: str
-    key_end: str
-    value: str  # none: a line's ends around the value are not of it
-    value_end: str
-    ends: tuple[str, ...]  # of a call
-
-
-_TAGS: Final = {
-    "qwen3_coder": _Tags(
-        (_OPEN, _FUNCTION), ">", "<parameter=", ">", "", "</parameter>", ("</function>", _CLOSE)
-    ),
-    "glm45": _Tags(
-        (_OPEN,), "<", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (_CLOSE,)
-    ),
-}  # fmt: skip
-# What a chat template shows of a format, the surest first, and the tokens that are its tags.
-_SHOWN: Final[dict[ToolSyntax, str]] = {
-    "mistral": r"\[TOOL_CALLS\]",
-    "deepseek_v3": _CALL,
-    "qwen3_coder": _FUNCTION,
-    "glm45": "<arg_key>",
-    "hermes": _OPEN,
-    "pythonic": r"func_name1\(",
-    "llama3_json": r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG),
-}
-# What only a call begins with, in some formats with the name of a tool.
-_BEGINNINGS: Final[dict[ToolSyntax, tuple[str, ...]]] = {
-    "mistral": (_MISTRAL,), "deepseek_v3": (_CALLS,), "qwen3_coder": (_OPEN, _FUNCTION),
-    "glm45": (_OPEN,), "hermes": (_OPEN,), "pythonic": (_PYTHON_START, "[{}("),
-    "llama3_json": (_PYTHON_TAG, '{{"name": "{}"'), "harmony": (" to=functions.{}",),
-}  # fmt: skip
 
 # A reader asks for more text wherever it is, and returns what the last type says.
 _T = TypeVar("_T")
@@ -118,25 +57,6 @@ class Parsed:
 
     content: str = ""
     calls: list[ToolCallPiece] = field(default_factory=list)
-
-
-def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
-    """How the model writes calls: `--tool-call-parser`, or as its chat template shows; Hermes' way
-    where that does not say."""
-    source = template.source if template and template.knows_tools else ""
-    shown: Iterator[ToolSyntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
-    return next(shown, "hermes") if option == "auto" else cast(ToolSyntax, option)
-
-
-def call_beginnings(tools: Tools, option: str, tokenizer: Tokenizer) -> tuple[str | int, ...]:
-    """What the model may begin an answer with to call a tool of its own accord: texts, and tokens
-    that are no text."""
-    if tools.mode != "auto":
-        return ()
-    forms = _BEGINNINGS[tool_syntax(option, tokenizer.chat_template)]
-    texts = dict.fromkeys(form.format(name) for form in forms for name in sorted(tools.names))
-    found = {text: tokenizer.id_of(text) for text in texts}
-    return tuple(n if n in tokenizer.special_ids else text for text, n in found.items())
 
 
 def create_tool_parser(
@@ -163,6 +83,9 @@ class ToolParser:
         self, tools: Tools, form: str, has_short_ids: bool = False, answer_id: str = ""
     ) -> None:
         self.num_calls = 0
+        self._open = set[int]()  # the calls whose arguments are not complete
+        self._is_ended = False  # no more text comes
+        self._named_arguments: list[str] = []  # of the tool that the request names
         self._has_short_ids, self._answer_id = has_short_ids, answer_id
         self._tools = tools
         self._form = form
@@ -173,38 +96,55 @@ class ToolParser:
         self._depth, self._quoted, self._escaped = 0, "", False  # where an object is
         # What quotes texts in it, and opens and closes brackets.
         self._marks = ("\"'", "([{", ")]}") if form == "pythonic" else ('"', "[{", "]}")
+        self._has_tags = form in ("hermes", "deepseek_v3")  # which begin as no JSON does
         self._reader = _READERS[form](self)
         next(self._reader)
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether there are calls, and each that the client receives has all of its arguments."""
+        if self._form == "named":
+            return is_json("".join(self._named_arguments))
+        num_told = self.num_calls if self._tools.parallel else min(self.num_calls, 1)
+        return num_told > 0 and self._open.isdisjoint(range(num_told))
 
     def feed(self, text: str) -> Parsed:
         self._parsed = Parsed()
         self._reader.send(text)
-        if not self._tools.parallel:
-            self._parsed.calls = [call for call in self._parsed.calls if call.index == 0]
-        return self._parsed
+        return self._told()
 
     def finish(self) -> Parsed:
         """What was held back to see what it would become. A call that was cut off after its name
         stays a call."""
-        self._parsed = Parsed("".join(self._held) + self._text)
-        if self._ends_call or (self.num_calls and not self._parsed.content.strip()):
-            self._parsed.content = ""
+        self._parsed = Parsed()
+        self._is_ended = True
+        if self._form in TAGS:
+            self._reader.send("")
+        rest = "".join(self._held) + self._text
+        if not (self._ends_call or (self.num_calls and not rest.strip())):
+            self._parsed.content += rest
         if self._form == "named" and not self.num_calls:
             self._begin_call(self._tools.name)
+        return self._told()
+
+    def _told(self) -> Parsed:
+        """What the client receives of the parsed text."""
+        if not self._tools.parallel:
+            self._parsed.calls = [call for call in self._parsed.calls if call.index == 0]
         return self._parsed
 
     def _read_hermes(self) -> _Reader[None]:
         """Objects between tags, text around them."""
         while True:
-            yield from self._content_to(_OPEN)
+            yield from self._content_to(OPEN)
             if (yield from self._call()):
                 yield from self._skip("}")  # one too many
-                yield from self._skip(_CLOSE)
+                yield from self._skip(CLOSE)
 
     def _read_mistral(self) -> _Reader[None]:
         """A tag before a list of objects, or before each name and its arguments."""
         while True:
-            yield from self._content_to(_MISTRAL)
+            yield from self._content_to(MISTRAL)
             if (yield from self._peek()) not in ("[", "{"):
                 yield from self._headed_call()
                 continue
@@ -217,15 +157,15 @@ class ToolParser:
     def _read_deepseek(self) -> _Reader[None]:
         """Calls between tags of their own, and all of them between two that may be missing."""
         while True:
-            yield from self._content_to(_CALLS, _CALL)
+            yield from self._content_to(CALLS, CALL)
             if (yield from self._headed_call()):
                 yield from self._skip("```")
-                yield from self._skip(_END_CALL)
-                yield from self._skip(_END_CALLS)
+                yield from self._skip(END_CALL)
+                yield from self._skip(END_CALLS)
 
     def _read_tagged(self) -> _Reader[None]:
         """Functions and parameters between tags; the outermost ones may be missing."""
-        tags = _TAGS[self._form]
+        tags = TAGS[self._form]
         while True:
             yield from self._content_to(*tags.begin)
             name = yield from self._head(tags.name_end)
@@ -234,23 +174,77 @@ class ToolParser:
                 continue
             if tags.key.startswith(tags.name_end):
                 self._text = tags.name_end + self._text
-            types, before = self._types_of(name), "{"
+            types = self._types_of(name)
+            keys: list[str] = []
             while (yield from self._skip(tags.key)):
                 self._ends_call = True
-                key = (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
+                key = yield from self._key(tags)
                 margin = "" if tags.value and (yield from self._tag(tags.value)) else "\n"
-                value = (yield from self._to(tags.value_end))[: -len(tags.value_end)]
+                before = ", " if keys else "{"
+                keys.append(key)
+                value, is_closed = yield from self._value(tags, types, keys)
                 self._held = []
-                value = value.removeprefix(margin).removesuffix(margin)
+                value = value.removeprefix(margin).removesuffix(margin if is_closed else "\n")
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
-                before = ", "
-            self._tell("{}" if before == "{" else "}")
+            self._tell("}" if keys else "{}")
+            self._end_call()
             for tag in tags.ends:
                 yield from self._skip(tag)
 
+    def _key(self, tags: Tags) -> _Reader[str]:
+        """A parameter's name through its end, which may be missing before a value."""
+        while len(self._text) < _MAX_HEAD:
+            self._text = self._text.lstrip()
+            ends = (self._text.find(end) for end in (tags.key_end, tags.value or "\n"))
+            at = min((end for end in ends if end >= 0), default=-1)
+            if at >= 0:
+                key = self._text[:at]
+                self._text = self._text[at:].removeprefix(tags.key_end)
+                return key.strip()
+            self._text += yield
+        return (yield from self._to(tags.key_end))[: -len(tags.key_end)].strip()
+
+    def _value(
+        self, tags: Tags, types: Collection[str], keys: Collection[str]
+    ) -> _Reader[tuple[str, bool]]:
+        """A parameter's text, and whether its end tag was there. Where that is missing, the text
+        ends before the next parameter, or where the call ends.
+
+        Args:
+            types: the names of the tool's parameters.
+            keys: those that the call has so far.
+        """
+        parts = [""]
+        at = 0  # the text before it is of the value
+        while True:
+            found = self._text.find("<", at)
+            at = found if found >= 0 else len(self._text)
+            before = self._text[at - 1] if at else parts[-1][-1:]
+            names = () if before == "\n" else types
+            is_end = tags.ends_value(self._text[at : at + MAX_TAG], keys, names)
+            if is_end is False:
+                at += 1
+                continue
+            if is_end is None and self._is_ended:  # the end tag is missing: another one counts
+                self._text = "".join([*parts, self._text])
+                parts = [""]
+                ends = [end for tag in tags.ends if (end := self._text.find(tag)) >= 0]
+                is_end = bool(ends) or None
+                at = min(ends, default=0)
+            if is_end:
+                parts.append(self._text[:at])
+                is_closed = self._text.startswith(tags.value_end, at)
+                self._text = self._text[at:].removeprefix(tags.value_end)
+                return "".join(parts), is_closed
+            if at:
+                parts.append(self._text[:at])
+                self._text = self._text[at:]
+                at = 0
+            self._text += yield
+
     def _read_pythonic(self) -> _Reader[None]:
         """A list of Python's calls; else all is content."""
-        yield from self._tag(_PYTHON_START)
+        yield from self._tag(PYTHON_START)
         is_list = yield from self._tag("[")
         while is_list and (name := (yield from self._head("("))):
             at, self._depth = len(self._held), 1
@@ -259,6 +253,7 @@ class ToolParser:
             if arguments is None or not self._begin_call(name):
                 break
             self._tell(arguments)
+            self._end_call()
             if (yield from self._skip("]")):
                 yield from self._skip("<|python_end|>")
                 yield from self._peek()
@@ -267,7 +262,7 @@ class ToolParser:
 
     def _read_json(self) -> _Reader[None]:
         """Objects one after another, in a list or with semicolons between; else all is content."""
-        while (yield from self._tag(_PYTHON_TAG, _BLANKS + "[")):
+        while (yield from self._tag(PYTHON_TAG, _BLANKS + "[")):
             pass  # it announces calls
         between = _BLANKS
         while (yield from self._call(between)):
@@ -287,6 +282,8 @@ class ToolParser:
                 self._text = yield
             elif is_call := not is_call:
                 self._begin_call((yield from self._to(MESSAGE))[:-1])
+            else:
+                self._end_call()
 
     def _all_the_rest(self) -> _Reader[None]:
         """Is content."""
@@ -300,6 +297,7 @@ class ToolParser:
         self._text = yield
         self._begin_call(self._tools.name)
         while True:
+            self._named_arguments.append(self._text)
             self._tell(self._rest())
             self._text = yield
 
@@ -370,7 +368,7 @@ class ToolParser:
 
     def _head(self, end: str) -> _Reader[str | None]:
         """The name in a format's head, whose last character is `end`; None where it is none."""
-        found = _HEADS[self._form].fullmatch((yield from self._to(end, _MAX_HEAD)))
+        found = HEADS[self._form].fullmatch((yield from self._to(end, _MAX_HEAD)))
         return found and found["name"]
 
     def _headed_call(self) -> _Reader[bool]:
@@ -382,6 +380,7 @@ class ToolParser:
         self._tell("{")
         self._depth = 1
         yield from self._until((0,), self._tell)
+        self._end_call(is_whole=self._depth == 0)
         return True
 
     def _types_of(self, name: str | None) -> dict[str, Any]:
@@ -414,7 +413,8 @@ class ToolParser:
             if head and self._begin_call(call_in(head[1] + "}")[0]):
                 self._tell(text[-1])
                 yield from self._until((1,), self._tell)
-                if not (yield from self._skip(_CLOSE)):  # without the last bracket
+                self._end_call(is_whole=self._depth == 1)
+                if not (yield from self._skip(CLOSE)):  # without the last bracket
                     yield from self._until((0,), lambda text: None)
                 return True
             if self._depth:
@@ -422,12 +422,14 @@ class ToolParser:
             name, arguments = call_in("".join(self._held[at:]))
             if self._begin_call(name):
                 self._tell(arguments)
+                self._end_call()
                 return True
         self._let_go()
         return False
 
     def _until(self, depths: tuple[int, ...], take: Callable[[str], None]) -> _Reader[None]:
-        """Takes an object's text up to where its brackets come to be so deep."""
+        """Takes an object's text up to where its brackets come to be so deep, or up to a tag, where
+        some of them are missing."""
         quotes, opening, closing = self._marks
         while True:
             for at, char in enumerate(self._text, 1):
@@ -439,6 +441,10 @@ class ToolParser:
                     pass
                 elif char in quotes:
                     self._quoted = char
+                elif char == "<" and self._has_tags:
+                    take(self._text[: at - 1])
+                    self._text = self._text[at - 1 :]
+                    return
                 elif char in opening or char in closing:
                     self._depth += 1 if char in opening else -1
                     if self._depth in depths:
@@ -454,11 +460,16 @@ class ToolParser:
         if name is None or not (is_sure or name in self._tools.names):
             return False
         self._held = []
+        at = self.num_calls
         self.num_calls += 1
-        at = self.num_calls - 1
+        self._open.add(at)
         call = call_id(self._answer_id, at, self._has_short_ids)
         self._parsed.calls.append(ToolCallPiece(at, "", call, name))
         return True
+
+    def _end_call(self, *, is_whole: bool = True) -> None:
+        if is_whole:
+            self._open.discard(self.num_calls - 1)
 
     def _tell(self, arguments: str) -> None:
         calls = self._parsed.calls

@@ -87,14 +87,19 @@ _Calls = Annotated[list[ToolCall], Field(fail_fast=True)]
 class Message(Strict):
     """One turn. `content` given as text parts is joined by newlines; a template may use the rest.
 
+    Chat templates tell a null content from an empty and from an absent one: some recognise a turn
+    that is calls alone by its null.
+
     Attributes:
         tool_calls: of an assistant's turn.
         tool_call_id: of a tool's turn, the call that it answers.
     """
 
+    keeps_null: ClassVar[frozenset[str]] = frozenset({"content"})
+
     role: Role = Field(description="system, developer, user, assistant or tool")
-    content_: str | Annotated[list[TextPart | Thought], Field(fail_fast=True)] = Field(
-        "", alias="content", exclude=True, description="a string or a list of text parts"
+    content_: str | Annotated[list[TextPart | Thought], Field(fail_fast=True)] | None = Field(
+        None, alias="content", exclude=True, description="a string or a list of text parts"
     )
     name: Text = None
     tool_calls: Annotated[list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)] = Field(
@@ -113,14 +118,25 @@ class Message(Strict):
     )
 
     @property
-    def content(self) -> str:
-        return joined(self.content_, TextPart)
+    def content(self) -> str | None:
+        """The text; None where the content is null or absent."""
+        return None if self.content_ is None else joined(self.content_, TextPart)
 
     @property
     def thoughts(self) -> str:
-        parts = self.thinking_blocks or self.content_
+        parts = self.thinking_blocks or self.content_ or ""
         blocks = "" if isinstance(parts, str) else joined(parts, Thought)
         return self.reasoning or self.reasoning_content or blocks
+
+    @property
+    def template_message(self) -> dict[str, Any]:
+        """The turn for a chat template; `content` is in it if the client sent one."""
+        message = self.model_dump(exclude_none=True)
+        if "content_" in self.model_fields_set:
+            message = {"content": self.content, **message}
+        if thoughts := self.thoughts:
+            message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
+        return message
 
     @model_validator(mode="after")
     def _is_of_its_role(self) -> Self:
@@ -128,7 +144,7 @@ class Message(Strict):
             raise fault("tool_call_id", "must be in a tool's message only.")
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "must be in an assistant's message only.")
-        if "content_" not in self.model_fields_set and not (self.tool_calls or self.thoughts):
+        if self.content_ is None and not (self.tool_calls or self.thoughts):
             raise fault("content", "is missing; it must be a string or a list of text parts.")
         return self
 

@@ -29,7 +29,8 @@ BODIES: Final[dict[str, type["Strict"]]] = {}  # of all endpoints
 
 
 class Strict(BaseModel):
-    """No unknown member, no conversion between types, no NaN; a null means "not given".
+    """No unknown member, no conversion between types, no NaN; a null means "not given", except for
+    the members of `keeps_null`.
 
     A subclass may say in its `model_config` that other members are allowed.
 
@@ -38,6 +39,7 @@ class Strict(BaseModel):
         summary: what that does.
         must_be: how error messages call an object of this class.
         told_whole: what is wrong in such an object is told of all of it.
+        keeps_null: members whose null differs from their absence.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -45,6 +47,7 @@ class Strict(BaseModel):
     summary: ClassVar[str] = ""
     must_be: ClassVar[str] = "an object"
     told_whole: ClassVar[bool] = False
+    keeps_null: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -63,7 +66,7 @@ class Strict(BaseModel):
         used, neutrals = used_fields(cls), neutral_fields(cls)
         kept: dict[str, Any] = {}
         for name, value in given.items():
-            if value is None:
+            if value is None and name not in cls.keeps_null:
                 continue
             if name in used or (name not in neutrals and cls.model_config["extra"] != "forbid"):
                 kept[name] = value

@@ -109,6 +109,7 @@ class ResponseWriter:
     """
 
     id_prefix: ClassVar[str]
+    has_prompt_ids_in_choices: ClassVar[bool] = True
     full_object: ClassVar[str]
     chunk_object: ClassVar[str]
     end: ClassVar[bytes] = sse.DONE  # what a stream ends with
@@ -141,6 +142,10 @@ class ResponseWriter:
         """What is told in an event of its own."""
         return [piece]
 
+    def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
+        """What the event of a piece has of its prompt outside of `choices`."""
+        return {}
+
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The events for one piece of one choice; `usage` so far where a client wants it."""
         tail = {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
@@ -170,9 +175,13 @@ class ResponseWriter:
         return _encode({**body, "usage": usage.to_openai(), **extra})
 
     def _events(self, piece: ChoicePiece, tail: dict[str, Any], last: dict[str, Any]) -> bytes:
-        *before, end = ([self._with_extras(self.delta(p), p)] for p in self.parts(piece))
-        events = [self._choices_event(choices, tail) for choices in before]
-        return b"".join(events) + self._choices_event(end, last)
+        parts = self.parts(piece)
+        events: list[bytes] = []
+        for number, part in enumerate(parts, 1):
+            choice = self._with_extras(self.delta(part), part)
+            more = last if number == len(parts) else tail
+            events.append(self._choices_event([choice], {**self.about_prompt(part), **more}))
+        return b"".join(events)
 
     def _choices_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
@@ -184,7 +193,7 @@ class ResponseWriter:
             choice["stop_reason"] = piece.stop_reason
         if self._asked.return_token_ids:
             choice["token_ids"] = piece.token_ids
-            if piece.prompt_token_ids is not None:
+            if piece.prompt_token_ids is not None and self.has_prompt_ids_in_choices:
                 choice["prompt_token_ids"] = piece.prompt_token_ids
         return choice
 
@@ -210,6 +219,14 @@ class ChatWriter(ResponseWriter):
     id_prefix = "chatcmpl-"
     full_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_prompt_ids_in_choices = False  # its choices share one prompt
+    _is_prompt_written = False
+
+    def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
+        if piece.prompt_token_ids is None or self._is_prompt_written:
+            return {}
+        self._is_prompt_written = True
+        return {"prompt_token_ids": piece.prompt_token_ids}
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -244,8 +261,10 @@ class ChatWriter(ResponseWriter):
         return _entry(piece, chat_logprobs, delta=delta)
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+        own = self.about_prompt(pieces[0])
         found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
-        own = {"prompt_logprobs": found[0]} if found else {}
+        if found:
+            own["prompt_logprobs"] = found[0]
         return super().full(pieces, usage, {**extra, **own})
 
 

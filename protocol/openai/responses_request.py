@@ -115,7 +115,8 @@ class TextOptions(Strict):
 
 
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
-    """An assistant's turn is what it thought, what it said, and what it called."""
+    """An assistant's turn is what it thought, what it said, and what it called. The content of a
+    turn without a message is null, as it is in the chat API."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -126,17 +127,21 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", **told})
         elif item.type == "function_call":
             if turn is None:
-                messages.append(turn := {"role": "assistant", "content": ""})
+                messages.append(turn := {"role": "assistant", "content": None})
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif item.type == "reasoning":
-            thought = item.content or item.summary_
-            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+            if thought := item.content or item.summary_:  # else it is encrypted
+                messages.append(
+                    {"role": "assistant", "content": None, "reasoning_content": thought}
+                )
         elif item.role == "assistant" and turn and ("tool_calls" in turn or not turn["content"]):
             # Some clients tell of calls first; between a call and its output no turn may stand.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
+    if not messages:
+        raise ValueError("reasoning without a text is no conversation")
     return messages
 
 

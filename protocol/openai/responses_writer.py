@@ -115,7 +115,7 @@ class ResponsesWriter(ResponseWriter):
     def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
         """The events of the last piece, the whole response in the last of them."""
         before, status = self.chunk(piece), _status(piece)
-        before += b"".join(self._end(status))
+        before += b"".join(self._end(piece))
         whole = {**self._response(status, usage), "baton_kv": usage.baton_kv(), **extra}
         return before + self._event(status, response=whole)
 
@@ -132,7 +132,7 @@ class ResponsesWriter(ResponseWriter):
 
     def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
         status = _status(pieces[0])
-        _ = [*self._end(status)]
+        _ = [*self._end(pieces[0])]
         return _encode({**self._response(status, usage), **extra})
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
@@ -177,13 +177,19 @@ class ResponsesWriter(ResponseWriter):
         item.add_logprobs(self._pending)
         self._pending.clear()
 
-    def _end(self, status: str) -> Iterator[bytes]:
-        """Ends the last item; an answer has one."""
+    def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
+        """Ends the last item; an answer has one. A call without all of its arguments is incomplete,
+        whatever ended the answer."""
         if self._item is None:
             yield from self._add(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
             self._take_pending(self._item)  # such as of an end token
-        yield from self._close(status)
+        is_cut = (
+            self._item is not None
+            and self._item.kind == _CALL
+            and piece.finish_reason != "tool_calls"
+        )
+        yield from self._close("incomplete" if is_cut else _status(piece))
 
     def _close(self, status: str) -> Iterator[bytes]:
         item, self._item = self._item, None

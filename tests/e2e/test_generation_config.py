@@ -41,3 +41,19 @@ def _draw(url: str, prompt: list[int], seed: int, **members: Any) -> Answer:
 def _chat(url: str, seed: int, **members: Any) -> str:
     answer = answer_of(url, "/v1/chat/completions", messages=MESSAGES, seed=seed, **members)
     return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.slow
+def test_an_end_token_beyond_the_vocabulary_ends_no_start(tiny_model, tmp_path):
+    """Nor do values that no request may have. Masks of end tokens and grammars are made as ever."""
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    values = {"eos_token_id": [2, 100_000, -1], "temperature": 3, "top_p": 1.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with cluster(tmp_path) as running:
+        prompt = make_prompt(1, 40)
+        drawn = _draw(running.url, prompt, 1, max_tokens=8, min_tokens=4, ignore_eos=False)
+        assert len(drawn.token_ids) >= 4
+        digits = _draw(running.url, prompt, 1, max_tokens=8, guided_regex="[0-9]{3}")
+        assert digits.text.isdigit()

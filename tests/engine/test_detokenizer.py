@@ -1,6 +1,7 @@
 """Text comes out the same however tokens and characters are cut."""
 
 import functools
+import re
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,10 @@ class PieceTokenizer:
 
     def id_of(self, text: str) -> int | None:
         return self.pieces.index(text) if text in self.pieces else None
+
+    def byte_of(self, token_id: int) -> bytes | None:
+        piece = self.pieces[token_id]
+        return piece if isinstance(piece, bytes) else None
 
     def decode(self, token_ids: list[int]) -> str:
         return self.decode_all([i for i in token_ids if i not in self.special_ids])
@@ -75,6 +80,41 @@ def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
     ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
     text = run(create_detokenizer(TOKENIZER, before), ids)
     assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
+
+
+@examples(200)
+@given(
+    st.lists(st.sampled_from([0x41, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xF0, 0x9F, 256]), max_size=9),
+    st.lists(st.sampled_from([0x41, 0x82, 0xA9, 0xAC, 0xF0, 0x9F, 0x99, 0x82, 256])),
+)
+def test_an_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
+    everything = bytes(i for i in [*prompt, *output] if i != 256).decode("utf-8", "replace")
+    echoing = create_detokenizer(Bytes(), prompt, echoes_prompt=True)
+    text, offsets = echoing.echo(prompt)
+    assert text + run(echoing, output) == everything
+    assert offsets == sorted(offsets) and len(offsets) == len(prompt)
+    alone = run(create_detokenizer(Bytes(), prompt), output)
+    assert everything.removeprefix(text) in (alone, f"\ufffd{alone}")
+
+
+BYTES = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
+
+
+@examples(200)
+@given(
+    st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
+    st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
+)
+def test_an_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
+    """Except for the space after a special token, where a text begins anew, and the number of
+    U+FFFD of bytes that are no character."""
+    echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
+    text, offsets = echoing.echo(prompt)
+    joined = text + run(echoing, output)
+    expected = TOKENIZER.decode(prompt + output)
+    shown = [re.sub(" |\ufffd+", lambda m: m[0][:1].strip(), one) for one in (joined, expected)]
+    assert shown[0] == shown[1]
+    assert offsets == sorted(offsets) and len(offsets) == len(prompt)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from engine.prepare import read_generation_config
+from engine.prepare import read_generation_config, warn_of_unknown_ends
+from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig
-from tests.rigs.http_server import CONTEXT, serving
+from tests.engine.test_tokenizer import write_byte_level
+from tests.rigs.http_server import CONTEXT, READY, saying, serving
+
+ROOMY = replace(READY, vocab_size=4096)
 
 FILE = {
     "eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
@@ -32,7 +37,9 @@ def test_a_file_gives_what_requests_may_say_too(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"temperature": 3}, "`temperature` is 3; it must be a number from 0 to 2."),
+        ({"temperature": -1}, "`temperature` is -1; it must be a number from 0 to 2."),
+        ({"temperature": True}, "`temperature` is true; it must be a number from 0 to 2."),
+        ({"temperature": float("inf")}, "`temperature` is Infinity; it must be"),
         ({"max_new_tokens": 0}, "`max_new_tokens` is 0; it must be an integer from 1"),
         ([], "attribute"),
     ],
@@ -43,6 +50,37 @@ def test_a_value_that_cannot_be_is_refused_at_start(tmp_path, content, words):
     told = str(refused.value)
     assert words in told and "generation_config.json" in told
     assert "--generation-config none" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "used"),
+    [
+        ({"temperature": 3}, {"temperature": 3}),
+        ({"repetition_penalty": 200.5}, {"repetition_penalty": 200.5}),
+        ({"top_p": 1.5}, {"top_p": 1}),  # off
+        ({"top_p": 0, "top_k": 5}, {"top_p": 1e-6, "top_k": 5}),  # the likeliest token alone
+        ({"top_k": 1 << 40}, {"top_k": (1 << 31) - 1}),
+        ({"max_new_tokens": 1 << 40}, {"max_new_tokens": (1 << 31) - 1}),
+    ],
+)
+def test_a_value_that_no_request_may_have_is_served_with_a_warning(tmp_path, caplog, content, used):
+    """As transformers serves it."""
+    config = read(tmp_path, content)
+    assert config.model_dump(exclude_unset=True) == used
+    name = next(iter(content))
+    assert f"`{name}` is {content[name]}" in caplog.text
+
+
+async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path, caplog):
+    write_byte_level(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99_999]}))
+    made = Tokenizer(tmp_path)
+    warn_of_unknown_ends(made)
+    assert "generation_config.json" in caplog.text and "99999" in caplog.text
+    async with serving(made, saying(made, "1"), ready=ROOMY) as server:
+        response = await server.post(guided_regex="[0-9]")
+        assert response.status_code == 200, response.text
+        assert server.engine.added[0].stop_token_ids == [5]
 
 
 async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(tokenizer, tmp_path):

@@ -48,6 +48,17 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "a\n\nb", "Wait.\n\n2", []),
     (f"<|channel|>commentary<|message|>Wait.{START}{THINK}a{START}{CALL}{{}}", "a", "Wait.",
      [("add", "{}")]),
+    # Reasoning that is never ended, and the head of a call in it.
+    *((f"{THINK}I add.{head}<|message|>{{}}<|call|>", "I add.", "", [("add", "{}")]) for head in (
+        "<|start|>assistant<|channel|>commentary to=functions.add json",
+        "<|channel|>commentary to=functions.add <|constrain|>json",
+        " to=functions.add<|channel|>commentary json",
+        "\n\nto=functions.add <|constrain|>json", " to=functions.add", " to=functions.add code")),
+    (f"{THINK}I add.{START} to=functions.add<|message|>{{}}", "I add.", "", [("add", "{}")]),
+    (f"{THINK}I write to=functions.add or to=functions.x{START}{FINAL}2",
+     "I write to=functions.add or to=functions.x", "2", []),
+    (f"{THINK}I write to=functions.add", "I write to=functions.add", "", []),
+    (f"{THINK}I add to<|message|>a", "I add toa", "", []),
     # Cut in a head.
     *((f"{THINK}a{START}{cut}", "a", "", []) for cut in (
         "", "<|channel|>", "<|channel|>fin", "<|channel|>commentary to=functions.ad", " to=fun",

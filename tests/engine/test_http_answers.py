@@ -13,6 +13,7 @@ from protocol.messages import AddRequest, KVUsage, SamplingParams, TokenDelta, T
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from protocol.settings.options import ModelOptions
+from tests.engine.test_http_tools import CALL, TOOL
 from tests.engine.test_tokenizer import write_sentencepiece_like
 from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving, serving_4k
 
@@ -134,6 +135,27 @@ async def test_token_ids_and_usage(tokenizer):
         assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
         assert choice["prompt_token_ids"] == tokenizer.encode("ab")
         assert whole["usage"] == usage(prompt=2, completion=8, cached=1)
+
+
+async def test_the_prompts_token_ids_of_a_chat_are_at_its_top(tokenizer):
+    """Once, however many choices an answer has; clients look for them where vLLM has them."""
+    text, call = {"token_ids": tokenizer.encode("Hi")}, tokenizer.encode(CALL)
+    script = scripted(*({"choice": c, **text} for c in (1, 0)), {"token_ids": call}, end(), end(1))
+    asked: dict[str, Any] = {"n": 2, "return_token_ids": True, "tools": [TOOL], "max_tokens": 90}
+    async with serving_4k(tokenizer, script) as server:
+        whole = (await server.chat(**asked)).json()
+        prompt = server.engine.added[0].token_ids
+        assert whole["prompt_token_ids"] == prompt
+        expected = [[*text["token_ids"], *call], text["token_ids"]]
+        assert [choice["token_ids"] for choice in whole["choices"]] == expected
+        first, *others = chunks(await server.chat(**asked, stream=True))
+        assert first["prompt_token_ids"] == prompt
+        events = [first, *others]
+        assert not any("prompt_token_ids" in event for event in others)
+        found = [*whole["choices"], *(event["choices"][0] for event in events)]
+        assert not any("prompt_token_ids" in choice for choice in found)
+        plain = (await server.chat(n=2)).json()
+        assert "prompt_token_ids" not in plain
 
 
 async def test_tokens_can_be_named_by_their_ids(tokenizer):

@@ -63,6 +63,39 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
             assert [(one["name"], one["arguments"]) for one in functions] == calls
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "expected", "arguments", "num_reasoning"),
+    [
+        (f"I add.\n{CALL}", "stop", ("I add.", "tool_calls"), ['{"a": 1}'], 7),
+        (f"I add.\n{CALL}\n{CALL}", "stop", ("I add.", "tool_calls"), ['{"a": 1}'] * 2, 7),
+        (CALL, "stop", (None, "tool_calls"), ['{"a": 1}'], 0),
+        (f"I {CALL[:-14]}", "stop", ("I", "stop"), ['{"a": 1'], 2),
+        (f"I {CALL}", "length", (f"I {CALL}", "length"), [], 2 + len(CALL)),
+    ],
+)
+async def test_a_call_ends_reasoning_that_is_never_closed(
+    tokenizer, text, reason, expected, arguments, num_reasoning
+):
+    knowing = with_template(tokenizer, OPEN)
+    async with serving_4k(knowing, saying(knowing, text, finish_reason=reason)) as server:
+        answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
+        (choice,) = answer["choices"]
+        assert (said(choice)[0], choice["finish_reason"]) == expected
+        calls = choice["message"].get("tool_calls", [])
+        assert [call["function"]["arguments"] for call in calls] == arguments
+        details = answer["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": num_reasoning}
+        streamed = chunks(await server.chat(tools=[TOOL], max_tokens=200, stream=True))
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (
+            expected[0] or ""
+        )
+        pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        assert "".join(piece["arguments"] for piece in pieces) == "".join(arguments)
+        assert [piece["name"] for piece in pieces if "name" in piece] == ["add"] * len(arguments)
+        assert streamed[-1]["choices"][0]["finish_reason"] == expected[1]
+
+
 async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer):
     asked = {"structured_outputs": {"regex": "a+"}}
     for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from engine.text.reasoning import ReasoningParser
+from engine.text.tool_formats import CallOpenings
+from protocol.openai.tools import Tools
 
 CASES: list[tuple[Any, str, str, str]] = [
     ("perhaps", "<think>\nI add.\n\n1\n</think>\n\n2 </think>", "I add.\n\n1", "2 </think>"),
@@ -40,3 +42,91 @@ def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once():
     for _ in range(400_000):
         assert parser.feed(" ") == ("", "")
     assert parser.feed("x") == (" " * 400_000 + "x", "")
+
+
+# -- calls in reasoning that is never closed -----------------------------------------------------
+
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("add", "look_up"))
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+QWEN = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+CALLS = [
+    ("hermes", HERMES),
+    ("hermes", HERMES + HERMES + " and more"),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "look_up"}'),
+    ("hermes", '<tool_call> { "name" : "add", "arg'),
+    ("qwen3_coder", QWEN),
+    ("qwen3_coder", "<function=look_up></function>"),
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    ("glm45", "<tool_call>look_up\n</tool_call>"),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}]'),
+    ("mistral", "[TOOL_CALLS]add[ARGS]{}"),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {}}'),
+    ("pythonic", "<|python_start|>[add(a=1)]<|python_end|>"),
+]
+NO_CALLS = [
+    ("hermes", "I write <tool_call> and </tool_call> <tool_"),
+    ("hermes", 'such as <tool_call>{"name": <its name>, "arguments": {}}'),
+    ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "ad'),
+    ("hermes", "<tool_call>" + " " * 600 + '{"name": "add"'),
+    ("qwen3_coder", "<function=other></function> <function=add"),
+    ("glm45", "<tool_call>add is what I write"),
+    ("llama3_json", '{"name": "add", "parameters": {}}'),
+    ("pythonic", "[add(a=1)]"),
+]
+
+
+def cuts_of(text: str) -> list[list[str]]:
+    return [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+
+
+def read(form: str, pieces: list[str], *, mode: Any = "auto", is_cut: bool = False) -> list[str]:
+    """Reasoning and answer."""
+    parser = ReasoningParser("perhaps", CallOpenings(Tools(TOOLS, mode, "add"), form))
+    told = [*map(parser.feed, pieces), parser.finish(is_cut=is_cut)]
+    return ["".join(parts) for parts in zip(*told, strict=True)]
+
+
+@pytest.mark.parametrize(("form", "call"), CALLS)
+def test_a_call_ends_reasoning_that_is_never_closed(form, call):
+    for pieces in cuts_of(f"<think>\nI < add.\n{call}"):
+        assert read(form, pieces) == ["I < add.", call], pieces
+
+
+@pytest.mark.parametrize(("form", "text"), NO_CALLS)
+def test_what_only_looks_like_a_call_is_reasoning(form, text):
+    for pieces in cuts_of(f"<think>\n{text}"):
+        assert read(form, pieces) == [text, ""], pieces
+
+
+@pytest.mark.parametrize(("form", "call"), CALLS)
+def test_a_call_in_closed_reasoning_is_only_thought_of(form, call):
+    for pieces in cuts_of(f"<think>{call} or not?</think>\n\nYes {call}"):
+        assert read(form, pieces) == [f"{call} or not?", f"Yes {call}"], pieces
+
+
+def test_reasoning_that_a_limit_ends_may_go_on_behind_a_call():
+    for pieces in cuts_of(f"<think>hm {HERMES} or"):
+        assert read("hermes", pieces, is_cut=True) == [f"hm {HERMES} or", ""]
+
+
+@pytest.mark.parametrize("mode", ["none", "required", "named"])
+def test_a_call_ends_no_reasoning_where_it_is_not_for_the_model_to_call(mode):
+    assert read("hermes", [f"<think>hm {HERMES}"], mode=mode) == [f"hm {HERMES}", ""]
+
+
+def test_text_is_held_back_from_a_call_on_and_each_character_is_read_once():
+    parser = ReasoningParser("open", CallOpenings(Tools(TOOLS, "auto")))
+    assert parser.feed("I see <tool") == ("I see", "")
+    assert parser.feed("box> ") == (" <toolbox>", "")
+    assert parser.feed(HERMES) == ("", "") and parser.is_waiting
+    for _ in range(200_000):
+        assert parser.feed("x </") == ("", "")
+    reasoning, answer = parser.feed("think> so")
+    assert reasoning.startswith(f" {HERMES}x </x") and answer == "so"

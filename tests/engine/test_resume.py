@@ -114,6 +114,11 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ['[{"name": "add", "parameters": {"a": 12}}]'],
     ),
     "reasoning": (_CHAT, {**_HI, "stop": ["!!"]}, ["<think>I thînk</think>\nYes! Yes!!"]),
+    "a call in reasoning": (
+        _CHAT,
+        {**_HI, "tools": [TOOL]},
+        [f"<think>hm {CALL} or {CALL}</think> so"],
+    ),
     "items": (_RESPONSES, {"input": "Hi", "tools": [FLAT]}, ["<think>hm</think>ok" + CALL + "."]),
     "logprobs of items": (
         _RESPONSES,

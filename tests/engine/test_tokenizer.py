@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text.chat_template import BrokenTemplate, ChatTemplate
+from engine.text.grammar_compile import vocabulary_of
 from engine.text.tokenizer import Tokenizer, TokenizerNotFound
 from protocol.errors import InvalidRequest
 from tests.make_models import trained_models
@@ -207,6 +208,40 @@ def test_eos_comes_from_the_most_specific_file(tmp_path, generation, config, exp
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.eos_ids == (expected or tuple(tokenizer.encode("<|end|>")))
+
+
+@pytest.mark.parametrize(
+    ("config", "eos", "expected", "unknown"),
+    [
+        ({"vocab_size": 300}, [5, 300], (5,), (300,)),
+        ({"vocab_size": 300}, 100_000, (), (100_000,)),
+        ({"vocab_size": 100_000}, [5, 5, 99_999], (5, 99_999), ()),  # of the padding
+        ({"text_config": {"vocab_size": 300}}, [-1, 5], (5,), (-1,)),
+        ({}, [5, 1 << 40], (5,), (1 << 40,)),  # else the tokenizer's
+    ],
+)
+def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
+    tmp_path, config, eos, expected, unknown
+):
+    write_byte_level(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.eos_ids, tokenizer.unknown_eos_ids) == (expected, unknown)
+    vocabulary = vocabulary_of(tokenizer)  # raises if it cannot have an end token
+    assert vocabulary.eos_token == 5 or not expected
+
+
+def test_an_end_token_that_only_the_tokenizer_has_is_left_out(tmp_path):
+    """It is added behind the vocabulary, so the model has no logit for it."""
+    write_byte_level(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    saved["eos_token"] = "<|other end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved))
+    (added_id,) = Tokenizer(tmp_path).eos_ids
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": added_id}))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.eos_ids, tokenizer.unknown_eos_ids) == ((), (added_id,))
 
 
 def test_another_chat_template_takes_the_place_of_the_models_own(tmp_path):

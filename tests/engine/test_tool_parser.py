@@ -6,7 +6,8 @@ import re
 import pytest
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.tool_parser import ToolParser, create_tool_parser, tool_syntax
+from engine.text.tool_formats import tool_syntax
+from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.openai.tools import ToolCallPiece, Tools, join_pieces
 
 _TYPES = {"a": "integer", "s": "string", "deep": ["object", "null"], "ok": "boolean"}
@@ -124,6 +125,44 @@ CASES = [
     ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>s</arg_key><arg",
      "", [("add", '{"a": 1')]),
     ("glm45", "<tool_call>a b<c", "<tool_call>a b<c", []),
+    # Brackets that are missing.
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": '
+     '"look_up", "arguments": {"s": "<"}}</tool_call> so', " so",
+     [("add", '{"a": 1'), ("look_up", '{"s": "<"}')]),
+    ("hermes", '<tool_call>{"name": "add"</tool_call>\n<tool_call>{"name": "look_up"}</tool_call>',
+     '<tool_call>{"name": "add"</tool_call>', [("look_up", "{}")]),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1<｜tool▁call▁end｜>\n'
+     "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "",
+     [("add", '{"a": [1'), ("look_up", "{}")]),
+    # End tags that are missing.
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nDallas\n<parameter=a>\n1\n"
+     "<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>", "",
+     [("add", '{"s": "Dallas", "a": 1, "ok": true}')]),
+    ("qwen3_coder", "<function=add><parameter=s>x <parameter=a>1</parameter></function> so", " so",
+     [("add", '{"s": "x ", "a": 1}')]),
+    ("qwen3_coder", "<function=add>\n<parameter=s>\nx\n<parameter=new>\ny\n</parameter>\n"
+     "</function>", "", [("add", '{"s": "x", "new": "y"}')]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=s>x</function></tool_call>\n<tool_call>"
+     "<function=look_up><parameter=s>\ny\n</function>\n</tool_call>", "",
+     [("add", '{"s": "x"}'), ("look_up", '{"s": "y"}')]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=s>x\n</tool_call>\n<tool_call>"
+     "<function=look_up><parameter=s>y</tool_call>\nso", "\nso",
+     [("add", '{"s": "x"}'), ("look_up", '{"s": "y"}')]),
+    ("qwen3_coder", "<function=add><parameter=a\n1\n</parameter><parameter=s>x</parameter>"
+     "</function>", "", [("add", '{"a": 1, "s": "x"}')]),
+    ("glm45", "<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>x\n<arg_key>a</arg_key>\n"
+     "<arg_value>1</arg_value>\n</tool_call>", "", [("add", '{"s": "x", "a": 1}')]),
+    ("glm45", "<tool_call>add<arg_key>s\n<arg_value>x</arg_value><arg_key>a</arg_key><arg_value>1"
+     "</arg_value></tool_call>", "", [("add", '{"s": "x", "a": 1}')]),
+    ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n<tool_call>look_up"
+     "<arg_key>a</arg_key>2</tool_call> so", " so",
+     [("add", '{"s": "x"}'), ("look_up", '{"a": 2}')]),
+    # Tags within a value that its own end tag closes.
+    ("qwen3_coder", "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> c"
+     "</parameter></function>", "",
+     [("add", '{"s": "a <parameter=s> <parameter=x> <b></function> c"}')]),
+    ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value><arg_key>x</arg_key></tool_call> c"
+     "</arg_value></tool_call>", "", [("add", '{"s": "<arg_key>x</arg_key></tool_call> c"}')]),
     ("pythonic", "[add(a=1, deep={'x': [True, None, (1.5,)]}), look_up(s=\"it's ) ]\"),add()]\n",
      "",
      [("add", '{"a": 1, "deep": {"x": [true, null, [1.5]]}}'), ("look_up", '{"s": "it\'s ) ]"}'),
@@ -206,6 +245,18 @@ def test_blanks_without_end_are_looked_at_once(kind, begin):
     parser.feed(begin)
     given = [parser.feed(" ") for _ in range(100_000)][1:]
     assert not any(parsed.content or parsed.calls for parsed in given)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", ["<", "</ ", "<parameter=", "</function> "])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_value_of_many_tags_is_looked_at_once(piece, is_whole):
+    text = piece * 6_000
+    pieces = [text] if is_whole else [*text]
+    content, ((_, arguments),) = read(
+        new("qwen3_coder"), ["<function=add><parameter=s>", *pieces, "</parameter></function>"]
+    )
+    assert content == "" and len(arguments) == len(text) + len('{"s": ""}')
 
 
 def test_arguments_come_as_they_are_written():

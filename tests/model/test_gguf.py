@@ -178,6 +178,30 @@ def test_the_end_of_a_turn_and_of_a_message_end_a_generation_too(tmp_path):
     assert generation["eos_token_id"] == [2, 3, 4]
 
 
+def test_special_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
+    """As llama.cpp does."""
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    beyond = [("padding", 100_000), ("unknown", len(TOKENS)), ("eot", 4), ("eom", 1 << 31)]
+    write_gguf(tmp_path / "m.gguf", reference, ends=beyond)
+    lines: list[str] = []
+    (tmp_path / "out").mkdir()
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lines.append)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == ([2, 4], None)
+    told = "\n".join(lines)
+    assert "tokenizer.ggml.padding_token_id is 100000" in told and "eom" in told
+    assert "eot" not in told
+
+
+def test_a_file_without_an_end_token_may_name_the_end_of_a_turn(tmp_path, monkeypatch):
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda writer, token_id: None)
+    write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4)])
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [4]
+
+
 def test_what_cannot_be_converted_is_refused(tmp_path):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     write_gguf(tmp_path / "gemma.gguf", reference, "gemma2")

@@ -114,7 +114,7 @@ def test_a_conversation_is_read_whatever_its_form():
     asked["provider_specific_fields"] = {"refusal": None}  # as litellm's clients send it back
     told = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
     parsed = chat(messages=[USER, asked, told])
-    assert turns(parsed) == [("user", "Hi"), ("assistant", ""), ("tool", "b\nb")]
+    assert turns(parsed) == [("user", "Hi"), ("assistant", None), ("tool", "b\nb")]
     _, turn, answer = parsed.messages
     assert turn.tool_calls[0].function.model_dump() == {"name": "f", "arguments": {"x": 1}}
     assert answer.tool_call_id == "c1"

@@ -236,18 +236,19 @@ class ProxyApp:
 
     async def _ready(self, reply: Reply, bare: dict[str, str] | None) -> None:
         fleet = self.fleet
+        is_ready, missing = self._members.readiness.report()
+        if self.shutting_down:
+            is_ready = False
+            missing.append("shutting down")
         counts = {
             kind.value: {"ready": len(fleet.ready(kind)), "configured": len(servers)}
             for kind, servers in fleet.of.items()
         }
-        missing = [f"no {kind} server is ready" for kind, n in counts.items() if not n["ready"]]
-        missing += ["shutting down"] if self.shutting_down else []
-        ready = bool(counts["decode"]["ready"]) and not self.shutting_down
         servers = {server.name: server.health.ready for server in fleet.servers}
         circuits = {server.name: server.circuit for server in fleet.servers}
         details = {"missing": missing, **counts, "servers": servers, "circuits": circuits}
-        told = {"status": "ready" if ready else "not_ready", **(bare or details)}
-        await reply.answer_json(200 if ready else 503, told)
+        body = {"status": "ready" if is_ready else "not_ready", **(bare or details)}
+        await reply.answer_json(200 if is_ready else 503, body)
 
     def _record(self, path: str, reply: Reply, key: str) -> None:
         trace, total_s = reply.trace, reply.trace.elapsed_s()

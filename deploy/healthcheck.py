@@ -5,8 +5,14 @@ python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and B
 """
 
 import os
-import ssl
 import sys
+
+# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
+
+import ssl
 import urllib.error
 import urllib.request
 

@@ -26,11 +26,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
+import protocol
 from protocol.process.logging import get_logger
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
+SAFE_PATH = "PYTHONSAFEPATH"  # Python reads it: the working directory is not on sys.path
 TAIL_LINES = 40
 _AGAIN_S = 0.01
 ALARM = signal.SIGALRM  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
@@ -128,7 +130,7 @@ def spawn(
     try:
         process = subprocess.Popen(
             list(argv),
-            env={**clean_environment(os.environ), **(env or {}), PARENT_FD: str(theirs.fileno())},
+            env={**child_environment(), **(env or {}), PARENT_FD: str(theirs.fileno())},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
@@ -149,6 +151,36 @@ def spawn(
     watched = (child, ours, printer, on_event or (lambda _: None))
     threading.Thread(target=_watch_child, args=watched, daemon=True).start()
     return child
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment for another Python process of Baton's. BATON_* settings are left
+    out, and the process imports the same Baton as this one, also in a working directory that has a
+    model.py, an engine/ or a json.py of its own. The processes that it starts inherit that."""
+    environ = clean_environment(os.environ)
+    environ[SAFE_PATH] = "1"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
+    # A checkout in which `python -m` was called is on sys.path for that reason alone. A folder of
+    # installed packages must not be named: it would come before Python's own library.
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
+    if not is_installed and root not in paths and root in map(os.path.abspath, sys.path):
+        environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    return environ
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Within, processes that multiprocessing starts do not import from the working directory."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _print_lines(child: Child) -> None:

@@ -112,6 +112,27 @@ def test_stdin_and_environment_reach_the_child(events, monkeypatch):
     assert events.next() == ("exited", 0)
 
 
+@pytest.mark.parametrize("is_named", [False, True], ids=["by its directory", "by PYTHONPATH"])
+def test_a_child_elsewhere_imports_its_parents_baton_and_nothing_of_that_directory(
+    is_named, tmp_path, monkeypatch
+):
+    """The parent found this checkout in its working directory alone, or by a variable."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if is_named:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("protocol", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
+    program = """
+import subprocess, sys
+from protocol.process import lifecycle
+child = [sys.executable, "-c", "import json, protocol; print(protocol.__file__)"]
+subprocess.run(child, cwd=sys.argv[1], env=lifecycle.child_environment(), check=True)
+"""
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout.strip() == str(ROOT / "protocol" / "__init__.py"), done.stderr
+
+
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(events, ignores):
     body = "report_ready({}); time.sleep(600)"

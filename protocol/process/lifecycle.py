@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import protocol
-from protocol.process.logging import get_logger
+from protocol.process.logging import get_logger, is_rank, sender_of
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
@@ -81,18 +81,38 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reason(self) -> str:
-        """Why it ended: what it reported, else its last line, else its exit status. What a process
-        said last tells nothing if it ended in order, and little if it was killed."""
+        """Why it ended: what it reported, else its last line, else its exit status. A last line
+        tells nothing if the process ended in order, and little if it was killed."""
         if self.failure is not None:
             return self.failure
         code = self.process.returncode
         ended = _in_words(code)
-        last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
+        last = self._last_words(is_killed=(code or 0) < 0)
         if code == 0:
             return f"somebody told it to ({ended})"
         if last is None:
             return ended
         return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
+
+    def _last_words(self, *, is_killed: bool) -> str | None:
+        """The last line that the process wrote itself. Its engine ranks write to the same pipe, and
+        go on doing so after its death, when they report that they end because of it.
+
+        Args:
+            is_killed: the process had no chance to write a traceback: lines without a header belong
+                to the process that wrote the header before them.
+        """
+        last = None
+        is_of_rank = False
+        for line in self.tail:
+            sender = sender_of(line)
+            if sender is not None:
+                is_of_rank = is_rank(sender)
+            elif not is_killed:
+                is_of_rank = False
+            if line.strip() and not is_of_rank:
+                last = line.strip()
+        return last
 
 
 def _in_words(returncode: int | None) -> str:

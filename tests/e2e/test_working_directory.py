@@ -4,20 +4,15 @@
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.plain_http import http
+from tests.rigs.programs import TIMEOUT_S, environment, launched
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
 DECOY = "raise SystemExit('this file belongs to the user: ' + __file__)\n"
 MODULES = (
     *("model", "protocol", "attention", "kvcache", "benchmarks"),
@@ -54,46 +49,10 @@ def baton(tmp_path: Path) -> tuple[str, str]:
     return sys.executable, str(script)
 
 
-def environment() -> dict[str, str]:
-    """Where this checkout's Baton is what is installed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    kept.pop("PYTHONSAFEPATH", None)
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def launched(argv: list[str], cwd: Path, until: str) -> Iterator[str]:
-    """The first line of a program that has `until`; the program is ended afterwards."""
-    process = subprocess.Popen(
-        argv,
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if until in line:
-                break
-        assert until in lines[-1], "".join(lines[-20:])
-        yield lines[-1]
-        process.send_signal(signal.SIGTERM)
-        lines += process.stdout
-        assert process.wait(TIMEOUT_S) == 0, "".join(lines[-20:])
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
     options = ("--model", str(tiny_model), "--port", "0", "--prefill.tp", "2", "--device", "cpu")
-    with launched([*baton, "up", *options, "--served-model-name", "m"], home, "ready http") as line:
-        url = line.split()[1]
+    with launched([*baton, "up", *options, "--served-model-name", "m"], home) as program:
+        url = program.read_until("ready http").split()[1]
         schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
         wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
         body = {
@@ -106,16 +65,18 @@ def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
         assert answer.status_code == 200, answer.text
         text = answer.json()["choices"][0]["message"]["content"]
         assert json.loads(text)["a"] in ("x", "y")
+        program.stop()
 
 
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
 def test_a_server_started_by_its_module_serves(module, home, tiny_model):
     options = ("--model", str(tiny_model), "--port", "0", "--device", "cpu")
-    with launched([sys.executable, "-m", module, *options], home, " serves at ") as line:
-        url = line.split()[-1]
+    with launched([sys.executable, "-m", module, *options], home) as program:
+        url = program.read_until(" serves at ").split()[-1]
         body = {"prompt": [5, 6, 7], "max_tokens": 2}
         answer = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
         assert answer.status_code == 200, answer.text
+        program.stop()
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,42 @@ def test_an_end_has_a_reason(body, code, reason, events, capfd):
         assert "child | ValueError: tp is 9" in capfd.readouterr().out
 
 
+HEADER = "2026-01-31T12:00:00.123Z INFO    {} baton.x: "
+SURVIVED = """
+def log(sender, text):
+    print({header!r}.format(sender) + text, flush=True)
+
+log("prefill", "serving")
+log("prefill/0", "the last step of rank 0")
+parent = os.getpid()
+if os.fork() == 0:  # a rank, which detects the death and writes to the same pipe
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    log("prefill/0", "rank 0 is told to end")
+    {more}
+    os._exit(0)
+{death}
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "more", "reason"),
+    [
+        (
+            "os.kill(os.getpid(), 9)",
+            "print('the warning of a library in rank 0', flush=True)",
+            f"killed by SIGKILL, its last line: {HEADER.format('prefill')}serving",
+        ),
+        ("raise ValueError('tp is 9')", "", "ValueError: tp is 9 (exit status 1)"),
+    ],
+    ids=["killed", "raises"],
+)
+def test_last_words_are_not_what_ranks_wrote_after_a_death(death, more, reason, events):
+    child = events.spawn(SURVIVED.format(header=HEADER, more=more, death=death))
+    assert events.next()[0] == "exited"
+    assert child.reason() == reason
+
+
 def test_a_program_that_is_not_there_leaks_no_descriptor():
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError, match="no-such-program"):

@@ -21,7 +21,7 @@ from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
 from proxy.pd_request import PDRequest
 from proxy.relay import Reply, Send, signing_secret
-from proxy.ui.site import Site
+from proxy.ui.site import Site, is_browser
 from proxy.upstream import HttpUpstream
 from proxy.upstream_call import Upstreams, known_series
 
@@ -124,6 +124,8 @@ class ProxyApp:
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         path = scope["path"]
+        if is_browser(scope):
+            reply.error_page = self._site.error_page
         try:
             with self.access.admit(scope) as visit:
                 reply.headers = visit.headers

@@ -76,7 +76,7 @@ class ProxyApp:
             settings.max_resumes,
             signing_secret(settings),
         )
-        self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
+        self._site = Site(self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
         for name, labels in known_series():

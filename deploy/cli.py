@@ -1,6 +1,13 @@
 """The command `baton`: one subcommand per program."""
 
+import os
 import sys
+
+# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
+
 from collections.abc import Sequence
 from pkgutil import resolve_name
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pydantic import Field
 
 from kvcache.transports import GPU_FIX, Host, UcxRead, look, ucx_log
+from protocol.process.lifecycle import safe_path
 from protocol.settings.options import DecodeOptions
 from protocol.settings.settings import BatonSettings, parse
 
@@ -56,7 +57,7 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
         size = pair.Size(*_SIZES, blocks * _BLOCK_TOKENS)
         side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
         setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
-        with closing(pair.Remote(pair.Prefill, source, size)) as prefill:
+        with safe_path(), closing(pair.Remote(pair.Prefill, source, size)) as prefill:
             prefill.call("open", side)
             with closing(pair.Decode(prefill, side, setup)) as decode:
                 decode.connect()

@@ -5,8 +5,14 @@ python -m deploy.healthcheck        # exit status 0 for 200; at BATON_HOST and B
 """
 
 import os
-import ssl
 import sys
+
+# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
+
+import ssl
 import urllib.error
 import urllib.request
 
@@ -27,19 +33,31 @@ def url_host(host: str) -> str:
 
 
 def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
-    """The answer's body, asked for with this API key.
+    """The response's body, requested with this API key.
 
     Raises:
         OSError: nothing answers, or the status is 400 or above.
     """
+    status, body = fetch(url, timeout_s, key)
+    if status >= 400:
+        raise OSError(f"HTTP status {status}")
+    return body
+
+
+def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, bytes]:
+    """Status and body of the response to a GET, whatever the status.
+
+    Raises:
+        OSError: nothing answers.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, headers=headers)
     try:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        asked = urllib.request.Request(url, headers=headers)
-        with _direct.open(asked, timeout=timeout_s) as answer:
-            return bytes(answer.read())
+        with _direct.open(request, timeout=timeout_s) as response:
+            return response.status, bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            raise
+            return error.code, bytes(error.read())
 
 
 def main() -> int:

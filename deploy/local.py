@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from deploy.commands import Command, Kind, proxy_command, server_commands, user_option
-from deploy.healthcheck import LOOPBACK, get, url_host
+from deploy.healthcheck import LOOPBACK, fetch, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.settings.machine import available_cores
@@ -129,13 +129,14 @@ class LocalCluster:
         return urls
 
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
-        """Starts the proxy in front of these servers, and prints `ready`, where, and a line to
-        paste once the endpoint serves. Never returns."""
+        """Starts the proxy in front of these servers. Once a request would be disaggregated, prints
+        `ready` with the addresses and a command to paste. Never returns."""
         (port,) = self._start(proxy_command(self.settings, urls, self._secret, self._key))
         scheme = "https" if self.settings.tls_cert else "http"
         endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
         self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)
-        print(f"ready {endpoint}/v1\n{example(endpoint, urls['decode'][0], self._key)}", flush=True)
+        command = example(endpoint, urls["decode"][0], self._key)
+        print(f"{announcement(endpoint, has_page=self.settings.ui)}\n{command}", flush=True)
         while True:
             self._take_event(None)
 
@@ -205,11 +206,30 @@ def check_port(host: str, port: int) -> None:
 
 
 def _unready(endpoint: str) -> str:
+    """What is missing until the proxy at `endpoint` is ready; empty once it is."""
     try:
-        get(f"{endpoint}/ready", PROBE_TIMEOUT_S)
+        status, body = fetch(f"{endpoint}/ready", PROBE_TIMEOUT_S)
     except OSError:
-        return "the proxy to find its servers"
-    return ""
+        return "the proxy to answer"
+    if status == 200:
+        return ""
+    try:
+        missing = json.loads(body).get("missing", [])  # none to a client without an admin key
+    except (ValueError, AttributeError):
+        missing = []
+    details = f" ({'; '.join(map(str, missing))})" if missing else ""
+    return f"the proxy to find its servers{details}"
+
+
+def announcement(endpoint: str, *, has_page: bool) -> str:
+    """The lines that say that the cluster is ready: what a person opens first, then what a program
+    is configured with."""
+    if not has_page:
+        return f"ready {endpoint}/v1  (endpoint for OpenAI clients)"
+    return (
+        f"ready {endpoint}/    (page of this cluster: open it in a browser)\n"
+        f"      {endpoint}/v1  (endpoint for OpenAI clients)"
+    )
 
 
 def example(endpoint: str, server: str, key: str | None) -> str:

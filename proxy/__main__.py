@@ -1,9 +1,16 @@
 """`python -m proxy`, also `baton proxy`: serves until a signal or its launcher's end."""
 
+import os
+import sys
+
+# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
+
 import asyncio
 import gc
 import socket
-import sys
 from collections.abc import Sequence
 
 from protocol.http.access import check

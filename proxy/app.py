@@ -21,7 +21,7 @@ from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
 from proxy.pd_request import PDRequest
 from proxy.relay import Reply, Send, signing_secret
-from proxy.ui.site import Site
+from proxy.ui.site import Site, is_browser
 from proxy.upstream import HttpUpstream
 from proxy.upstream_call import Upstreams, known_series
 
@@ -76,7 +76,7 @@ class ProxyApp:
             settings.max_resumes,
             signing_secret(settings),
         )
-        self._site = Site(self.fleet, self._upstream, is_on=settings.ui)
+        self._site = Site(self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys)
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
         for name, labels in known_series():
@@ -124,6 +124,8 @@ class ProxyApp:
 
     async def _http(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         path = scope["path"]
+        if is_browser(scope):
+            reply.error_page = self._site.error_page
         try:
             with self.access.admit(scope) as visit:
                 reply.headers = visit.headers
@@ -238,18 +240,19 @@ class ProxyApp:
 
     async def _ready(self, reply: Reply, bare: dict[str, str] | None) -> None:
         fleet = self.fleet
+        is_ready, missing = self._members.readiness.report()
+        if self.shutting_down:
+            is_ready = False
+            missing.append("shutting down")
         counts = {
             kind.value: {"ready": len(fleet.ready(kind)), "configured": len(servers)}
             for kind, servers in fleet.of.items()
         }
-        missing = [f"no {kind} server is ready" for kind, n in counts.items() if not n["ready"]]
-        missing += ["shutting down"] if self.shutting_down else []
-        ready = bool(counts["decode"]["ready"]) and not self.shutting_down
         servers = {server.name: server.health.ready for server in fleet.servers}
         circuits = {server.name: server.circuit for server in fleet.servers}
         details = {"missing": missing, **counts, "servers": servers, "circuits": circuits}
-        told = {"status": "ready" if ready else "not_ready", **(bare or details)}
-        await reply.answer_json(200 if ready else 503, told)
+        body = {"status": "ready" if is_ready else "not_ready", **(bare or details)}
+        await reply.answer_json(200 if is_ready else 503, body)
 
     def _record(self, path: str, reply: Reply, key: str) -> None:
         trace, total_s = reply.trace, reply.trace.elapsed_s()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from protocol.errors import RequestError, ServiceError
 from protocol.near_names import suggestion
 
+BASE_PATH = "/v1"  # what clients are configured with
+
 
 # fmt: off
 class DecodeServerLost(  # it ended the connection before its answer was whole
@@ -23,6 +25,12 @@ class RegistrationRefused(  # of a server; says why, and what to do
 
 class UnknownPath(RequestError, status=404, code="unknown_path"):
     def __init__(self, method: str, path: str, known: Sequence[str]) -> None:
+        if path.rstrip("/") == BASE_PATH:
+            super().__init__(
+                f"{BASE_PATH} is the base URL for clients of OpenAI's API and has no content of "
+                f"its own; GET {BASE_PATH}/models lists the models, GET /docs all paths"
+            )
+            return
         near = suggestion(path[:80].rstrip("/"), known)
         super().__init__(f"no such path: {method} {path}{near}; GET /docs lists all paths")
 

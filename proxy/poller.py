@@ -15,6 +15,7 @@ from protocol.http.access import BARE
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
+from proxy.discovery.readiness import Readiness
 from proxy.health import Room, Said, SideChannel, pause_s
 from proxy.knowledge import Knowledge, Totals
 from proxy.membership import Fleet, Kind, Server
@@ -35,6 +36,7 @@ class Poller:
     settings: ProxySettings
 
     def __post_init__(self) -> None:
+        self.readiness = Readiness(self.fleet, self.settings)
         self._polls: dict[Server, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     def watch(self, server: Server) -> None:
@@ -90,6 +92,7 @@ class Poller:
             self.fleet.silent(server, "the health check failed")
         else:
             self.fleet.polled(server, said, started_at)
+            self.readiness.update()
             health = server.health
             if not server.has_left:
                 self.knowledge.lends(server, health.ready and health.side_channel is not None)

@@ -192,6 +192,10 @@ def _next_number(sent: bytes) -> int:
         return 0
 
 
+# Returns headers and body of the page that shows an error.
+ErrorPage = Callable[[BatonError], tuple[list[tuple[bytes, bytes]], bytes]]
+
+
 class Reply:
     """Answers one client request. Whatever happens, it sends one head and one end."""
 
@@ -200,6 +204,7 @@ class Reply:
         self._sent = b""  # of a stream's events, the last ones
         self.request_id = request_id
         self.headers: Mapping[str, str] = {}  # beside an answer's own
+        self.error_page: ErrorPage | None = None  # set where a browser displays the response
         self.trace = RequestTrace()
         self.status: int | None = None  # once the head is sent
         self.finished = False
@@ -229,7 +234,11 @@ class Reply:
         if self.status is None:
             headers = [(b"retry-after", b"1")] if error.status == 503 else []
             headers += [(name.encode(), text.encode()) for name, text in error.headers.items()]
-            await self.answer_json(error.status, error.to_openai(), headers)
+            if self.error_page is None:
+                await self.answer_json(error.status, error.to_openai(), headers)
+            else:
+                own, page = self.error_page(error)
+                await self.answer(error.status, [*own, *headers], page)
         else:
             is_numbered = self._path == "/v1/responses"
             number = _next_number(self._sent) if is_numbered else None

@@ -171,7 +171,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case ClientDisconnected():
             return Response(status_code=CLIENT_GONE)
         case HTTPException(status_code=404):
-            return error_response(_UnknownPath(f"There is no {path} here."))
+            return error_response(
+                _UnknownPath(f"There is no {path} here; GET /docs lists all paths.")
+            )
         case HTTPException(status_code=405):
             told = _WrongMethod(f"{path} does not take {request.method}.")
             return error_response(told, error.headers)

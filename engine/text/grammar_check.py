@@ -8,7 +8,6 @@ server's limit, so that it holds up its own kind alone. Who waits too long for a
 import asyncio
 import contextlib
 import hashlib
-import os
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from protocol.errors import InternalError, Overloaded
 from protocol.messages import Grammar
 from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
-from protocol.settings.sources import clean_environment
+from protocol.process.lifecycle import child_environment
 
 MEMORY_BYTES = 256 * 2**20  # for the compilation of one grammar
 MAX_HELD_BYTES = 4 * 2**30  # of the grammars of all open requests
@@ -192,7 +191,7 @@ def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "engine.text.grammar_compile", f"{theirs.fileno()}", folder],
-            env={**clean_environment(os.environ), "MALLOC_ARENA_MAX": "1"},
+            env={**child_environment(), "MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,

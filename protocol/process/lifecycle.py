@@ -26,11 +26,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from protocol.process.logging import get_logger
+import protocol
+from protocol.process.logging import get_logger, is_rank, sender_of
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
+SAFE_PATH = "PYTHONSAFEPATH"  # Python reads it: the working directory is not on sys.path
 TAIL_LINES = 40
 _AGAIN_S = 0.01
 ALARM = signal.SIGALRM  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
@@ -79,18 +81,38 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reason(self) -> str:
-        """Why it ended: what it reported, else its last line, else its exit status. What a process
-        said last tells nothing if it ended in order, and little if it was killed."""
+        """Why it ended: what it reported, else its last line, else its exit status. A last line
+        tells nothing if the process ended in order, and little if it was killed."""
         if self.failure is not None:
             return self.failure
         code = self.process.returncode
         ended = _in_words(code)
-        last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
+        last = self._last_words(is_killed=(code or 0) < 0)
         if code == 0:
             return f"somebody told it to ({ended})"
         if last is None:
             return ended
         return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
+
+    def _last_words(self, *, is_killed: bool) -> str | None:
+        """The last line that the process wrote itself. Its engine ranks write to the same pipe, and
+        go on doing so after its death, when they report that they end because of it.
+
+        Args:
+            is_killed: the process had no chance to write a traceback: lines without a header belong
+                to the process that wrote the header before them.
+        """
+        last = None
+        is_of_rank = False
+        for line in self.tail:
+            sender = sender_of(line)
+            if sender is not None:
+                is_of_rank = is_rank(sender)
+            elif not is_killed:
+                is_of_rank = False
+            if line.strip() and not is_of_rank:
+                last = line.strip()
+        return last
 
 
 def _in_words(returncode: int | None) -> str:
@@ -128,7 +150,7 @@ def spawn(
     try:
         process = subprocess.Popen(
             list(argv),
-            env={**clean_environment(os.environ), **(env or {}), PARENT_FD: str(theirs.fileno())},
+            env={**child_environment(), **(env or {}), PARENT_FD: str(theirs.fileno())},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
@@ -149,6 +171,36 @@ def spawn(
     watched = (child, ours, printer, on_event or (lambda _: None))
     threading.Thread(target=_watch_child, args=watched, daemon=True).start()
     return child
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment for another Python process of Baton's. BATON_* settings are left
+    out, and the process imports the same Baton as this one, also in a working directory that has a
+    model.py, an engine/ or a json.py of its own. The processes that it starts inherit that."""
+    environ = clean_environment(os.environ)
+    environ[SAFE_PATH] = "1"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
+    # A checkout in which `python -m` was called is on sys.path for that reason alone. A folder of
+    # installed packages must not be named: it would come before Python's own library.
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
+    if not is_installed and root not in paths and root in map(os.path.abspath, sys.path):
+        environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    return environ
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Within, processes that multiprocessing starts do not import from the working directory."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _print_lines(child: Child) -> None:

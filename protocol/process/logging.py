@@ -8,6 +8,7 @@ The request id comes from a context variable, which asyncio tasks inherit.
 import contextlib
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -71,6 +72,21 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+_HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
+
+
+def sender_of(line: str) -> str | None:
+    """Role and rank of the process that logged this line, such as "decode/0"; None if it has no
+    header: the rest of a longer record, or not from a logger of ours."""
+    header = _HEADER.match(line)
+    return header[1] if header else None
+
+
+def is_rank(sender: str) -> bool:
+    """Whether lines of this sender are an engine rank's."""
+    return "/" in sender
 
 
 def setup_logging(

@@ -131,6 +131,9 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """time between two health checks (s)"""
     health_timeout_s: Seconds = 2.0
     """longest health check (s)"""
+    prefill_wait_s: float | None = Field(None, ge=0, le=1_000_000, allow_inf_nan=False)
+    """longest time from the start in which GET /ready waits for a prefill server of each model (s;
+    0: it does not wait; None: 600 for models of which a prefill server is named or registered)"""
     connect_timeout_s: Seconds = 2.0
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode
 
-from protocol.near_names import did_you_mean, suggestion
+from protocol.near_names import did_you_mean, near_names, suggestion
 from protocol.short_repr import short_repr
 
 ENV_PREFIX = "BATON_"
@@ -312,11 +312,44 @@ def _near_options(
 ) -> str:
     """Near matches: those called so in some group, else in one of the programs, before those
     spelled alike."""
-    is_no, name = word.startswith("--no-"), word.replace("--no-", "--", 1)
+    is_no = word.startswith("--no-")
+    name = word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
     same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
     owners = [told for told, of in programs.items() if name in map(option_name, field_paths(of))]
     if owners and not same:
         return f" (an option of {' and '.join(owners)})"
-    hint = did_you_mean(same[:3]) if same else suggestion(name, known)
+    hint = _near_member(name, known, programs)
+    if not hint:
+        hint = did_you_mean(same[:3]) if same else suggestion(name, known)
     return hint.replace("--", "--no-") if is_no else hint
+
+
+def _near_member(name: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]]) -> str:
+    """Near matches of an option of a group, such as --prefil.tp: the group is matched first, then
+    its member. Empty where no group is near, or where the member is one of another group."""
+    group, _, member = name.partition(".")
+    members: dict[str, list[str]] = {}
+    for option in known:
+        owner, _, own = option.partition(".")
+        if own:
+            members.setdefault(owner, []).append(own)
+    near = near_names(group, members)
+    if not member or not near:
+        return ""
+    group = near[0]
+    found = near_names(member, members[group])
+    if found:
+        return did_you_mean([f"{group}.{own}" for own in found])
+    wanted = f"{group}.{member}"
+    dashes = "--" if group.startswith("--") else ""
+    whole = f"{dashes}{member}"
+    program = f"baton {group.removeprefix('--')}"
+    of_program = programs.get(program)
+    if whole in known:
+        fact = f"no such option here, but {whole} for the whole cluster"
+    elif of_program and whole in map(option_name, field_paths(of_program)):
+        fact = f"no such option here, but {whole} of {program}"
+    else:
+        return ""
+    return f" ({fact})" if wanted == name else f" (did you mean {wanted}? There is {fact})"

@@ -60,6 +60,7 @@ class Members:
         watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
         self.fleet = Fleet(watch=watch)
         self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
+        self.readiness = self._poller.readiness
         self._discovery = Discovery(self.fleet, settings)
         secret = settings.cluster_secret
         key = None if secret is None else secret.get_secret_value().encode()

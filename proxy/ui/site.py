@@ -4,11 +4,12 @@ Nothing comes from other hosts and no script from data: the policy in HEADERS se
 browser. The files may be had by anyone; the data are for admins.
 """
 
+from html import escape
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs
 
-from protocol.errors import InvalidRequest
+from protocol.errors import BatonError, InvalidRequest
 from protocol.short_repr import short_repr
 from proxy.relay import Reply
 from proxy.ui.state import State
@@ -47,6 +48,12 @@ OPEN_PATHS = frozenset(FILES)
 PATHS = OPEN_PATHS | {STATE_PATH}
 
 
+def is_browser(scope: dict[str, Any]) -> bool:
+    """Whether a person opened this path in a browser: programs ask for no HTML."""
+    accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted.lower()
+
+
 class Site(State):
     """The state of one proxy, and the answers to GET and HEAD of `paths`: none unless `is_on`."""
 
@@ -55,6 +62,24 @@ class Site(State):
     @property
     def paths(self) -> frozenset[str]:
         return PATHS if self.is_on else frozenset()
+
+    def error_page(self, error: BatonError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Headers and body that show an error to a person who has opened a path in a browser, with
+        links to the paths that have something to show."""
+        links = [
+            ("/v1/models", "the models that are served"),
+            ("/docs", "all paths of the API"),
+        ]
+        if self.is_on:
+            links.insert(0, ("/", "the page of this cluster, with a chat"))
+        items = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in links)
+        page = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton</title>'
+            '<link rel="stylesheet" href="/ui/page.css">'
+            f"<main><section><h1>{error.status}</h1><p>{escape(error.message)}</p>"
+            f"<ul>{items}</ul></section></main></html>"
+        )
+        return [*HEADERS, (b"content-type", TYPES["html"])], page.encode()
 
     async def answer(self, scope: dict[str, Any], reply: Reply) -> None:
         """Raises InvalidRequest."""

@@ -88,10 +88,14 @@ class State:
     """
     Args:
         is_on: otherwise nothing is noted.
+        has_keys: the proxy asks its clients for an API key.
     """
 
-    def __init__(self, fleet: Fleet, upstream: HttpUpstream, *, is_on: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, upstream: HttpUpstream, *, is_on: bool, has_keys: bool
+    ) -> None:
         self.is_on = is_on
+        self._has_keys = has_keys
         self._fleet, self._upstream = fleet, upstream
         self._epoch = secrets.token_hex(8)
         self._count = self._num_requests = 0
@@ -155,6 +159,8 @@ class State:
             {
                 "epoch": self._epoch,
                 "number": self._count,
+                "at": time.time(),  # to which running requests have lasted
+                "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
                 "names": list(known),
                 "servers": {name: one.row for name, one in known.items() if one.changed > after},
@@ -171,6 +177,11 @@ class State:
             await asyncio.gather(self._task, return_exceptions=True)
 
     # servers
+
+    @property
+    def _needs_key(self) -> bool:
+        """Whether clients need an API key: the proxy's, or one that it passes on to servers."""
+        return self._has_keys or any(s.health.is_bare for s in self._fleet.servers)
 
     @property
     def _interval_s(self) -> float:

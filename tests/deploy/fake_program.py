@@ -1,7 +1,8 @@
 """Stands in for a server or the proxy of `baton up`: python fake_program.py KIND MODE [options].
 
 MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
-| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked).
+| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked)
+| waiting (its GET /ready is 503).
 """
 
 import json
@@ -26,8 +27,11 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3)
         answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
         answer["environ"] = sorted(name for name in os.environ if name.startswith("BATON_"))
+        is_waiting = mode == "waiting" and self.path == "/ready"
+        if is_waiting:
+            answer = {"missing": ["no prefill server is ready"]}
         body = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(503 if is_waiting else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -47,6 +47,17 @@ def test_a_wrong_option_ends_with_2_and_says_which(command):
     assert "did you mean --port" in ended.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "warm", "plan"])
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("--prefil.tp", "--prefill.tp"), ("--decode.tpp", "--decode.tp")]
+)
+def test_near_names_of_options_of_a_group_are_proposed(command, wrong, near):
+    argv = [sys.executable, "-m", "deploy.cli", command, f"{wrong}=1"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"(did you mean {near}?)" in ended.stderr
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_change_nothing_for_children(closed):
     """Pipes to a child would else get their numbers, and be replaced by the child's own streams."""

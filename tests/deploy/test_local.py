@@ -62,7 +62,7 @@ class Launcher:
         return self.process.wait(DEADLINE_S)
 
     def endpoint(self) -> str:
-        return self.until("ready ").removeprefix("ready ").removesuffix("/v1")
+        return self.until("ready ").split()[1].removesuffix("/")
 
 
 @contextmanager
@@ -116,6 +116,30 @@ def test_it_starts_everything_says_so_and_ends_on_sigterm():
         assert launcher.lines[-2:] == ["baton | ending", "baton | ended"]
         assert "prefill-1 | prefill starts" in launcher.lines
         assert all(gone(member["pid"]) for member in members.values())
+
+
+def test_the_page_is_announced_first_then_the_endpoint():
+    with launched("serve,serve,serve") as launcher:
+        endpoint = launcher.endpoint()
+        launcher.until("curl ")
+        page, api = launcher.lines[-3:-1]
+        assert page == f"ready {endpoint}/    (page of this cluster: open it in a browser)"
+        assert api == f"      {endpoint}/v1  (endpoint for OpenAI clients)"
+
+
+def test_without_the_page_the_endpoint_alone_is_announced():
+    with launched("serve,serve,serve", "--no-ui") as launcher:
+        ready = launcher.until("ready ")
+        assert ready.split()[1].endswith("/v1")
+        assert launcher.until("curl ") and "page" not in " ".join(launcher.lines[-2:])
+
+
+def test_it_is_not_ready_before_the_proxy_is_and_names_what_that_waits_for():
+    with launched("serve,serve,waiting", "--start-timeout-s=8") as launcher:
+        assert launcher.end() == 1
+        assert not any(line.startswith("ready ") for line in launcher.lines)
+        missing = "the proxy to find its servers (no prefill server is ready)"
+        assert launcher.lines[-1].endswith(f"(--start-timeout-s), waited for {missing}")
 
 
 def test_warming_ends_once_the_servers_are_ready(monkeypatch):

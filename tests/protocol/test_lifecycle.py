@@ -95,6 +95,42 @@ def test_an_end_has_a_reason(body, code, reason, events, capfd):
         assert "child | ValueError: tp is 9" in capfd.readouterr().out
 
 
+HEADER = "2026-01-31T12:00:00.123Z INFO    {} baton.x: "
+SURVIVED = """
+def log(sender, text):
+    print({header!r}.format(sender) + text, flush=True)
+
+log("prefill", "serving")
+log("prefill/0", "the last step of rank 0")
+parent = os.getpid()
+if os.fork() == 0:  # a rank, which detects the death and writes to the same pipe
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    log("prefill/0", "rank 0 is told to end")
+    {more}
+    os._exit(0)
+{death}
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "more", "reason"),
+    [
+        (
+            "os.kill(os.getpid(), 9)",
+            "print('the warning of a library in rank 0', flush=True)",
+            f"killed by SIGKILL, its last line: {HEADER.format('prefill')}serving",
+        ),
+        ("raise ValueError('tp is 9')", "", "ValueError: tp is 9 (exit status 1)"),
+    ],
+    ids=["killed", "raises"],
+)
+def test_last_words_are_not_what_ranks_wrote_after_a_death(death, more, reason, events):
+    child = events.spawn(SURVIVED.format(header=HEADER, more=more, death=death))
+    assert events.next()[0] == "exited"
+    assert child.reason() == reason
+
+
 def test_a_program_that_is_not_there_leaks_no_descriptor():
     before = set(os.listdir("/dev/fd"))
     with pytest.raises(OSError, match="no-such-program"):
@@ -110,6 +146,27 @@ def test_stdin_and_environment_reach_the_child(events, monkeypatch):
     )
     assert events.next() == ("ready", {"told": ['{"a": 1}', "s", None]})
     assert events.next() == ("exited", 0)
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["by its directory", "by PYTHONPATH"])
+def test_a_child_elsewhere_imports_its_parents_baton_and_nothing_of_that_directory(
+    is_named, tmp_path, monkeypatch
+):
+    """The parent found this checkout in its working directory alone, or by a variable."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if is_named:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("protocol", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
+    program = """
+import subprocess, sys
+from protocol.process import lifecycle
+child = [sys.executable, "-c", "import json, protocol; print(protocol.__file__)"]
+subprocess.run(child, cwd=sys.argv[1], env=lifecycle.child_environment(), check=True)
+"""
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout.strip() == str(ROOT / "protocol" / "__init__.py"), done.stderr
 
 
 @pytest.mark.parametrize("ignores", [False, True])

@@ -43,6 +43,22 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
     [
         (P, "--blck-size 16", "--block-size"),
         (UP, "--prefil.tp=2", "--prefill.tp"),
+        (UP, "--decode.cuont 2", r"\(did you mean --decode\.count\?\)"),
+        (UP, "--decod.cuont 2", r"\(did you mean --decode\.count\?\)"),
+        (UP, "--no-prefil.pack-weigts", r"\(did you mean --no-prefill\.pack-weights\?\)"),
+        (
+            UP,
+            "--prefil.port 1",
+            r"\(did you mean --prefill\.port\? There is no such option here, but "
+            r"--port for the whole cluster\)",
+        ),
+        (UP, "--prefill.model m", r"m \(no such option here, but --model for the whole cluster\)"),
+        (
+            UP,
+            "--decod.register http://h:1",
+            r"mean --decode\.register\? .* --register of baton decode",
+        ),
+        (UP, "--prefil 1", r"\(did you mean --prefill"),
         (UP, "--prefill.hang-timeout-s=2", "--prefill.hang-timeout-s"),
         (UP, "--decode 3", "^--decode: must be a group .* as --decode.tp, not 3$"),
         (UP, "--tp 2", r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),

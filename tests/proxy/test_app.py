@@ -68,6 +68,40 @@ async def test_unknown_paths_and_methods_are_named(method, path, status, words):
         assert response.headers.get("allow") == (allowed if status == 405 else None)
 
 
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v2/<b>", "/v1/completions"])
+async def test_a_browser_that_opens_a_path_without_content_gets_a_page_with_links(path):
+    async with Rig() as rig:
+        page = await rig.client.get(path, headers=BROWSER)
+        assert page.status_code in (404, 405)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        for link in ("/", "/v1/models", "/docs"):
+            assert f'<a href="{link}">' in page.text
+        assert "<b>" not in page.text, "what a path contains is text"
+        plain = await rig.client.get(path)
+        assert plain.json()["error"]["message"]
+    async with Rig(ui=False) as rig:
+        assert '<a href="/">' not in (await rig.client.get(path, headers=BROWSER)).text
+
+
+async def test_the_base_url_names_the_list_of_models():
+    async with Rig() as rig:
+        for accepted in ({}, BROWSER):
+            response = await rig.client.get("/v1", headers=accepted)
+            assert response.status_code == 404
+            assert "base URL" in response.text and "GET /v1/models" in response.text
+
+
+async def test_a_browser_without_a_key_gets_a_page_too():
+    async with Rig(api_key=("a client's key",)) as rig:
+        page = await rig.client.get("/v1/models", headers=BROWSER)
+        assert page.status_code == 401 and page.text.startswith("<!doctype html>")
+        assert "www-authenticate" in page.headers
+
+
 async def test_ready_counts_servers_and_says_what_is_missing():
     prefill = [Fake(prefills), Fake(prefills, ready=False)]
     async with Rig(prefill, [Fake(decodes, ready=False)]) as rig:

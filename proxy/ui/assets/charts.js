@@ -48,6 +48,20 @@ export function derive(point, points, interval_s) {
   };
 }
 
+const GAP_WIDTH = 3; // intervals that a gap takes on the axis, however long it was
+
+/** Where each point lies on the time axis. The newest lie at their time; those before a gap, in
+ * which no page was open and nothing was measured, are moved up to it. */
+export function positions(points, interval_s) {
+  let shift = 0;
+  const found = points.map((point) => point.at);
+  for (let at = points.length - 1; at >= 0; at -= 1) {
+    found[at] += shift;
+    if (at > 0 && points[at].isGap) shift += Math.max(0, points[at].at - points[at - 1].at - GAP_WIDTH * interval_s);
+  }
+  return found;
+}
+
 const bound = (name) => (name.includes("Inf") ? Infinity : Number(name.slice(ITL.length, -1)));
 
 function exact(values) {
@@ -115,20 +129,45 @@ class Chart {
       cursor: { y: false, drag: { setScale: false, x: false }, sync: { key: "page" }, points: { show: !spec.isStacked } },
       scales: { y: { range: (_, __, most) => [0, spec.most ?? ((most || 0) * 1.15 || 1)] } },
       axes: [
-        { ...axis, size: 18, gap: 2, space: 70, grid: { show: false }, values: (_, at) => at.map(clock) },
+        { ...axis, size: 18, gap: 2, space: 70, grid: { show: false }, values: (_, places) => places.map((place) => clock(this.time(place))) },
         { ...axis, size: 46, gap: 3, space: 26, values: (_, ticks) => ticks.map((tick) => (tick ? spec.format(tick).replace("/s", "") : "0")) },
       ],
       series: [{}, ...(spec.isStacked ? series.reverse() : series)],
-      hooks: { setCursor: [(chart) => this.read(chart.cursor.idx)] },
+      hooks: { setCursor: [(chart) => this.read(chart.cursor.idx)], draw: [(chart) => this.drawGaps(chart)] },
     }, this.data, this.plot);
   }
 
-  update(points) {
+  /** The proxy's time at a place on the axis. */
+  time(place) {
+    const [places] = this.data;
+    const next = places.findIndex((each) => each >= place);
+    const at = next < 0 ? places.length - 1 : next;
+    return at < 0 ? place : this.points[at].at - (places[at] - place);
+  }
+
+  drawGaps(chart) {
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.strokeStyle = color("faint");
+    ctx.setLineDash([4, 4]);
+    this.points.forEach((point, at) => {
+      if (!point.isGap || at === 0) return;
+      const x = chart.valToPos((this.data[0][at - 1] + this.data[0][at]) / 2, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    });
+    ctx.restore();
+  }
+
+  update(points, places) {
+    this.points = points;
     const rows = this.spec.labels.map((_, at) => points.map((point) => (point.isGap ? null : point[this.spec.id][at])));
     this.rows = rows;
     let lines = rows;
     if (this.spec.isStacked) lines = rows.map((_, at) => points.map((__, x) => (rows[at][x] === null ? null : rows.slice(0, at + 1).reduce((sum, row) => sum + row[x], 0)))).reverse();
-    this.data = [points.map((point) => point.at), ...lines];
+    this.data = [places, ...lines];
     if (this.chart) this.chart.setData(this.data);
     else this.make();
     this.read(this.chart.cursor.idx);
@@ -144,7 +183,7 @@ class Chart {
       return `${this.spec.labels[line]} ${text}`.trim();
     });
     if (this.plot !== document.activeElement && index !== null && index !== undefined) return;
-    this.plot.setAttribute("aria-label", `${this.spec.title}: ${told.join(", ")}${index === null || index === undefined ? "" : ` at ${clock(this.data[0][at])}`}. Arrow keys read earlier values.`);
+    this.plot.setAttribute("aria-label", `${this.spec.title}: ${told.join(", ")}${index === null || index === undefined ? "" : ` at ${clock(this.points[at].at)}`}. Arrow keys read earlier values.`);
   }
 
   move(event) {
@@ -170,7 +209,9 @@ export class Charts {
   }
 
   update(store) {
-    for (const chart of this.charts) chart.update(store.points);
+    const places = positions(store.points, store.interval_s);
+    $("charts-note").hidden = !store.points.some((point, at) => at > 0 && point.isGap);
+    for (const chart of this.charts) chart.update(store.points, places);
   }
 
   recolor() {

@@ -1,7 +1,7 @@
 // A chat through the cluster: its answers as they stream, where their time went, and how to do the same.
 
-import { $, h, setText, seconds } from "./dom.js";
-import { drawTimeline, kvText } from "./requests.js";
+import { $, h, setText, seconds, plural } from "./dom.js";
+import { drawTimeline, elapsed, kvText } from "./requests.js";
 import { headers, askForKey } from "./key.js";
 
 const MAX_TURNS = 40; // shown and sent
@@ -38,7 +38,15 @@ export class Chat {
 
   update(store) {
     this.offer([...store.servers.values()].flatMap((server) => server.models));
+    this.setKeys(store.hasKeys);
     this.follow(store);
+  }
+
+  /** Whether commands to copy give an API key. */
+  setKeys(hasKeys) {
+    if (this.hasKeys === hasKeys) return;
+    this.hasKeys = hasKeys;
+    this.snippets();
   }
 
   offer(given) {
@@ -60,11 +68,10 @@ export class Chat {
   }
 
   follow(store) {
-    const now = store.points.at(-1)?.at ?? 0; // the proxy's clock, which the rows are by
     for (const row of store.requests.values()) {
       const answer = this.open.get(row.id);
       if (!answer) continue;
-      this.atEnd(() => drawTimeline(answer.timeline, row, Math.max(row.first_s ?? 0, now - row.at)));
+      this.atEnd(() => drawTimeline(answer.timeline, row, elapsed(row, store.now)));
       if (row.end_s !== null && Object.keys(row.served).length === new Set(row.legs.map(([name]) => name)).size) this.open.delete(row.id);
     }
   }
@@ -158,7 +165,7 @@ export class Chat {
   tell(answer) {
     const since = (at) => seconds((at - answer.began) / 1000);
     const parts = [answer.first === null ? (this.controller ? "waiting" : "no token") : `first token after ${since(answer.first)}`];
-    if (answer.tokens > 1) parts.push(`then one each ${seconds((answer.last - answer.first) / 1000 / (answer.tokens - 1))}`, `${answer.tokens} pieces in ${since(answer.last)}`);
+    if (answer.tokens > 1) parts.push(`then one each ${seconds((answer.last - answer.first) / 1000 / (answer.tokens - 1))}`, `${plural(answer.tokens, "piece")} in ${since(answer.last)}`);
     setText(answer.told, parts.join(", "));
     if (answer.kv) answer.told.append(h("br", {}), "prompt tokens transferred / recomputed / skipped ", h("b", {}, kvText(answer.kv)));
   }
@@ -175,13 +182,14 @@ export class Chat {
     const url = `${location.origin}/v1`;
     const shell = (text) => `'${text.replaceAll("'", "'\\''")}'`;
     const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello!" }], stream: true });
-    setText($("code-curl"), `curl -N ${url}/chat/completions \\\n  -H "Authorization: Bearer $BATON_API_KEY" \\\n  -H "Content-Type: application/json" \\\n  -d ${shell(body)}`);
+    setText($("code-curl"), `curl -N ${url}/chat/completions \\\n${this.hasKeys ? '  -H "Authorization: Bearer $BATON_API_KEY" \\\n' : ""}  -H "Content-Type: application/json" \\\n  -d ${shell(body)}`);
     setText($("code-python"), [
-      "import os",
+      "# pip install openai",
+      ...(this.hasKeys ? ["import os"] : []),
       "from openai import OpenAI",
       "",
       `client = OpenAI(base_url=${JSON.stringify(url)},`,
-      '                api_key=os.environ.get("BATON_API_KEY", "none"))',
+      `                api_key=${this.hasKeys ? 'os.environ["BATON_API_KEY"]' : '"none"'})`,
       "stream = client.chat.completions.create(",
       `    model=${JSON.stringify(model)},`,
       '    messages=[{"role": "user", "content": "Hello!"}],',

@@ -36,6 +36,9 @@ export function seconds(value) {
   return value < 100 ? `${value.toPrecision(3)} s` : `${Math.round(value)} s`;
 }
 
+/** "1 request", "2 requests". */
+export const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
 export function count(value) {
   if (value === null || value === undefined) return "–";
   for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {

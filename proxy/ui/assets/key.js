@@ -10,6 +10,9 @@ export const key = () => sessionStorage.getItem(NAME) ?? "";
 export const headers = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 export const onKey = (callback) => (onChange = callback);
 
+/** Offers to give a key only where there are keys. */
+export const offerKey = (hasKeys) => ($("key-button").hidden = !hasKeys && !key());
+
 export function askForKey(problem) {
   setText($("key-told"), problem ?? told);
   $("key-input").value = key();

@@ -1,12 +1,12 @@
 // Asks the proxy for what is new, keeps it within bounds, and has every part of the page drawn.
 
-import { $, h, setText } from "./dom.js";
+import { $, h, setText, plural } from "./dom.js";
 import { Charts, derive } from "./charts.js";
 import { Track } from "./track.js";
 import { Servers } from "./servers.js";
 import { Requests } from "./requests.js";
 import { Chat } from "./chat.js";
-import { key, askForKey, onKey, headers } from "./key.js";
+import { key, askForKey, offerKey, onKey, headers } from "./key.js";
 
 const MAX_POINTS = 300;
 const MAX_REQUESTS = 250;
@@ -25,10 +25,10 @@ function take(news) {
     store.requests.clear();
     store.points.length = 0;
   }
-  Object.assign(store, { epoch: news.epoch, number: news.number, interval_s: news.interval_s });
+  Object.assign(store, { epoch: news.epoch, number: news.number, interval_s: news.interval_s, now: news.at, hasKeys: news.has_keys });
   for (const [name, row] of Object.entries(news.servers)) {
     const before = store.servers.get(name);
-    store.servers.set(name, { ...row, name, before, at: news.points.at(-1)?.at ?? Date.now() / 1000 });
+    store.servers.set(name, { ...row, name, before, at: news.points.at(-1)?.at ?? news.at });
     if (before) delete before.before;
   }
   const names = new Set(news.names);
@@ -51,7 +51,7 @@ function head() {
   const decodes = ready.filter((server) => server.role === "decode");
   const [word, kind] = !decodes.length ? ["not ready", "bad"] : ready.length < all.length ? ["degraded", "warn"] : ["ready", "good"];
   const pill = $("status");
-  setText(pill, `${word}: ${ready.length} of ${all.length} servers`);
+  setText(pill, `${word}: ${ready.length} of ${plural(all.length, "server")}`);
   pill.className = `pill ${kind}`;
   const models = [...new Set(all.flatMap((server) => server.models))];
   const versions = [...new Set(all.map((server) => server.version).filter(Boolean))];
@@ -81,6 +81,8 @@ async function ask() {
     if (answer.status === 401 || answer.status === 403) {
       const told = answer.status === 401 && !key() ? "This proxy asks for an API key; its numbers for an admin key." : (await answer.json()).error.message;
       banner(told, true);
+      offerKey(true);
+      chat.setKeys(true);
       if (answer.status === 401 && !failures) askForKey(key() ? told : undefined);
       failures += 1;
       wait_s = null; // until there is another key
@@ -92,13 +94,14 @@ async function ask() {
       failures = 0;
       banner("");
       head();
+      offerKey(store.hasKeys);
       for (const part of parts) part.update(store);
       wait_s = store.interval_s;
     }
   } catch (error) {
     failures += 1;
     wait_s = Math.min(failures, MAX_WAIT_S);
-    banner(`The proxy does not tell its state (${error.message}); trying again.`);
+    banner(`The state of the proxy cannot be read (${error.message}); trying again.`);
     $("status").className = "pill bad";
     setText($("status"), "no connection");
   } finally {

@@ -1,17 +1,22 @@
 // The last requests, each with a timeline: a lane for every server asked, and one for the client.
 
-import { $, h, setText, legend, seconds, clock } from "./dom.js";
+import { $, h, setText, legend, seconds, clock, plural } from "./dom.js";
 
 const PHASES = ["proxy", "queue", "prefill", "transfer", "fence", "decode", "stream"];
 const CLOCK_ROWS = 25; // that one clock shows
 const LANE_PX = 8;
+
+/** Seconds that a request has taken so far, `now` being a time of the proxy's clock. */
+export const elapsed = (row, now) => row.end_s ?? Math.max(0, now - row.at, row.first_s ?? 0, ...row.legs.map(([, at]) => at));
 
 /** What a request did: {lane, phase, from, to} in seconds since it was read. */
 export function segments(row, now_s) {
   const found = [];
   const end_s = row.end_s ?? now_s;
   const add = (lane, phase, from, to) => {
-    if (from !== undefined && to !== undefined && to > from) found.push({ lane, phase, from, to: Math.min(to, end_s), who: row.legs[lane]?.[0] ?? "client" });
+    if (from === undefined || to === undefined) return;
+    const [start, until] = [Math.max(from, 0), Math.min(to, end_s)]; // servers have clocks of their own
+    if (until > start) found.push({ lane, phase, from: start, to: until, who: row.legs[lane]?.[0] ?? "client" });
   };
   if (row.legs.length) add(0, "proxy", 0, row.legs[0][1]);
   row.legs.forEach(([name, at], lane) => {
@@ -68,7 +73,7 @@ export class Requests {
     this.filter = $("requests-filter");
     this.scale = $("requests-scale");
     this.pause = $("requests-pause");
-    $("phases-legend").append(...legend(PHASES), h("span", {}, h("i", { class: "swatch under-way" }), "under way, or not told"));
+    $("phases-legend").append(...legend(PHASES), h("span", {}, h("i", { class: "swatch under-way" }), "in progress, or unknown"));
     this.filter.addEventListener("input", () => this.show());
     this.scale.addEventListener("change", () => this.update(this.store, true));
     this.pause.addEventListener("click", () => {
@@ -83,7 +88,7 @@ export class Requests {
   update(store, isForced = false) {
     this.store = store;
     if (!store || (this.pause.getAttribute("aria-pressed") === "true" && !isForced)) return;
-    this.now = store.points.at(-1)?.at ?? Date.now() / 1000;
+    this.now = store.now;
     for (const [number, shown] of this.rows) {
       if (store.requests.has(number)) continue;
       shown.element.remove();
@@ -119,12 +124,12 @@ export class Requests {
   fill(shown, row) {
     shown.row = row;
     const { cells } = shown;
-    const now_s = Math.max(this.now - row.at, row.first_s ?? 0, row.legs.at(-1)?.[1] ?? 0);
+    const now_s = elapsed(row, this.now);
     setText(cells.time, clock(row.at));
     setText(cells.status, row.status === null ? "running" : row.status === "none" ? "left" : row.status);
     cells.status.className = `status ${row.status === null ? "warn" : row.status === "200" ? "good" : "bad"}`;
-    setText(cells.who, row.alone ? `${row.alone} → ${row.legs.at(-1)?.[0] ?? "nobody"}` : row.legs.map(([name]) => name).join(" → ") || row.path);
-    setText(cells.total, seconds(row.end_s ?? now_s));
+    setText(cells.who, row.alone ? `${row.alone} → ${row.legs.at(-1)?.[0] ?? "no server"}` : row.legs.map(([name]) => name).join(" → ") || row.path);
+    setText(cells.total, seconds(now_s));
     const from = this.now - this.clock_s - row.at;
     drawTimeline(cells.timeline, row, now_s, ...(this.scale.value === "clock" ? [from, this.clock_s] : []));
     this.fillDetail(shown);
@@ -135,10 +140,10 @@ export class Requests {
       if (detail.firstChild) detail.replaceChildren();
       return;
     }
-    const lines = segments(row, row.end_s ?? this.now - row.at).map(({ who, phase, from, to }) =>
+    const lines = segments(row, elapsed(row, this.now)).map(({ who, phase, from, to }) =>
       h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { background: `var(--${phase}, var(--queue))` } }), name(who, phase)), h("td", {}, `at ${seconds(from)}`), h("td", {}, `for ${seconds(to - from)}`)));
     const told = Object.entries(row.served).map(([name, one]) =>
-      h("p", { class: "faint" }, `${name}: ${one.outcome}${one.error ? ` (${one.error})` : ""}, ${one.prompt_tokens} prompt tokens, ${one.generated} generated; transferred / recomputed / skipped ${kvText(one.kv)}`));
+      h("p", { class: "faint" }, `${name}: ${one.outcome}${one.error ? ` (${one.error})` : ""}, ${plural(one.prompt_tokens, "prompt token")}, ${one.generated} generated; transferred / recomputed / skipped ${kvText(one.kv)}`));
     detail.replaceChildren(h("p", {}, `${row.path} · ${row.id}`), h("table", {}, h("tbody", {}, ...lines)), ...told);
   }
 
@@ -151,6 +156,6 @@ export class Requests {
       if (element.hidden !== isHidden) element.hidden = isHidden;
       shown += !isHidden;
     }
-    setText($("requests-told"), wanted ? `${shown} of ${this.rows.size}` : this.rows.size ? `the last ${this.rows.size}` : "");
+    setText($("requests-told"), wanted ? `${shown} of ${this.rows.size}` : this.rows.size > 1 ? `the latest ${this.rows.size}` : "");
   }
 }

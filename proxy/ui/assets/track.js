@@ -1,7 +1,7 @@
 // The picture of hand-offs: prefill servers, decode servers, and a baton for every prompt's KV that
 // goes from one to the other. A link is as wide as the hand-offs of the last requests are many.
 
-import { $, s, setText, percent } from "./dom.js";
+import { $, s, setText, percent, plural } from "./dom.js";
 
 const MAX_BATONS = 48;
 const MAX_LINKS = 120;
@@ -76,7 +76,7 @@ export class Track {
     });
     this.links.replaceChildren(...links);
     const handed = [...numbers.values()].reduce((sum, number) => sum + number, 0);
-    setText($("track-told"), ended ? `of the last ${ended} requests ${handed} went from a prefill to a decode server, ${alone} to a decode server alone` : "no request yet");
+    setText($("track-told"), summary(ended, handed, alone));
   }
 
   path(from, to) {
@@ -110,6 +110,14 @@ export class Track {
     });
     if (this.flights.length) requestAnimationFrame((later) => this.step(later));
   }
+}
+
+/** What became of the requests that have ended. */
+export function summary(ended, handed, alone) {
+  const [pair, single] = ["from a prefill server to a decode server", "to a decode server alone"];
+  if (!ended) return "no request has ended yet";
+  if (ended === 1) return handed ? `the latest request went ${pair}` : alone ? `the latest request went ${single}` : "the latest request reached no decode server";
+  return `of the latest ${plural(ended, "request")}, ${handed} went ${pair} and ${alone} ${single}`;
 }
 
 /** The names of the prefill and the decode server of a request that both worked on. */

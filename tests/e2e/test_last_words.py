@@ -1,0 +1,34 @@
+"""`baton up` names the part that died and what it wrote last, whatever others wrote later."""
+
+import os
+import signal
+
+import pytest
+
+from protocol.process.logging import sender_of
+from tests.rigs.programs import BATON, child, launched
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "sender"),
+    [
+        (["prefill_server"], "prefill-0 ended: killed by SIGKILL, its last line: ", "prefill"),
+        (["proxy"], "proxy ended: killed by SIGKILL, its last line: ", "proxy"),
+        (["prefill_server", "--rank 1"], "engine process prefill.1: killed by SIGKILL", None),
+    ],
+    ids=["server", "proxy", "rank"],
+)
+def test_the_last_line_is_about_the_process_that_was_killed(path, reason, sender, tiny_model):
+    options = ("--model", str(tiny_model), "--port", "0", "--device", "cpu", "--prefill.tp", "2")
+    with launched([*BATON, "up", *options]) as program:
+        program.read_until("curl ")
+        pid = program.process.pid
+        for words in path:
+            pid = child(pid, *words.split())
+        os.kill(pid, signal.SIGKILL)
+        assert program.end() == 1
+        last = program.lines[-1]
+        assert last.startswith("baton up: error: ") and reason in last
+        assert "told to end" not in last
+        if sender is not None:
+            assert sender_of(last.partition("its last line: ")[2]) == sender

@@ -1,0 +1,118 @@
+"""Every program works in a directory whose files are named like Baton's packages and Python's own.
+
+`python -m` and `python -c` put the working directory before everything else on sys.path.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.plain_http import http
+from tests.rigs.programs import TIMEOUT_S, environment, launched
+
+DECOY = "raise SystemExit('this file belongs to the user: ' + __file__)\n"
+MODULES = (
+    *("model", "protocol", "attention", "kvcache", "benchmarks"),
+    *("json", "socket", "random", "selectors", "pickle", "logging", "queue", "signal", "tempfile"),
+    *("torch", "numpy", "nixl", "transformers", "tokenizers", "llguidance", "yaml", "uvicorn"),
+)
+PACKAGES = ("engine", "tests", "pydantic")
+# What pip makes of the entry point `baton`.
+CONSOLE_SCRIPT = """\
+import sys
+from deploy.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's own project."""
+    folder = tmp_path / "project"
+    for name in PACKAGES:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(DECOY)
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(DECOY)
+    return folder
+
+
+@pytest.fixture
+def baton(tmp_path: Path) -> tuple[str, str]:
+    script = tmp_path / "bin" / "baton"
+    script.parent.mkdir()
+    script.write_text(CONSOLE_SCRIPT)
+    return sys.executable, str(script)
+
+
+def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
+    options = ("--model", str(tiny_model), "--port", "0", "--prefill.tp", "2", "--device", "cpu")
+    with launched([*baton, "up", *options, "--served-model-name", "m"], home) as program:
+        url = program.read_until("ready http").split()[1]
+        schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+        wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Tell a story."}],
+            "response_format": wanted,
+            "max_tokens": 200,
+        }
+        answer = http.post(f"{url}v1/chat/completions", json=body, timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert json.loads(text)["a"] in ("x", "y")
+        program.stop()
+
+
+@pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
+def test_a_server_started_by_its_module_serves(module, home, tiny_model):
+    options = ("--model", str(tiny_model), "--port", "0", "--device", "cpu")
+    with launched([sys.executable, "-m", module, *options], home) as program:
+        url = program.read_until(" serves at ").split()[-1]
+        body = {"prompt": [5, 6, 7], "max_tokens": 2}
+        answer = http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        program.stop()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["doctor", "--nbytes", str(1 << 20)],
+        ["plan"],
+        ["models"],
+        ["up", "--help"],
+        ["proxy", "--help"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_tools_work(argv, baton, home):
+    for command in (baton, (sys.executable, "-m", "deploy.cli")):
+        done = subprocess.run(
+            [*command, *argv],
+            cwd=home,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert "belongs to the user" not in done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "does not work" not in done.stdout
+
+
+@pytest.mark.parametrize("module", ["proxy", "deploy.cli", "deploy.healthcheck"])
+def test_a_module_started_by_hand_imports_its_own_packages(module, home):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        cwd=home,
+        env={**environment(), "BATON_PORT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert "belongs to the user" not in done.stdout + done.stderr

@@ -1,0 +1,176 @@
+"""GET /ready of the proxy: what it waits for, what its body names, and when it stops waiting."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from protocol.settings.settings import ProxySettings
+from proxy.discovery.readiness import Readiness
+from proxy.health import Said
+from proxy.membership import LISTED, Fleet, Kind
+from tests.proxy.fakes import Fake, Rig, decodes, prefills, until
+
+A = {"model": "a", "kv_digest": "1.1.1"}
+B = {"model": "b", "kv_digest": "2.1.1"}
+NO_PREFILL = "no prefill server is ready"
+
+
+async def probe(rig: Rig) -> tuple[int, list[str]]:
+    response = await rig.client.get("/ready")
+    return response.status_code, response.json()["missing"]
+
+
+async def known(rig: Rig) -> None:
+    """Until the proxy has checked every server since what was changed before this call."""
+    checked = [fake.polls for fake in (*rig.prefill, *rig.decode)]
+    await until(
+        lambda: all(
+            fake.polls > before + 1
+            for fake, before in zip((*rig.prefill, *rig.decode), checked, strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "auto"])
+async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggregated(disaggregate):
+    late = Fake(prefills, ready=False)
+    async with Rig([late], disaggregate=disaggregate) as rig:
+        await known(rig)
+        assert await probe(rig) == (503, [NO_PREFILL])
+        assert (await rig.complete()).status_code == 200, "a decode server alone can answer"
+        assert late.calls == []
+        late.ready = True
+        await until(lambda: rig.is_ready(0))
+        assert await probe(rig) == (200, [])
+        if disaggregate == "always":
+            await rig.complete()
+            assert len(late.calls) == 1
+
+
+async def test_ready_stays_when_every_prefill_server_is_lost_later():
+    async with Rig() as rig:
+        rig.prefill[0].ready = False
+        await until(lambda: not rig.is_ready(0))
+        assert await probe(rig) == (200, [NO_PREFILL])
+        rig.decode[0].ready = False
+        await until(lambda: not rig.is_ready(1))
+        assert (await probe(rig))[0] == 503
+
+
+async def test_ready_stays_though_no_probe_saw_the_prefill_server():
+    async with Rig() as rig:
+        await rig.prefill[0].stop()
+        await until(lambda: not rig.is_ready(0))
+        assert await probe(rig) == (200, [NO_PREFILL]), "its first probe"
+
+
+@pytest.mark.parametrize("settings", [{"disaggregate": "never"}, {"prefill_wait_s": 0.0}])
+async def test_ready_does_not_wait_for_a_prefill_server_that_is_not_wanted(settings):
+    async with Rig([Fake(prefills, ready=False)], **settings) as rig:
+        assert (await probe(rig))[0] == 200
+
+
+async def test_the_wait_for_a_prefill_server_is_bounded(caplog):
+    async with Rig([Fake(prefills, ready=False)], prefill_wait_s=0.2) as rig:
+        while (await probe(rig))[0] != 200:
+            await known(rig)
+        assert f"{NO_PREFILL} within 0.2 s (--prefill-wait-s)" in caplog.text
+
+
+async def test_each_model_waits_for_a_prefill_server_of_its_own():
+    prefill = [Fake(prefills, told=A), Fake(prefills, told=B, ready=False)]
+    decode = [Fake(decodes, told=A), Fake(decodes, told=B)]
+    async with Rig(prefill, decode) as rig:
+        await known(rig)
+        assert await probe(rig) == (503, ['no prefill server of model "b" is ready'])
+        prefill[1].ready = True
+        await until(lambda: rig.is_ready(1))
+        assert await probe(rig) == (200, [])
+
+
+async def test_a_model_that_has_no_prefill_server_waits_for_none():
+    decode = [Fake(decodes, told=A), Fake(decodes, told=B)]
+    async with Rig([Fake(prefills, told=A)], decode) as rig:
+        assert await probe(rig) == (200, [])
+
+
+async def test_prefill_servers_whose_kv_no_decode_server_can_read_are_named():
+    other = {**A, "kv_digest": "1.2.1"}
+    async with Rig([Fake(prefills, told=other)], [Fake(decodes, told=A)]) as rig:
+        missing = "no prefill server has KV that a ready decode server can read"
+        assert await probe(rig) == (503, [missing])
+
+
+async def test_a_drained_prefill_server_is_not_waited_for():
+    async with Rig([Fake(prefills, ready=False)]) as rig:
+        assert (await probe(rig))[0] == 503
+        drained = await rig.client.post("/admin/members/drain", json={"server": "prefill-0"})
+        assert drained.status_code == 200
+        assert (await probe(rig))[0] == 200
+
+
+@asynccontextmanager
+async def serving(*fakes: Fake) -> AsyncIterator[None]:
+    """Servers that no proxy has been started with."""
+    for fake in fakes:
+        fake.start()
+    try:
+        yield
+    finally:
+        await asyncio.gather(*(fake.stop() for fake in fakes))
+
+
+async def test_servers_of_a_file_are_waited_for(tmp_path):
+    late, decode = Fake(prefills, ready=False), Fake(decodes)
+    file = tmp_path / "servers.yml"
+    file.write_text(f"prefill: [{late.url}]\ndecode: [{decode.url}]\n")
+    async with (
+        serving(late, decode),
+        Rig([], [], servers_file=str(file), fixed_series=False) as rig,
+    ):
+        await until(lambda: len(rig.app.fleet.servers) == 2 and rig.is_ready(1))
+        assert await probe(rig) == (503, [NO_PREFILL])
+        late.ready = True
+        await until(lambda: rig.is_ready(0))
+        assert (await probe(rig))[0] == 200
+
+
+async def join(rig: Rig, prefill: Fake) -> None:
+    body = {"role": "prefill", "url": prefill.url}
+    assert (await rig.client.post("/admin/members", json=body)).status_code == 200
+
+
+async def test_an_explicit_wait_is_for_servers_that_join_later_too():
+    late = Fake(prefills)
+    async with serving(late), Rig([], fixed_series=False, prefill_wait_s=600.0) as rig:
+        assert await probe(rig) == (503, [NO_PREFILL])
+        await join(rig, late)
+        await until(lambda: rig.is_ready(0) and rig.is_ready(1))
+        assert await probe(rig) == (200, [])
+
+
+async def test_one_that_joins_a_proxy_that_is_ready_changes_nothing():
+    late = Fake(prefills, ready=False)
+    async with serving(late), Rig([], fixed_series=False) as rig:
+        assert (await probe(rig))[0] == 200, "no prefill server is named anywhere"
+        await join(rig, late)
+        assert (await probe(rig))[0] == 200
+
+
+def test_a_name_without_addresses_yet_is_waited_for():
+    settings = ProxySettings(prefill=("dns+http://p.example:1",), decode=("http://d:1",))
+    fleet = Fleet()
+    readiness = Readiness(fleet, settings, clock=lambda: 0.0)
+    fleet.polled(fleet.join(Kind.DECODE, "http://d:1", LISTED), Said(True), 1.0)
+    assert readiness.report() == (False, [NO_PREFILL])
+    fleet.polled(fleet.join(Kind.PREFILL, "http://10.0.0.1:1", LISTED), Said(True), 1.0)
+    assert readiness.report() == (True, [])
+
+
+async def test_the_probe_of_a_proxy_with_keys_tells_no_details():
+    async with Rig([Fake(prefills, ready=False)], api_key=("a client's key",)) as rig:
+        response = await rig.client.get("/ready")
+        assert response.status_code == 503
+        assert "missing" not in response.json()

@@ -58,13 +58,16 @@ from kvcache.transfer.plan.endpoint import (
 
 # Slots, and the groups' memories in them, start at multiples of this: placing moves whole words.
 ALIGN_BYTES = 64
-# On a CPU READs are copies: a chunk takes so long to read, to stay in the cache until it is placed.
-# Not more chunks than these, because each has to be posted and polled.
-_CHUNK_S, _MAX_CHUNKS = 0.75e-3, 32
-# Between GPUs copies overlap reads. More slots than two keep the link busy while a copy is begun;
-# the last chunks shrink, until reading one takes as long as posting and placing it.
-_MANY_SLOTS = 4
-_LAST_CHUNK_S = 0.1e-3
+# Where READs are CPU copies, a chunk is placed while it is still in the processor's cache: this is
+# the time to read one. Each chunk has to be posted and polled, so their number is bounded.
+_CACHED_CHUNK_S = 0.75e-3
+_MAX_CACHED_CHUNKS = 32
+# Where copies overlap reads, a transfer is read in this many equal chunks or in chunks as large as
+# possible, whichever costs less. The last chunk's placing, which overlaps nothing, is then an
+# eighth of all placing. At least four slots keep the link busy while a copy is launched.
+_PIPELINE_CHUNKS = 8
+_PIPELINE_SLOTS = 4
+_MIN_PIPELINE_CHUNK_S = 0.1e-3  # of reading: about what posting and placing a chunk takes
 _LEAST_RUN_S = 3e-6  # of a run between GPUs; a probe of few runs may measure less
 _SECONDS = attrgetter("seconds")
 _MAX_DECISIONS = 1024  # remembered; there are a few dozen kinds of pulls from a peer
@@ -76,7 +79,7 @@ class Way(NamedTuple):
     staged: bool  # else direct
     whole: bool  # read whole blocks where a part is wanted
     wider: bool = False  # read all heads of the owners, not only the wanted ones
-    tapers: bool = False  # use more slots, and smaller chunks at the end
+    pipelined: bool = False  # read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible
 
 
 class Slot(NamedTuple):
@@ -201,10 +204,10 @@ def staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> Estimate
         )
     fits = wide != exact and slot_of(layout, wide, 1).nbytes <= staging_bytes // 2
     options = (
-        _estimate(transfer, Way(True, whole, wider, tapers), costs, staging_bytes)
+        _estimate(transfer, Way(True, whole, wider, pipelined), costs, staging_bytes)
         for whole in (False, True)
         for wider in ((False, True) if fits else (False,))
-        for tapers in ((True, False) if costs.overlaps else (False,))
+        for pipelined in ((False, True) if costs.overlaps else (False,))
     )
     per_run = max(_LEAST_RUN_S - costs.per_descriptor_s, 0.0) if costs.overlaps else 0.0
     return min(options, key=lambda option: option.seconds + per_run * option.descriptors)
@@ -247,31 +250,42 @@ def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
 
 
 def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> list[int]:
-    """The chunks' borders, as indices into P's block table. A chunk takes at most half the staging
-    memory, and ends where blocks of both sides end if it can, so that no block of D is cut."""
-    layout, heads = transfer.remote[0].layout, _heads(transfer, way.wider)
-    block_bytes, wanted = slot_of(layout, heads, 1).nbytes, transfer.remote_ordinals
+    """The chunks' borders, as indices into P's block table.
+
+    A chunk takes at most half the staging memory. It ends where blocks of both sides end, if such
+    a chunk fits, so that no block of D is cut.
+    """
+    layout = transfer.remote[0].layout
+    wanted = transfer.remote_ordinals
     period = lcm(layout.block_size, transfer.local.layout.block_size) // layout.block_size
-    most = staging_bytes // 2
+    max_blocks = _max_chunk_blocks(transfer, way, costs, staging_bytes, period)
+    if period > max_blocks:
+        period = 1
+    chunk_blocks = max_blocks // period * period
+    first_border = wanted.start // period * period + chunk_blocks
+    return [wanted.start, *range(first_border, wanted.stop, chunk_blocks), wanted.stop]
+
+
+def _max_chunk_blocks(
+    transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int, period: int
+) -> int:
+    """The most blocks of P in one chunk, at least one.
+
+    Args:
+        period: blocks of P after which blocks of both sides end; a pipelined chunk has at least
+            this many.
+    """
+    block_bytes = slot_of(transfer.remote[0].layout, _heads(transfer, way.wider), 1).nbytes
+    total_bytes = len(transfer.remote_ordinals) * block_bytes
+    max_bytes = staging_bytes // 2
     if not costs.overlaps:
-        aim = max(int(_CHUNK_S * costs.bytes_per_s), len(wanted) * block_bytes // _MAX_CHUNKS)
-        most = min(aim, most)
-    elif way.tapers:
-        most = max(staging_bytes // _MANY_SLOTS, min(block_bytes * period, most))
-    blocks = max(1, most // block_bytes)
-    period = period if period <= blocks else 1
-    blocks -= blocks % period
-    least = blocks
-    if way.tapers:
-        least = min(max(int(_LAST_CHUNK_S * costs.bytes_per_s) // block_bytes, 1), blocks)
-    end, borders = wanted.start // period * period, [wanted.start]
-    while end < wanted.stop:
-        left = wanted.stop - end
-        count = max(min(blocks, left // 2), least)
-        count = max(count - count % period, period)
-        end += left if left <= blocks and left - count < least else count
-        borders.append(end)
-    return borders
+        cached_bytes = int(_CACHED_CHUNK_S * costs.bytes_per_s)
+        max_bytes = min(max_bytes, max(cached_bytes, total_bytes // _MAX_CACHED_CHUNKS))
+    elif way.pipelined:
+        share_bytes = min(-(-total_bytes // _PIPELINE_CHUNKS), staging_bytes // _PIPELINE_SLOTS)
+        min_bytes = max(period * block_bytes, int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s))
+        max_bytes = min(max_bytes, max(share_bytes, min_bytes))
+    return max(1, max_bytes // block_bytes)
 
 
 def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:

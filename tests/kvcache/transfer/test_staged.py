@@ -1,7 +1,6 @@
 """Staged transfers: the sizes of their chunks, and where these are placed."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,15 +36,18 @@ def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     return found
 
 
-def test_between_gpus_chunks_take_a_quarter_of_the_memory_and_become_smaller():
-    found = sizes(BETWEEN_GPUS, 128)
-    assert found[0] == 32 and found[-1] == 16
-    assert all(before >= after for before, after in pairwise(found))
+@pytest.mark.parametrize(
+    ("staging_blocks", "expected"), [(512, [32] * 8), (128, [32] * 8), (64, [16] * 16)]
+)
+def test_overlapping_reads_take_eight_equal_chunks_or_a_quarter_of_the_memory_each(
+    staging_blocks, expected
+):
+    assert sizes(BETWEEN_GPUS, staging_blocks) == expected
 
 
-def test_on_a_cpu_chunks_are_alike():
-    *found, last = sizes(ON_A_CPU, 128)
-    assert len(set(found)) == 1 and 0 < last <= found[0]
+def test_chunks_of_copying_reads_are_equal_except_the_last():
+    *equal, last = sizes(ON_A_CPU, 128)
+    assert len(set(equal)) == 1 and 0 < last <= equal[0]
 
 
 def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer():

@@ -1,14 +1,14 @@
 """JSON whose numbers stay as they were written.
 
 Integers of any size are exact in Python. A decimal that no float64 is equal to becomes an
-`ExactFloat`: the nearest float64, which also has its text. Everything else takes it for a float.
+`ExactFloat`: the nearest float64 (infinity beyond the largest one), which also has its text.
+Everything else takes it for a float.
 """
 
 import contextlib
 import json
-import math
 from decimal import Decimal
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -34,27 +34,27 @@ def _float_of(text: str) -> float:
     return exact
 
 
-def _finite_float_of(text: str) -> float:
-    """As `_float_of`. Raises ValueError where float64 has no number near it."""
-    value = _float_of(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text[:30]} is out of range, the largest is 1.7976e308")
-    return value
-
-
-_decode = msgspec.json.Decoder(float_hook=_finite_float_of).decode
+_decode = msgspec.json.Decoder(float_hook=_float_of).decode
 
 
 def decode(data: bytes) -> Any:
     """The value of a JSON text. Raises msgspec.DecodeError or UnicodeDecodeError where it is not
-    JSON or has a decimal beyond float64."""
+    JSON."""
     return _decode(data)
 
 
-def loads(text: str) -> Any:
-    """The value of a JSON text, which may have NaN as json.loads takes it. Raises ValueError for
-    what is none."""
-    return json.loads(text, parse_float=_float_of)
+def loads(text: str, *, allow_nan: bool = True) -> Any:
+    """The value of a JSON text. Raises ValueError where it is not JSON.
+
+    Args:
+        allow_nan: whether NaN and Infinity, which JSON has not, are floats as for json.loads.
+    """
+    constants = None if allow_nan else _refuse_constant
+    return json.loads(text, parse_float=_float_of, parse_constant=constants)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def dumps(value: Any) -> str:

@@ -64,9 +64,9 @@ def as_json(text: str, schema: Any) -> str:
     given = text.strip()
     given = {"True": "true", "False": "false", "None": "null"}.get(given, given)
     try:
-        value = json.loads(given)
-        quoted(value)  # no NaN
-        if any(type(value) in _TYPES.get(name, ()) for name in names):
+        value = exact_json.loads(given, allow_nan=False)
+        kind = float if isinstance(value, float) else type(value)
+        if any(kind in _TYPES.get(name, ()) for name in names):
             return given
     except (ValueError, RecursionError):
         pass

@@ -100,7 +100,7 @@ def test_known_formats_are_enforced():
         ({"$id": "http://x/a", "$ref": "http://x/b", "$defs": {"x": {
             "$id": "b", "$ref": "#/$defs/y", "$defs": {"y": {"type": "integer"}}}}}, "1", '"a"'),
         ({"x-guidance": {"lenient": True, "foo": 1}, "type": "integer"}, "1", '"a"'),
-        ('{"type": "integer", "default": 1e400, "examples": [NaN]}'.replace("NaN", "2"), "1", '"a"'),
+        ('{"type": "integer", "default": 1e400, "examples": [1e-400]}', "1", '"a"'),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_not_refused(schema, right, wrong):
@@ -125,14 +125,17 @@ def test_what_has_no_effect_is_not_refused(schema, right, wrong):
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref", "back to itself"),
         ({"multipleOf": 0}, "multipleOf", "greater than 0"),
         ({"maxLength": 10**30}, "maxLength", "at most"),
-        ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "properties.a", "look-ahead"),
-        ({"properties": {"a": {"type": "string", "pattern": "a("}}}, "properties.a", "unclosed group"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "properties.a",
+         "look-ahead"),
+        ({"properties": {"a": {"type": "string", "pattern": "a("}}}, "properties.a",
+         "unclosed group"),
         ({"items": {"type": "object", "patternProperties": {"^a": {}, "b$": {}}}}, "items",
          "exclude each other"),
         ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}},
           "required": ["a"]}, "properties.a", "no value matches"),
         ({"properties": {"a": {"type": "integer", "minimum": 2**60, "maximum": 2},
-                         "b": {"type": "string", "pattern": "(?=a)"}}}, "properties.b", "look-ahead"),
+                         "b": {"type": "string", "pattern": "(?=a)"}}}, "properties.b",
+         "look-ahead"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_by_its_path(schema, path, said):

@@ -174,7 +174,7 @@ class _ExactGrammar(ContainerRules):
             if is_admitted:
                 values.append(value)
         kept = [value for value in values if not (is_number(value) or literal_changes(value))]
-        parts = [
+        parts: list[str | None] = [
             self._literal(value) for value in values if is_number(value) or literal_changes(value)
         ]
         if kept:

@@ -30,7 +30,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.text.grammar_compile import compiling_threads, make_matcher, vocabulary_of
 from engine.text.schema.errors import GrammarError, reworded
-from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
+from engine.text.tokenizer import NO_TEMPLATE, Tokenizer, TokenizerNotFound
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
 
@@ -342,10 +342,13 @@ class GrammarCompiler:
         assert grammar is not None
         try:
             found = (compiled or self.compiled(grammar)).result()
-        except Exception as error:
-            if not isinstance(error, GrammarError):
-                logger.exception("a grammar could not be compiled", exc_info=error)
+        except (GrammarError, TokenizerNotFound) as error:
             raise GrammarFailed(f"the request's grammar cannot be used: {error}") from None
+        except Exception as error:
+            logger.exception("a grammar could not be compiled", exc_info=error)
+            raise GrammarFailed(
+                "the request's grammar cannot be used: a fault of the server; see its log"
+            ) from None
         return GrammarState(found, request, self._end_ids)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.text.schema.references import Schema
 
 _MAX_DEPTH: Final = 12  # of references and properties that are followed
-_MAX_STEPS: Final = 20_000  # of comparisons, for all `oneOf` of a schema
+_MAX_STEPS: Final = 50_000  # of comparisons, for all `oneOf` of a schema: a quarter of a second
 
 
 class Disjointness:
@@ -25,6 +25,37 @@ class Disjointness:
     def __init__(self, target: Callable[[Schema], Any]) -> None:
         self._target = target
         self._num_steps = 0
+
+    def overlapping(self, options: list[Any]) -> tuple[int, int] | None:
+        """The positions of two options that one value may match both, as far as is known; None
+        where all exclude each other."""
+        if self._have_distinct_tags(options):
+            return None
+        for at, option in enumerate(options):
+            for before in range(at):
+                if not self.are_disjoint(options[before], option):
+                    return before, at
+        return None
+
+    def _have_distinct_tags(self, options: list[Any]) -> bool:
+        """Whether all options are objects that require a property with literals of their own.
+        Comparing each with each would take long for hundreds."""
+        objects = [self._resolved(option) for option in options]
+        if not all(isinstance(each, dict) and types_of(each) == {"object"} for each in objects):
+            return False
+        required = [set(each.get("required", ())) for each in objects]
+        return any(
+            _are_all_distinct([literals_of(property_of(each, name)) for each in objects])
+            for name in set.intersection(*required)
+        )
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema's reference leads to."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            schema = self._target(schema)
+        return schema
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """True only if no value matches both; False also where that is not known."""
@@ -102,8 +133,23 @@ def types_of(schema: Schema) -> set[str]:
     return set(given) if isinstance(given, list) else {given}
 
 
-def literals_of(schema: Schema) -> list[Any] | None:
+def _are_all_distinct(several: list[list[Any] | None]) -> bool:
+    """Whether each has strings, numbers or booleans that no other has."""
+    seen: set[tuple[bool, Any]] = set()
+    for literals in several:
+        if literals is None or any(isinstance(value, dict | list) for value in literals):
+            return False
+        own = {(isinstance(value, bool), value) for value in literals}
+        if not seen.isdisjoint(own):
+            return False
+        seen |= own
+    return True
+
+
+def literals_of(schema: Any) -> list[Any] | None:
     """The values of `const` or `enum`, None without either."""
+    if not isinstance(schema, dict):
+        return None
     if "const" in schema:
         return [schema["const"]]
     values: list[Any] | None = schema.get("enum")

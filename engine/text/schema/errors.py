@@ -15,6 +15,7 @@ class GrammarError(ValueError):
 
 
 TOO_COMPLEX = "it is too complex to follow; send a simpler one"
+_MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct what excludes each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
 # Of the library's messages, the first that fits. Groups are parts of the client's own text.
@@ -86,10 +87,15 @@ def reworded(message: str) -> str:
     for pattern, words in _REWORDED:
         if found := pattern.search(message):
             return found.expand(words)
-    logger.info("a grammar was refused for an unknown reason: %s", " ".join(message.split())[:500])
+    logger.debug("a grammar was refused for an unknown reason: %s", " ".join(message.split())[:500])
     return _FALLBACK
 
 
 def located(path: str, problem: str) -> str:
     """A problem of the schema at a path, which is empty for the whole."""
-    return f"`{path}`: {problem}" if path else problem
+    return f"`{shortened(path)}`: {problem}" if path else problem
+
+
+def shortened(path: str) -> str:
+    """The end of a path, so that there is space for what is said of it."""
+    return path if len(path) <= _MAX_PATH_CHARS else f"...{path[-_MAX_PATH_CHARS:]}"

@@ -81,6 +81,8 @@ class _ExactGrammar(ContainerRules):
         self._checked = checked
         self._names: dict[int, str | None] = {}
         self._kept: list[Any] = []  # new schemas, whose id() must stay theirs
+        self._tokens: dict[str, str] = {}  # for numbers, by their expressions
+        self._leaves: dict[str, str] = {}  # rules for schemas that the library keeps, by their text
         self._problems: dict[str, str] = {}  # by the text of a schema that the library keeps
 
     def rule(self, schema: Any, path: str) -> str | None:
@@ -120,7 +122,7 @@ class _ExactGrammar(ContainerRules):
         return self._checked.draft
 
     def _leaf(self, schema: Any, path: str) -> str | None:
-        """A schema that the library itself keeps; None where no value matches."""
+        """The rule for a schema that the library itself keeps; None where no value matches."""
         text = library_json(self._checked, schema, OPTIONS)
         if text not in self._problems:
             self._problems[text] = library_problem(text)
@@ -129,7 +131,10 @@ class _ExactGrammar(ContainerRules):
             return None
         if problem:
             raise GrammarError(located(path, problem))
-        return f"%json {text}"
+        if text not in self._leaves:
+            self._leaves[text] = self.new_name()
+            self.lines.append(f"{self._leaves[text]}: %json {text}")
+        return self._leaves[text]
 
     def _body(self, schema: Any, path: str) -> str | None:
         if not self.needs_exact(schema):
@@ -161,13 +166,14 @@ class _ExactGrammar(ContainerRules):
 
     def _literals(self, base: Schema, path: str) -> str | None:
         """The values of `const` or `enum` that the keywords beside them admit."""
-        beside = {key: value for key, value in base.items() if key != "const"}
+        chosen = "const" if "const" in base else "enum"
+        beside = {key: value for key, value in base.items() if key != chosen}
         values = []
         for value in literals_of(base) or ():
             is_admitted = admits(beside, value)
             if is_admitted is None:
                 fail(
-                    below(path, "const" if "const" in base else "enum"),
+                    below(path, chosen),
                     "has values that cannot be compared here with the keywords beside it; leave "
                     "out those keywords",
                 )
@@ -178,7 +184,7 @@ class _ExactGrammar(ContainerRules):
             self._literal(value) for value in values if is_number(value) or literal_changes(value)
         ]
         if kept:
-            parts.append(self._named(self._leaf({"enum": kept}, path)))
+            parts.append(self._leaf({"enum": kept}, path))
         found = [part for part in parts if part is not None]
         return " | ".join(found) if found else None
 
@@ -220,17 +226,9 @@ class _ExactGrammar(ContainerRules):
                 rest["type"].append(name)
                 rest |= {key: value for key, value in own.items() if key != "type"}
         if rest["type"]:
-            parts.append(self._named(self._leaf(rest, path)))
+            parts.append(self._leaf(rest, path))
         found = [part for part in parts if part is not None]
         return " | ".join(found) if found else None
-
-    def _named(self, body: str | None) -> str | None:
-        """A new rule."""
-        if body is None:
-            return None
-        name = self.new_name()
-        self.lines.append(f"{name}: {body}")
-        return name
 
     def _number(self, numeric: Schema, is_integer: bool, path: str) -> str | None:
         """A token for a range of numbers."""
@@ -252,9 +250,10 @@ class _ExactGrammar(ContainerRules):
             if not numbers.has_multiple(numeric["multipleOf"], lower, upper):
                 return None
             expression += f" & /{numbers.multiple_pattern(exponent)}/"
-        name = f"NUMBER_{len(self.lines)}"
-        self.lines.append(f"{name}: {expression}")
-        return name
+        if expression not in self._tokens:
+            self._tokens[expression] = f"NUMBER_{len(self._tokens)}"
+            self.lines.append(f"{self._tokens[expression]}: {expression}")
+        return self._tokens[expression]
 
 
 _KEYWORDS_OF: Final = {

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from engine.text.schema import numbers
 from engine.text.schema.disjoint import Disjointness
-from engine.text.schema.errors import GrammarError
+from engine.text.schema.errors import GrammarError, shortened
 from engine.text.schema.references import References, Resource, Schema, children
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
@@ -84,7 +84,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def fail(path: str, problem: str) -> NoReturn:
     """Raises GrammarError: the keyword at `path` and its problem."""
-    raise GrammarError(f"`{path}` {problem}" if path else f"it {problem}")
+    raise GrammarError(f"`{shortened(path)}` {problem}" if path else f"it {problem}")
 
 
 def below(path: str, key: str) -> str:
@@ -115,7 +115,7 @@ class CheckedSchema:
         self.draft = _DRAFTS.get(known, _NEWEST)
         self.paths: dict[int, str] = {}
         self.exact: set[int] = set()
-        self._references = References(self.document)
+        self._references = References(self.document, "id" if self.draft == 4 else "$id")
         self._targets: dict[int, Any] = {}  # of `$ref`, by the schema that has it
         self._parents: dict[int, list[int]] = {}
         self._schemas: list[Schema] = []
@@ -255,16 +255,16 @@ class CheckedSchema:
         """Refuses `oneOf` whose options are not known to exclude each other."""
         excluding = Disjointness(self.target)
         for schema in self._schemas:
-            options = schema.get("oneOf", [])
-            for at, option in enumerate(options):
-                for other in range(at):
-                    if not excluding.are_disjoint(options[other], option):
-                        fail(
-                            below(self.path(schema), "oneOf"),
-                            f"has options {other} and {at} that one value may match both, and "
-                            "exactly one match cannot be enforced; use `anyOf`, or give the "
-                            "options a required property with a different `const` in each",
-                        )
+            if "oneOf" not in schema:
+                continue
+            found = excluding.overlapping(schema["oneOf"])
+            if found is not None:
+                fail(
+                    below(self.path(schema), "oneOf"),
+                    f"has options {found[0]} and {found[1]} that one value may match both, and "
+                    "exactly one match cannot be enforced; use `anyOf`, or give the options a "
+                    "required property with a different `const` in each",
+                )
 
 
 def has_changing_numbers(schema: Schema) -> bool:

@@ -34,12 +34,17 @@ def children(schema: Schema) -> list[tuple[str, Any]]:
 
 
 class References:
-    """Resolves the references of one document."""
+    """Resolves the references of one document.
 
-    def __init__(self, document: Schema) -> None:
+    Args:
+        id_keyword: `$id`, or `id` in draft 4.
+    """
+
+    def __init__(self, document: Schema, id_keyword: str) -> None:
+        self._id_keyword = id_keyword
         self._ids: dict[str, Resource] = {}
         self._anchors: dict[tuple[int, str], Any] = {}
-        base = document.get("$id")
+        base = document.get(id_keyword)
         self.root = Resource(base if isinstance(base, str) else "", document)
         self._collect(document)
 
@@ -64,7 +69,7 @@ class References:
 
     def resource_of(self, schema: Schema, parent: Resource) -> Resource:
         """The resource that a schema below `parent` belongs to."""
-        own = schema.get("$id")
+        own = schema.get(self._id_keyword)
         if schema is parent.root or not isinstance(own, str) or own.startswith("#"):
             return parent
         return Resource(urldefrag(urljoin(parent.base, own))[0], schema)

@@ -76,6 +76,12 @@ def test_one_of_is_enforced_where_options_exclude_each_other(options, is_enforce
         assert mistake is not None and "`properties.a.oneOf` has options 0 and 1" in mistake
 
 
+def test_keywords_beside_one_of_may_leave_one_option():
+    schema = {"type": "string", "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}]}
+    assert judge(BYTES, of(schema)).mistake is None
+    assert matches(of(schema), '"a"') and not matches(of(schema), "null")
+
+
 @pytest.mark.parametrize("name", ["uri-reference", "password", "byte", "int64", "unknown", "x"])
 def test_unknown_formats_are_annotations(name):
     grammar = of({"type": "object", "properties": {"a": {"format": name}}, "required": ["a"]})
@@ -93,6 +99,8 @@ def test_known_formats_are_enforced():
     [
         ({"type": "string", "minLength": 1.0}, '"a"', '""'),
         ({"type": "array", "uniqueItems": False}, "[1, 1]", "1"),
+        ({"type": "array", "maxItems": 2**31 - 1}, "[1, 1]", "1"),
+        ({"type": "string", "maxLength": 2**53 - 1}, '"a"', "1"),
         ({"type": "number", "multipleOf": 0.07}, "0.14", "0.15"),
         ({"type": "integer", "not": False, "then": {"minimum": 3}}, "2", '"a"'),
         ({"$schema": "https://example.com/dialect", "type": "integer"}, "1", '"a"'),
@@ -124,7 +132,7 @@ def test_what_has_no_effect_is_not_refused(schema, right, wrong):
         ({"$ref": 3}, "$ref", "must be a string"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref", "back to itself"),
         ({"multipleOf": 0}, "multipleOf", "greater than 0"),
-        ({"maxLength": 10**30}, "maxLength", "at most"),
+        ({"minLength": 10**30}, "minLength", "must be below"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "properties.a",
          "look-ahead"),
         ({"properties": {"a": {"type": "string", "pattern": "a("}}}, "properties.a",

@@ -26,14 +26,24 @@ class Disjointness:
         self._target = target
         self._num_steps = 0
 
-    def overlapping(self, options: list[Any]) -> tuple[int, int] | None:
-        """The positions of two options that one value may match both, as far as is known; None
-        where all exclude each other."""
+    def overlapping(self, schema: Schema) -> tuple[int, int] | None:
+        """The positions of two options of `oneOf` that one value may match both, as far as is
+        known; None where all exclude each other."""
+        options = schema["oneOf"]
         if self._have_distinct_tags(options):
             return None
-        for at, option in enumerate(options):
-            for before in range(at):
-                if not self.are_disjoint(options[before], option):
+        beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        if "$ref" in beside:
+            beside["allOf"] = [*beside.get("allOf", ()), self._target(schema)]
+            del beside["$ref"]
+        possible = [
+            (at, option)
+            for at, option in enumerate(options)
+            if not self.are_disjoint(beside, option)
+        ]
+        for number, (at, option) in enumerate(possible):
+            for before, other in possible[:number]:
+                if not self.are_disjoint(other, option):
                     return before, at
         return None
 

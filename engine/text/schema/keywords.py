@@ -22,7 +22,7 @@ TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "obje
 FORMATS: Final = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"
 )  # fmt: skip
-MAX_COUNT: Final = 2**31 - 1  # of characters, items or properties
+MAX_COUNT: Final = 2**31 - 1  # of characters, items or properties: no answer has as many
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
@@ -194,7 +194,13 @@ class CheckedSchema:
                     f"is {short_repr(value)}, and `{keyword}` cannot be enforced; leave it out",
                 )
             if keyword in COUNTS:
-                schema[keyword] = _count(value, below(path, keyword))
+                count = _count(value, below(path, keyword))
+                schema[keyword] = count
+                if count == MAX_COUNT and keyword.startswith("max"):
+                    del schema[keyword]  # always fulfilled, and the library would count up to it
+                elif count == MAX_COUNT:
+                    must_be = f"it must be below {MAX_COUNT}"
+                    fail(below(path, keyword), f"is {short_repr(value)}; {must_be}")
             elif keyword in _MUST_BE:
                 is_right, must_be = _MUST_BE[keyword]
                 if not is_right(value):
@@ -257,7 +263,7 @@ class CheckedSchema:
         for schema in self._schemas:
             if "oneOf" not in schema:
                 continue
-            found = excluding.overlapping(schema["oneOf"])
+            found = excluding.overlapping(schema)
             if found is not None:
                 fail(
                     below(self.path(schema), "oneOf"),
@@ -289,11 +295,11 @@ def is_number(value: Any) -> bool:
 
 
 def _count(value: Any, path: str) -> int:
-    """A number of characters, items or properties; 3.0 is 3."""
+    """A number of characters, items or properties, at most MAX_COUNT; 3.0 is 3."""
     if not is_number(value) or value < 0:
         fail(path, f"is {short_repr(value)}; it must be an integer of at least 0")
-    if value > MAX_COUNT:
-        fail(path, f"is {short_repr(value)}; it must be at most {MAX_COUNT}")
+    if value >= MAX_COUNT:
+        return MAX_COUNT
     if value != int(value):
         fail(path, f"is {value}; it must be an integer")
     return int(value)

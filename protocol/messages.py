@@ -13,12 +13,13 @@ from msgspec import Meta
 from protocol.errors import BatonError, from_code
 from protocol.numbers import PhaseTimes
 
-GrammarKind = Literal["any", "json_object", "json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["any", "json_object", "json_schema", "regex", "choice", "grammar", "calls"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
     """What the output must match. `text` is the schema as JSON text, the regex, the choices as a
-    JSON array of strings, the grammar in Lark or EBNF form; empty for `json_object` and `any`."""
+    JSON array of strings, the grammar in Lark or EBNF form, a `DemandedCalls` in JSON for `calls`;
+    empty for `json_object` and `any`."""
 
     kind: GrammarKind
     text: str = ""
@@ -29,6 +30,18 @@ class Grammar(msgspec.Struct, frozen=True):
     banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
     # What calls of tools begin with, texts and special tokens: one may come instead, then anything.
     calls: tuple[str | int, ...] = ()
+
+
+class DemandedCalls(msgspec.Struct, frozen=True):
+    """The tools of which an answer must be calls: `[{"name": ..., "parameters": ...}, ...]`.
+
+    Attributes:
+        tools: the name of each, and the schema of its parameters as it was sent.
+        is_parallel: whether there may be several calls; else there is one.
+    """
+
+    tools: list[tuple[str, msgspec.Raw]]
+    is_parallel: bool
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

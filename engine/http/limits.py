@@ -1,6 +1,5 @@
 """What a request may ask of this server: its model, vocabulary, context and batch."""
 
-import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from protocol.openai.completions import DEFAULT_COMPLETION_TOKENS
 from protocol.openai.requests import refuse
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
-from protocol.openai.tools import parameters_of
+from protocol.openai.tools import schema_text
 from protocol.short_repr import short_repr
 
 # Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole
@@ -59,37 +58,25 @@ def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seq
 
 
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
-    """What the output must match, and the schemas of tools, called or not. Of tools that need not
-    be called, schemas may have what no grammar can enforce.
+    """What the output must match, and before it the schema of each tool that must be called, so
+    that an error names the tool. Other tools' schemas are not looked at: nothing enforces them.
 
     Raises:
         InvalidRequest: the schemas of the tools are too long.
     """
     guided = [] if parsed.guided is None else [parsed.guided]
-    if not isinstance(parsed, ChatRequest):
+    if not isinstance(parsed, ChatRequest) or parsed.toolset.mode != "required":
         return guided
     tools = parsed.toolset
-    schemas = []
-    for at, tool in enumerate(tools.offered):
-        schema = parameters_of(tool)
-        if tools.mode in ("none", "auto"):
-            schema = {**_without_patterns(schema), "x-guidance": {"lenient": True}}
-        schemas.append(GuidedDecoding(Grammar("json_schema", json.dumps(schema)), tools.field(at)))
+    schemas = [
+        GuidedDecoding(Grammar("json_schema", schema_text(tool)), tools.field(at))
+        for at, tool in enumerate(tools.offered)
+    ]
     num_chars = sum(len(schema.grammar.text) for schema in schemas)
     if num_chars > MAX_GRAMMAR_CHARS:
         told = f"have {num_chars} characters of schemas, at most {MAX_GRAMMAR_CHARS} are taken"
         refuse("tools", f"{told}; send fewer or simpler ones")
     return schemas + guided
-
-
-def _without_patterns(schema: Any) -> Any:
-    """Many look ahead, such as zod's of e-mail addresses, which no grammar can."""
-    if isinstance(schema, list):
-        return [_without_patterns(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = ((k, v) for k, v in schema.items() if k != "pattern" or not isinstance(v, str))
-    return {key: _without_patterns(value) for key, value in kept}
 
 
 def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:

@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.text.grammar_compile import GrammarError, compiling_threads, make_matcher, vocabulary_of
-from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
+from engine.text.grammar_compile import compiling_threads, make_matcher, vocabulary_of
+from engine.text.schema.errors import GrammarError, reworded
+from engine.text.tokenizer import NO_TEMPLATE, Tokenizer, TokenizerNotFound
 from protocol.errors import GrammarFailed
 from protocol.messages import AddRequest, Grammar
 
@@ -186,7 +187,7 @@ class GrammarState:
                 self.ending = self._allow()
         except Exception as error:  # the matcher's own mistake ends one request, not all
             logger.exception("a grammar's matcher failed", exc_info=error)
-            self.ending = self._failed(f"its matcher failed: {error}")
+            self.ending = self._failed("a fault of the server; see its log")
         if fill:
             if self.ending is not None:
                 self.row.fill(-1)
@@ -211,7 +212,7 @@ class GrammarState:
             if token_id < len(self.row) * _BITS:
                 bit = np.uint32(1 << token_id % _BITS).view(np.int32)
                 self.row[token_id // _BITS] &= ~bit
-        return None if self.row.any() else self._end("no token fits")
+        return None if self.row.any() else self._end("no token fits; use a simpler one")
 
     def _compute(self) -> None:
         matcher, first = self._matcher, self._grammar.first_mask
@@ -240,8 +241,12 @@ class GrammarState:
         if self._matcher is None or self._is_spent:  # then the next mask tells
             return None
         if self._matcher.is_error():
-            return self._failed(self._matcher.get_error().partition("\n")[0])
-        return self._end(self._matcher.stop_reason()) if self._matcher.is_stopped() else None
+            return self._failed(reworded(self._matcher.get_error()))
+        return (
+            self._end("nothing can follow; use a simpler one")
+            if self._matcher.is_stopped()
+            else None
+        )
 
     def _end(self, reason: str) -> Ending:
         """An error for an output that was to have text, or a request that was to have an output."""
@@ -253,7 +258,7 @@ class GrammarState:
         return Ending(
             GrammarFailed(
                 f"after {self._num_consumed} tokens the output cannot go on as the request's "
-                f"grammar demands ({reason}); use a simpler one"
+                f"grammar demands: {reason}"
             )
         )
 
@@ -337,10 +342,13 @@ class GrammarCompiler:
         assert grammar is not None
         try:
             found = (compiled or self.compiled(grammar)).result()
-        except Exception as error:
-            if not isinstance(error, GrammarError):
-                logger.exception("a grammar could not be compiled", exc_info=error)
+        except (GrammarError, TokenizerNotFound) as error:
             raise GrammarFailed(f"the request's grammar cannot be used: {error}") from None
+        except Exception as error:
+            logger.exception("a grammar could not be compiled", exc_info=error)
+            raise GrammarFailed(
+                "the request's grammar cannot be used: a fault of the server; see its log"
+            ) from None
         return GrammarState(found, request, self._end_ids)
 
     def close(self) -> None:

@@ -23,22 +23,21 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.text.schema.compile import calls_source, schema_source, with_checked_schemas
+from engine.text.schema.errors import TOO_COMPLEX, GrammarError, reworded
+from engine.text.schema.locate import located_problem
 from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from protocol.messages import Grammar
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_GBNF_CHARS = 16 * 1024  # turned into Lark's form in quadratic time, at this size 0.7 s
 MAX_MASK_S = 0.5  # of a core, for the tokens that may be drawn at one place
-_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
 # A state of the lexer takes 1 to 2 kB and is made as outputs reach it. A mask's time grows with the
 # square of its items: a choice of 1,024 texts has fewer than these. Errors go to clients.
@@ -52,10 +51,6 @@ _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 STACK_BYTES = 64 * 2**20
 
 _PAGE_BYTES = resource.getpagesize()
-
-
-class GrammarError(ValueError):
-    """A schema, regex, list of choices or grammar that cannot be used; says why in one line."""
 
 
 def compiling_threads(name: str, count: int) -> ThreadPoolExecutor:
@@ -89,12 +84,17 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     try:
         source = _with_others(_to_llguidance(grammar), grammar)
     except RecursionError:
-        raise GrammarError("it is nested too deeply") from None
+        raise GrammarError("it is nested too deeply; send a flatter one") from None
+    except GrammarError:
+        raise
     except Exception as error:  # the converters raise several kinds, all about the text
-        raise GrammarError(_one_line(str(error))) from None
+        raise GrammarError(_one_line(reworded(str(error)))) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise GrammarError(_one_line(matcher.get_error()))
+        problem = reworded(matcher.get_error())
+        if grammar.kind == "json_schema":
+            problem = located_problem(grammar.text, problem)
+        raise GrammarError(_one_line(problem))
     return matcher
 
 
@@ -103,9 +103,11 @@ def _to_llguidance(grammar: Grammar) -> str:
         case "any":
             return LLMatcher.grammar_from_regex(r"(.|\n)*")
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_OPTIONS)
+            return schema_source('{"type": "object"}')
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, _JSON_OPTIONS)
+            return schema_source(grammar.text)
+        case "calls":
+            return calls_source(grammar.text)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
@@ -114,7 +116,7 @@ def _to_llguidance(grammar: Grammar) -> str:
             quoted = " | ".join(text.replace("\x7f", r"\u007f") for text in texts)
             return LLMatcher.grammar_from_lark(f"start: {quoted}")
         case "grammar" if _LARK.search(grammar.text):
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(with_checked_schemas(grammar.text))
         case "grammar" if len(grammar.text) > MAX_GBNF_CHARS:
             raise GrammarError(
                 f"it has no rule `start:`, so it is GBNF, and has {len(grammar.text)} characters, "
@@ -162,9 +164,9 @@ def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     can_begin = int.from_bytes(matcher.compute_bitmask(), "little")
     seconds = time.thread_time() - began_s
     if matcher.is_error():
-        reason = _one_line(matcher.get_error().partition("\n")[0])
-        too_much = "too many" in reason.lower() or "too complex" in reason.lower()
-        raise GrammarError(reason if too_much else "no text matches it")
+        reason = matcher.get_error().lower()
+        is_too_complex = "too many" in reason or "too complex" in reason
+        raise GrammarError(TOO_COMPLEX if is_too_complex else "no text matches it; correct it")
     if seconds > MAX_MASK_S:
         raise GrammarError(
             f"it is too ambiguous: finding what its first token may be takes {seconds:.2f} s, at "

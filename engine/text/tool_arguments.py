@@ -6,6 +6,8 @@ import warnings
 from functools import partial
 from typing import Any, Final
 
+from protocol import exact_json
+
 quoted = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,), "array": (list,), "boolean": (bool,), "null": (type(None),),
@@ -16,12 +18,10 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
 def call_in(text: str) -> tuple[str | None, str]:
     """A tool's name, None where `text` is no call, and the arguments."""
     try:
-        found = json.loads(text)
+        found = exact_json.loads(text)
         # Some write the arguments as a string, or nothing where there are none.
         name, given = found["name"], found.get("arguments", found.get("parameters")) or {}
-        arguments = (
-            given.strip() if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        )
+        arguments = given.strip() if isinstance(given, str) else exact_json.dumps(given)
         (name + arguments).encode()
     except (LookupError, TypeError, ValueError, RecursionError):
         return None, ""
@@ -73,9 +73,9 @@ def as_json(text: str, schema: Any) -> str:
     given = text.strip()
     given = {"True": "true", "False": "false", "None": "null"}.get(given, given)
     try:
-        value = json.loads(given)
-        quoted(value)  # no NaN
-        if any(type(value) in _TYPES.get(name, ()) for name in names):
+        value = exact_json.loads(given, allow_nan=False)
+        kind = float if isinstance(value, float) else type(value)
+        if any(kind in _TYPES.get(name, ()) for name in names):
             return given
     except (ValueError, RecursionError):
         pass

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from protocol import exact_json
 from protocol.errors import InvalidRequest
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
@@ -170,7 +171,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     if rests:
         gc.disable()
     try:
-        body = msgspec.json.decode(raw)
+        body = exact_json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not valid JSON ({error}); send a JSON object.") from None
     finally:

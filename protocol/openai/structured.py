@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from protocol import exact_json
 from protocol.messages import Grammar
 from protocol.openai.requests import Read, Strict, fault, refuse
 
@@ -26,11 +27,11 @@ class GuidedDecoding(NamedTuple):
 
 
 def _of_schema(schema: dict[str, Any] | str) -> Grammar:
-    """Of a schema, or of its text."""
-    found = json.loads(schema) if isinstance(schema, str) else schema
+    """The grammar of a schema, or of its text. Raises ValueError where it is not an object."""
+    found = exact_json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(found, dict):
-        raise ValueError("no object")
-    return Grammar("json_schema", json.dumps(found, ensure_ascii=False))
+        raise ValueError("not an object")
+    return Grammar("json_schema", exact_json.dumps(found))
 
 
 _Text = Annotated[str, Field(min_length=1)]

@@ -6,7 +6,6 @@ whole answer; under "auto" the model decides, and its answer is read as its temp
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,15 +15,14 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import ConfigDict, Field
 
-from protocol.messages import Grammar
+from protocol import exact_json
+from protocol.messages import DemandedCalls, Grammar
 from protocol.openai.requests import Read, Strict, refuse, wrong
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
 MAX_TOOLS = 128
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# As engine/text/grammar_compile.py limits it for schemas of their own.
-_FEW_BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
 FunctionName = Annotated[
     str,
@@ -93,12 +91,15 @@ class Tools:
         """What the answer must match: nothing unless a call is demanded."""
         if self.mode == "named":
             at = [tool["function"]["name"] for tool in self.offered].index(self.name)
-            grammar = Grammar("json_schema", _json(parameters_of(self.offered[at])))
+            grammar = Grammar("json_schema", schema_text(self.offered[at]))
             return GuidedDecoding(grammar, self.field(at))
         if self.mode == "required":
-            return GuidedDecoding(
-                Grammar("grammar", calls_grammar(self.offered, self.parallel)), "tools"
-            )
+            tools = [
+                (tool["function"]["name"], msgspec.Raw(schema_text(tool).encode()))
+                for tool in self.offered
+            ]
+            demanded = msgspec.json.encode(DemandedCalls(tools, self.parallel)).decode()
+            return GuidedDecoding(Grammar("calls", demanded), "tools")
         return None
 
     def field(self, at: int) -> str:
@@ -137,22 +138,9 @@ def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def calls_grammar(offered: Sequence[dict[str, Any]], parallel: bool) -> str:
-    """A Lark grammar for `[{"name": ..., "parameters": ...}, ...]`, the parameters by each tool's
-    schema; without `parallel` the list has one entry."""
-    more = ' (", " call)*' if parallel else ""
-    lines = [f'start: "[" call{more} "]"']
-    lines.append("call: " + " | ".join(f"call_{at}" for at in range(len(offered))))
-    for at, tool in enumerate(offered):
-        begin = f'{{"name": {_json(tool["function"]["name"])}, "parameters": '
-        schema = {**parameters_of(tool), "x-guidance": _FEW_BLANKS}
-        lines.append(f'call_{at}: {_json(begin)} parameters_{at} "}}"')
-        lines.append(f"parameters_{at}: %json {_json(schema)}")
-    return "\n".join(lines)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def schema_text(tool: dict[str, Any]) -> str:
+    """The schema of a tool's arguments as JSON text."""
+    return exact_json.dumps(parameters_of(tool))
 
 
 class ToolCallPiece(msgspec.Struct):

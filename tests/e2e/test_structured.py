@@ -92,6 +92,34 @@ def test_completions_match(client, demand, matches):
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_integers_beyond_float64_are_exact(client, tiny_cluster):
+    ids = [1234567890123456789, 1175928847299117063]
+    schema = {
+        "type": "object",
+        "properties": {"id": {"type": "integer", "enum": ids}},
+        "required": ["id"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    demands: list[dict[str, Any]] = [
+        {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+    ]
+    with _on(tiny_cluster.decode[0].url) as alone:
+        for demand in demands:
+            calls = [
+                _chat(asked, seed=seed, **demand).message.tool_calls
+                for seed in range(2)
+                for asked in (client, alone)
+            ]
+            arguments = [json.loads(call.function.arguments) for (call,) in calls]
+            assert all(one["id"] in ids for one in arguments)
+            assert arguments[0] == arguments[1] and arguments[2] == arguments[3]
+    bounds = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}
+    answer = _complete(client, {"json": bounds})
+    assert 2**53 + 1 <= int(answer.choices[0].text) <= 2**53 + 3
+
+
 def test_every_choice_matches_by_itself(client, tiny_cluster):
     demand = {"regex": "[a-z]{2,8}( [a-z]{2,8}){0,3}[.]"}
     with _on(tiny_cluster.decode[0].url) as alone:

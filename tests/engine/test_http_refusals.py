@@ -57,9 +57,10 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
          "response_format.json_schema.schema", "objekt"),
         (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex", ""),
         (CHAT, {"guided_grammar": "start: gone"}, 400, "guided_grammar", "gone"),
-        (CHAT, {"tools": [tool(OBJEKT)]}, 400, "tools[0].function.parameters", "objekt"),
-        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}]},
-         400, "tools[0].parameters", "objekt"),
+        (CHAT, {"tools": [tool(OBJEKT)], "tool_choice": "required"}, 400,
+         "tools[0].function.parameters", "objekt"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}],
+                     "tool_choice": "required"}, 400, "tools[0].parameters", "objekt"),
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
         ("/tokenize", {}, 400, "prompt", ""),
@@ -126,9 +127,11 @@ async def test_prompts_times_choices_and_tokens_are_bounded(tokenizer, monkeypat
 def test_schemas_of_tools_have_a_limit_together():
     long = {"type": "object", "description": "x" * 3000}
     tools = [tool(long, f"f{i}") for i in range(50)]
+    body = {"model": "m", "messages": HI, "tools": tools}
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)) as caught:
-        guided_decodings(validate(ChatRequest, {"model": "m", "messages": HI, "tools": tools}))
+        guided_decodings(validate(ChatRequest, {**body, "tool_choice": "required"}))
     assert caught.value.param == "tools"
+    assert guided_decodings(validate(ChatRequest, body)) == [], "nothing enforces these"
 
 
 # -- bodies and connections --------------------------------------------------------------------

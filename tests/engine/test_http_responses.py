@@ -108,7 +108,7 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
     ("asked", "grammar"),
     [
         ({"tool_choice": {"type": "function", "name": "add"}}, "json_schema"),
-        ({"tool_choice": "required"}, "grammar"),
+        ({"tool_choice": "required"}, "calls"),
         ({"tool_choice": "auto"}, None),
         ({"tool_choice": "none"}, None),
     ],

@@ -181,8 +181,9 @@ def test_a_named_tool_demands_its_arguments():
 def test_required_demands_a_list_of_calls(parallel):
     asked = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
     found = read(**asked, parallel_tool_calls=parallel)
-    assert found.guided is not None and found.guided.grammar.kind == "grammar"
-    assert ("* " in found.guided.grammar.text) is parallel
+    assert found.guided is not None and found.guided.grammar.kind == "calls"
+    demanded = json.loads(found.guided.grammar.text)
+    assert demanded == {"tools": [["f", NUMBER]], "is_parallel": parallel}
 
 
 # -- structured output ---------------------------------------------------------------------------

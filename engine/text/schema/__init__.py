@@ -1,0 +1,1 @@
+"""JSON schemas on their way to the grammar library: checked, with exact numbers."""

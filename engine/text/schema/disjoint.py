@@ -1,0 +1,264 @@
+"""Whether two JSON schemas are known to have no value in common, and which literals they admit.
+
+`oneOf` demands that a value matches exactly one option. A grammar cannot count matches, but where
+no value matches two options, `oneOf` and `anyOf` are the same.
+"""
+
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Final
+
+from engine.text.schema.references import Schema
+
+_MAX_DEPTH: Final = 12  # of references and properties that are followed
+_MAX_STEPS: Final = 50_000  # of comparisons, for all `oneOf` of a schema: a quarter of a second
+
+
+class Disjointness:
+    """Compares schemas of one document.
+
+    Args:
+        target: the schema that a schema's `$ref` leads to.
+    """
+
+    def __init__(self, target: Callable[[Schema], Any]) -> None:
+        self._target = target
+        self._num_steps = 0
+
+    def overlapping(self, schema: Schema) -> tuple[int, int] | None:
+        """The positions of two options of `oneOf` that one value may match both, as far as is
+        known; None where all exclude each other."""
+        options = schema["oneOf"]
+        if self._have_distinct_tags(options):
+            return None
+        beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        if "$ref" in beside:
+            beside["allOf"] = [*beside.get("allOf", ()), self._target(schema)]
+            del beside["$ref"]
+        possible = [
+            (at, option)
+            for at, option in enumerate(options)
+            if not self.are_disjoint(beside, option)
+        ]
+        for number, (at, option) in enumerate(possible):
+            for before, other in possible[:number]:
+                if not self.are_disjoint(other, option):
+                    return before, at
+        return None
+
+    def _have_distinct_tags(self, options: list[Any]) -> bool:
+        """Whether all options are objects that require a property with literals of their own.
+        Comparing each with each would take long for hundreds."""
+        objects = [self._resolved(option) for option in options]
+        if not all(isinstance(each, dict) and types_of(each) == {"object"} for each in objects):
+            return False
+        required = [set(each.get("required", ())) for each in objects]
+        return any(
+            _are_all_distinct([literals_of(property_of(each, name)) for each in objects])
+            for name in set.intersection(*required)
+        )
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema's reference leads to."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            schema = self._target(schema)
+        return schema
+
+    def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
+        """True only if no value matches both; False also where that is not known."""
+        self._num_steps += 1
+        if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
+            return False
+        if one is False or other is False:
+            return True
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        if self._excludes_itself(one, other):
+            return True
+        return self._parts_exclude(one, other, depth) or self._parts_exclude(other, one, depth)
+
+    def _parts_exclude(self, whole: Schema, other: Schema, depth: int) -> bool:
+        """Whether something that every value of `whole` matches has no value of `other`."""
+        if "$ref" in whole and self.are_disjoint(self._target(whole), other, depth + 1):
+            return True
+        if any(self.are_disjoint(each, other, depth + 1) for each in whole.get("allOf", ())):
+            return True
+        alternatives = [whole[keyword] for keyword in ("anyOf", "oneOf") if keyword in whole]
+        return any(
+            all(self.are_disjoint(option, other, depth + 1) for option in options)
+            for options in alternatives
+        ) or self._properties_exclude(whole, other, depth)
+
+    def _excludes_itself(self, one: Schema, other: Schema) -> bool:
+        """Whether literals, types or bounds of the two schemas exclude each other."""
+        mine, theirs = literals_of(one), literals_of(other)
+        if mine is not None:
+            return not any(self._may_admit(other, theirs, value) for value in mine)
+        if theirs is not None:
+            return not any(self._may_admit(one, mine, value) for value in theirs)
+        types, other_types = types_of(one), types_of(other)
+        if not _have_common_type(types, other_types):
+            return True
+        numeric = {"integer", "number"}
+        if types <= numeric or other_types <= numeric:
+            return _are_apart(one, other) or _are_apart(other, one)
+        return False
+
+    def _may_admit(self, schema: Schema, literals: list[Any] | None, value: Any) -> bool:
+        """Whether `schema` may match a literal."""
+        if literals is not None and not any(equal(value, each) for each in literals):
+            return False
+        return admits(schema, value) is not False
+
+    def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
+        """Whether a property that `one` requires cannot have a value that both match."""
+        if types_of(one) != {"object"} or types_of(other) != {"object"}:
+            return False
+        return any(
+            self.are_disjoint(property_of(one, name), property_of(other, name), depth + 1)
+            for name in one.get("required", ())
+        )
+
+
+def property_of(schema: Schema, name: str) -> Any:
+    """The schema of a property; True where it is not known."""
+    if name in schema.get("properties", {}):
+        return schema["properties"][name]
+    if schema.get("patternProperties"):
+        return True
+    return schema.get("additionalProperties", True)
+
+
+def types_of(schema: Schema) -> set[str]:
+    """The types that `type` and literals leave; `number` includes `integer`."""
+    literals = literals_of(schema)
+    if "type" not in schema and literals is not None:
+        return {type_of(value) for value in literals}
+    if "type" not in schema:
+        return {"null", "boolean", "number", "string", "array", "object"}
+    given = schema["type"]
+    return set(given) if isinstance(given, list) else {given}
+
+
+def _are_all_distinct(several: list[list[Any] | None]) -> bool:
+    """Whether each has strings, numbers or booleans that no other has."""
+    seen: set[tuple[bool, Any]] = set()
+    for literals in several:
+        if literals is None or any(isinstance(value, dict | list) for value in literals):
+            return False
+        own = {(isinstance(value, bool), value) for value in literals}
+        if not seen.isdisjoint(own):
+            return False
+        seen |= own
+    return True
+
+
+def literals_of(schema: Any) -> list[Any] | None:
+    """The values of `const` or `enum`, None without either."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    values: list[Any] | None = schema.get("enum")
+    return values
+
+
+def type_of(value: Any) -> str:
+    """The narrowest type of a JSON value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | Decimal):
+        is_integer = isinstance(value, int) or value == value.to_integral_value()
+        return "integer" if is_integer else "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def admits(schema: Any, value: Any) -> bool | None:
+    """Whether `schema` matches a literal; None where keywords are not looked at here."""
+    if isinstance(schema, bool):
+        return schema
+    kind = type_of(value)
+    types = types_of({"type": schema["type"]}) if "type" in schema else None
+    if types is not None and kind not in types and not (kind == "integer" and "number" in types):
+        return False
+    literals = literals_of(schema)
+    if literals is not None and not any(equal(value, each) for each in literals):
+        return False
+    if "enum" in schema and not any(equal(value, each) for each in schema["enum"]):
+        return False
+    if kind in ("integer", "number") and not _is_within(schema, value):
+        return False
+    if kind == "string" and not (
+        schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+    ):
+        return False
+    return None if _LOOKED_AT_ELSEWHERE[kind] & schema.keys() else True
+
+
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}
+_LOOKED_AT_ELSEWHERE: Final[dict[str, set[str]]] = {
+    "null": _COMBINING,
+    "boolean": _COMBINING,
+    "integer": _COMBINING,
+    "number": _COMBINING,
+    "string": _COMBINING | {"pattern", "format"},
+    "array": _COMBINING | {"items", "prefixItems", "additionalItems", "minItems", "maxItems"},
+    "object": _COMBINING
+    | {"properties", "patternProperties", "additionalProperties", "required"}
+    | {"minProperties", "maxProperties"},
+}
+
+
+def _is_within(schema: Schema, number: int | Decimal) -> bool:
+    """Whether a number is within the bounds of `schema`."""
+    if "minimum" in schema and number < schema["minimum"]:
+        return False
+    if "maximum" in schema and number > schema["maximum"]:
+        return False
+    if "exclusiveMinimum" in schema and number <= schema["exclusiveMinimum"]:
+        return False
+    if "exclusiveMaximum" in schema and number >= schema["exclusiveMaximum"]:
+        return False
+    if "multipleOf" not in schema:
+        return True
+    return Fraction(number) % Fraction(schema["multipleOf"]) == 0
+
+
+def _have_common_type(types: set[str], others: set[str]) -> bool:
+    if types & others:
+        return True
+    return ("integer" in types and "number" in others) or (
+        "number" in types and "integer" in others
+    )
+
+
+def _are_apart(lower: Schema, upper: Schema) -> bool:
+    """Whether all numbers of `lower` are below those of `upper`."""
+    for last, is_last_exclusive in (("maximum", False), ("exclusiveMaximum", True)):
+        for first, is_first_exclusive in (("minimum", False), ("exclusiveMinimum", True)):
+            if last not in lower or first not in upper:
+                continue
+            if lower[last] < upper[first]:
+                return True
+            is_either_exclusive = is_last_exclusive or is_first_exclusive
+            if lower[last] == upper[first] and is_either_exclusive:
+                return True
+    return False

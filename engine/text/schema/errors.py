@@ -1,0 +1,101 @@
+"""Why a grammar or a JSON schema cannot be used, in the words of Baton's requests.
+
+The grammar library names its own options and code in its messages. Clients cannot use those, so
+each message is replaced by one of the table below.
+"""
+
+import logging
+import re
+
+logger = logging.getLogger("baton.engine")
+
+
+class GrammarError(ValueError):
+    """A schema, regex, list of choices or grammar that cannot be used; says why in one line."""
+
+
+TOO_COMPLEX = "it is too complex to follow; send a simpler one"
+_MAX_PATH_CHARS = 80
+NO_VALUE = "no value matches it; correct what excludes each other"
+_FALLBACK = "it cannot be enforced; send a simpler one"
+# Of the library's messages, the first that fits. Groups are parts of the client's own text.
+_REWORDED = tuple(
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        (
+            r"look-around, including look-ahead",
+            "it has look-ahead or look-behind, which cannot be enforced; leave it out",
+        ),
+        (
+            r"lookarounds not supported yet; Word",
+            r"it has a word boundary such as \\b, which cannot be enforced; leave it out",
+        ),
+        (
+            r"lookarounds not supported yet",
+            "it has ^ or $ within an expression, which cannot be enforced; leave it out",
+        ),
+        (
+            r"backreferences are not supported",
+            "it has a backreference, which cannot be enforced; leave it out",
+        ),
+        (
+            r"regex parse error:.*error: ([^\n]+)",
+            r"it has a regular expression that is not valid (\1); correct it",
+        ),
+        (r"invalid regex", "it has a regular expression that is not valid; correct it"),
+        (r"unknown name: \"?(\w+)", r"the rule `\1` is not defined; define it"),
+        (r"Rule '([^']*)' not found", r"the rule `\1` is not defined; define it"),
+        (r"duplicate rule: \"?(\w+)", r"the rule `\1` is defined twice; leave one out"),
+        (r"circular reference in token \"?(\w+)", r"the token `\1` refers to itself; write a rule"),
+        (r"no start rule found", "it has no rule `start`; define it"),
+        (r"No 'root' rule found", "it has no rule `root`; define it"),
+        (
+            r"unknown special token: \"?([^\";]+)",
+            r"the model has no special token \1; leave it out",
+        ),
+        (
+            r"[Uu]nknown grammar",
+            "it refers to another grammar, which it does not have; define rules",
+        ),
+        (
+            r"not disjoint",
+            "`patternProperties` has patterns that one name may match both, which cannot be "
+            "enforced; use patterns that exclude each other",
+        ),
+        (
+            r"min/maxProperties only supported",
+            "`minProperties` and `maxProperties` can only be enforced where every name in "
+            "`properties` is in `required`; leave them out",
+        ),
+        (r"nsatisfiable|Regex is empty", NO_VALUE),
+        (r"range end must be >= start", "it has a repetition {m,n} with m above n; correct it"),
+        (r"invalid range order", "it has a range of characters in the wrong order; correct it"),
+        (
+            r"schema too large|stack level|circular|too many|too complex|too big|too deeply|limit",
+            TOO_COMPLEX,
+        ),
+        (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
+        # A mistake in the syntax, whose place is all that the library's message is kept for.
+        (r"at line (\d+)", r"it has a mistake of syntax in line \1; correct it"),
+        (r"^(?:at )?(\d+)\((\d+)\):", r"it has a mistake of syntax in line \1; correct it"),
+    )
+)
+
+
+def reworded(message: str) -> str:
+    """What a message of the grammar library means to a client: never the message itself."""
+    for pattern, words in _REWORDED:
+        if found := pattern.search(message):
+            return found.expand(words)
+    logger.debug("a grammar was refused for an unknown reason: %s", " ".join(message.split())[:500])
+    return _FALLBACK
+
+
+def located(path: str, problem: str) -> str:
+    """A problem of the schema at a path, which is empty for the whole."""
+    return f"`{shortened(path)}`: {problem}" if path else problem
+
+
+def shortened(path: str) -> str:
+    """The end of a path, so that there is space for what is said of it."""
+    return path if len(path) <= _MAX_PATH_CHARS else f"...{path[-_MAX_PATH_CHARS:]}"

@@ -1,0 +1,389 @@
+"""Checks a JSON schema keyword by keyword, so that whatever is wrong is named by its path.
+
+The grammar library sees only what is understood here: unknown keywords, annotations and formats
+that are not enforced are left out, references are resolved, and `oneOf` whose options exclude each
+other is `anyOf`.
+"""
+
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, Final, NoReturn
+
+from engine.text.schema import numbers
+from engine.text.schema.disjoint import Disjointness
+from engine.text.schema.errors import GrammarError, shortened
+from engine.text.schema.references import References, Resource, Schema, children
+from protocol.near_names import suggestion
+from protocol.short_repr import short_repr
+
+TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
+# The values of `format` that are enforced; all others are annotations.
+FORMATS: Final = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"
+)  # fmt: skip
+MAX_COUNT: Final = 2**31 - 1  # of characters, items or properties: no answer has as many
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+COUNTS: Final = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
+)  # fmt: skip
+ENFORCED: Final = frozenset({
+    "$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format", "pattern", "multipleOf",
+    "required", "properties", "additionalProperties", "patternProperties", "items", "prefixItems",
+    "additionalItems", *BOUNDS, *COUNTS,
+})  # fmt: skip
+
+_DRAFTS: Final = {
+    "http://json-schema.org/draft-04/schema": 4, "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-07/schema": 7,
+    "https://json-schema.org/draft/2019-09/schema": 2019,
+    "https://json-schema.org/draft/2020-12/schema": 2020,
+}  # fmt: skip
+_NEWEST: Final = 2020
+# Keywords that restrict values and cannot be enforced, and the draft that they came with.
+_NOT_ENFORCED: Final = {
+    "not": 4, "dependencies": 4, "uniqueItems": 4, "contains": 6, "propertyNames": 6, "if": 7,
+    "then": 7, "else": 7, "dependentRequired": 2019, "dependentSchemas": 2019, "minContains": 2019,
+    "maxContains": 2019, "unevaluatedItems": 2019, "unevaluatedProperties": 2019,
+    "$recursiveRef": 2019, "$dynamicRef": 2020,
+}  # fmt: skip
+_ONLY_WITH: Final = {
+    "then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"
+}  # fmt: skip
+_NO_RESTRICTION: Final[dict[str, tuple[Any, ...]]] = {
+    "uniqueItems": (False,), "not": (False,), "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}), "dependencies": ({},),
+    "dependentRequired": ({},), "dependentSchemas": ({},),
+}  # fmt: skip
+
+
+def load(text: str) -> Schema:
+    """A schema from its JSON text, with decimals as they are written.
+
+    Raises:
+        GrammarError: it is not the text of a JSON object.
+    """
+    try:
+        document = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise GrammarError("it is nested too deeply; send a flatter one") from None
+    except ArithmeticError:
+        raise GrammarError("it has an exponent that is too large; send a smaller one") from None
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"it is not JSON ({error}); send a JSON object") from None
+    except ValueError:
+        raise GrammarError("it has an integer of too many digits; send a smaller one") from None
+    if not isinstance(document, dict):
+        raise GrammarError(f"it is {short_repr(document)}; send a JSON object")
+    return document
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise GrammarError(f"it has {name}, which is not JSON; leave it out")
+
+
+def fail(path: str, problem: str) -> NoReturn:
+    """Raises GrammarError: the keyword at `path` and its problem."""
+    raise GrammarError(f"`{shortened(path)}` {problem}" if path else f"it {problem}")
+
+
+def below(path: str, key: str) -> str:
+    """The path of a keyword of the schema at `path`."""
+    return f"{path}.{key}" if path else key
+
+
+class CheckedSchema:
+    """A JSON schema that has been checked.
+
+    Args:
+        text: the schema as JSON text.
+
+    Raises:
+        GrammarError: it has a mistake or a keyword that cannot be enforced; names its path.
+
+    Attributes:
+        document: the schema itself, with integral counts as int and decimals as Decimal.
+        draft: of JSON Schema: 4, 6, 7, 2019 or 2020.
+        paths: the path of each schema, by its id().
+        exact: the ids of the schemas that have, here or below, numbers that the library changes.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.document = load(text)
+        dialect = self.document.get("$schema")
+        known = dialect.rstrip("#") if isinstance(dialect, str) else ""
+        self.draft = _DRAFTS.get(known, _NEWEST)
+        self.paths: dict[int, str] = {}
+        self.exact: set[int] = set()
+        self._references = References(self.document, "id" if self.draft == 4 else "$id")
+        self._targets: dict[int, Any] = {}  # of `$ref`, by the schema that has it
+        self._parents: dict[int, list[int]] = {}
+        self._schemas: list[Schema] = []
+        self._walk()
+        self._check_loops()
+        self._spread_exact()
+        self._check_multiples()
+        self._check_one_of()
+
+    def target(self, schema: Schema) -> Any:
+        """The schema that the `$ref` of `schema` leads to."""
+        return self._targets[id(schema)]
+
+    def path(self, schema: Any) -> str:
+        """The path of a schema of this document; that of a new one is empty."""
+        return self.paths.get(id(schema), "")
+
+    def _walk(self) -> None:
+        waiting: list[tuple[str, Any, Resource]] = [("", self.document, self._references.root)]
+        while waiting:
+            path, schema, resource = waiting.pop()
+            if isinstance(schema, bool):
+                continue
+            if not isinstance(schema, dict):
+                fail(path, f"is {short_repr(schema)}; it must be an object or a boolean")
+            if id(schema) in self.paths:
+                continue
+            self.paths[id(schema)] = path
+            self._schemas.append(schema)
+            resource = self._references.resource_of(schema, resource)
+            self._check_keywords(schema, path)
+            if has_changing_numbers(schema):
+                self.exact.add(id(schema))
+            found = [(below(path, key), each, resource) for key, each in children(schema)]
+            if "$ref" in schema:
+                found.append(self._follow(schema, path, resource))
+            for _, each, _ in found:
+                self._parents.setdefault(id(each), []).append(id(schema))
+            waiting += reversed(found)
+
+    def _follow(self, schema: Schema, path: str, resource: Resource) -> tuple[str, Any, Resource]:
+        """The schema that a `$ref` leads to, its path and its resource."""
+        reference = schema["$ref"]
+        where = below(path, "$ref")
+        if not isinstance(reference, str):
+            fail(where, f"is {short_repr(reference)}; it must be a string")
+        found = self._references.resolve(reference, resource)
+        if found is None:
+            fail(
+                where,
+                f"is {short_repr(reference)}, which is not present in this schema; refer to a "
+                'schema within it, such as "#/$defs/..."',
+            )
+        self._targets[id(schema)] = found[0]
+        return reference.removeprefix("#/").replace("/", ".") or "#", *found
+
+    def _check_loops(self) -> None:
+        """Refuses references that lead back to themselves, which no value can match."""
+        ends: set[int] = set()
+        for schema in self._schemas:
+            followed: dict[int, None] = {}
+            current: Any = schema
+            while id(current) in self._targets and id(current) not in ends:
+                if id(current) in followed:
+                    fail(below(self.path(schema), "$ref"), "leads back to itself; refer to another")
+                followed[id(current)] = None
+                current = self._targets[id(current)]
+            ends.update(followed)
+
+    def _check_keywords(self, schema: Schema, path: str) -> None:
+        for keyword in list(schema):
+            value = schema[keyword]
+            if keyword in _NOT_ENFORCED and self._restricts(keyword, schema):
+                fail(
+                    below(path, keyword),
+                    f"is {short_repr(value)}, and `{keyword}` cannot be enforced; leave it out",
+                )
+            if keyword in COUNTS:
+                count = _count(value, below(path, keyword))
+                schema[keyword] = count
+                if count == MAX_COUNT and keyword.startswith("max"):
+                    del schema[keyword]  # always fulfilled, and the library would count up to it
+                elif count == MAX_COUNT:
+                    must_be = f"it must be below {MAX_COUNT}"
+                    fail(below(path, keyword), f"is {short_repr(value)}; {must_be}")
+            elif keyword in _MUST_BE:
+                is_right, must_be = _MUST_BE[keyword]
+                if not is_right(value):
+                    fail(below(path, keyword), f"is {short_repr(value)}; it must be {must_be}")
+        _check_types(schema, path)
+        _normalise_bounds(schema, path)
+        for keyword in (*BOUNDS, "multipleOf", "const", "enum"):
+            if keyword in schema:
+                _check_digits(schema[keyword], below(path, keyword))
+
+    def _restricts(self, keyword: str, schema: Schema) -> bool:
+        """Whether a keyword that cannot be enforced has an effect."""
+        if self.draft < _NOT_ENFORCED[keyword]:
+            return False
+        if keyword in _ONLY_WITH and _ONLY_WITH[keyword] not in schema:
+            return False
+        if keyword == "if":
+            return "then" in schema or "else" in schema
+        return not any(
+            schema[keyword] == neutral and type(schema[keyword]) is type(neutral)
+            for neutral in _NO_RESTRICTION.get(keyword, ())
+        )
+
+    def _spread_exact(self) -> None:
+        """Adds to `exact` all schemas that contain one of it, or refer to one."""
+        waiting = list(self.exact)
+        while waiting:
+            for parent in self._parents.get(waiting.pop(), ()):
+                if parent not in self.exact:
+                    self.exact.add(parent)
+                    waiting.append(parent)
+
+    def _check_multiples(self) -> None:
+        """Refuses multiples whose least common multiple the library might compute wrongly."""
+        common = 1
+        seen: set[tuple[int, int]] = set()
+        is_combined = any("allOf" in schema for schema in self._schemas) or any(
+            "multipleOf" in schema and {"$ref", "anyOf", "oneOf"} & schema.keys()
+            for schema in self._schemas
+        )
+        for schema in self._schemas:
+            if "multipleOf" not in schema or not is_combined:
+                continue
+            multiple = numbers.scaled(schema["multipleOf"])
+            if multiple in seen:
+                continue
+            seen.add(multiple)
+            coefficient, exponent = multiple
+            common *= coefficient * 10 ** abs(exponent)
+            if common >= 2**32 and len(seen) > 1:
+                fail(
+                    below(self.path(schema), "multipleOf"),
+                    f"is {schema['multipleOf']}, which cannot be combined exactly with the other "
+                    "multiples of this schema; use one `multipleOf`",
+                )
+
+    def _check_one_of(self) -> None:
+        """Refuses `oneOf` whose options are not known to exclude each other."""
+        excluding = Disjointness(self.target)
+        for schema in self._schemas:
+            if "oneOf" not in schema:
+                continue
+            found = excluding.overlapping(schema)
+            if found is not None:
+                fail(
+                    below(self.path(schema), "oneOf"),
+                    f"has options {found[0]} and {found[1]} that one value may match both, and "
+                    "exactly one match cannot be enforced; use `anyOf`, or give the options a "
+                    "required property with a different `const` in each",
+                )
+
+
+def has_changing_numbers(schema: Schema) -> bool:
+    """Whether the library would change a number of this schema, apart from those below it."""
+    if any(not numbers.library_keeps(schema[name]) for name in BOUNDS if name in schema):
+        return True
+    literals = [schema["const"]] if "const" in schema else []
+    return any(literal_changes(value) for value in [*literals, *schema.get("enum", ())])
+
+
+def literal_changes(value: Any) -> bool:
+    """Whether the library would change a number in a JSON value."""
+    if isinstance(value, dict):
+        return any(literal_changes(each) for each in value.values())
+    if isinstance(value, list):
+        return any(literal_changes(each) for each in value)
+    return is_number(value) and not numbers.library_keeps(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _count(value: Any, path: str) -> int:
+    """A number of characters, items or properties, at most MAX_COUNT; 3.0 is 3."""
+    if not is_number(value) or value < 0:
+        fail(path, f"is {short_repr(value)}; it must be an integer of at least 0")
+    if value >= MAX_COUNT:
+        return MAX_COUNT
+    if value != int(value):
+        fail(path, f"is {value}; it must be an integer")
+    return int(value)
+
+
+def _check_types(schema: Schema, path: str) -> None:
+    given = schema.get("type", [])
+    for name in given if isinstance(given, list) else [given]:
+        if name not in TYPES:
+            near = suggestion(name, TYPES) if isinstance(name, str) else ""
+            allowed = ", ".join(TYPES)
+            fail(below(path, "type"), f"is {short_repr(name)}{near}; it must be one of {allowed}")
+
+
+def _normalise_bounds(schema: Schema, path: str) -> None:
+    """Turns the booleans that draft 4 has for exclusive bounds into numbers."""
+    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(exclusive), bool):
+            is_exclusive = schema.pop(exclusive)
+            if is_exclusive and inclusive in schema:
+                schema[exclusive] = schema.pop(inclusive)
+    multiple = schema.get("multipleOf")
+    if multiple is not None and multiple <= 0:
+        fail(below(path, "multipleOf"), f"is {multiple}; it must be greater than 0")
+    if multiple is not None and numbers.library_multiple(multiple) is None:
+        fail(
+            below(path, "multipleOf"),
+            f"is {short_repr(multiple)}, which cannot be enforced exactly; use a number of fewer "
+            "digits, below 4294967296",
+        )
+
+
+def _check_digits(value: Any, path: str) -> None:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_digits(each, path)
+    elif is_number(value) and numbers.num_digits(value) > numbers.MAX_DIGITS:
+        digits = numbers.num_digits(value)
+        shown = str(value)[:20]
+        fail(
+            path,
+            f"has the number {shown}..., of {digits} digits; at most {numbers.MAX_DIGITS} are "
+            "enforced",
+        )
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_filled_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bound(value: Any) -> bool:
+    return is_number(value) or isinstance(value, bool)
+
+
+_MUST_BE: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "type": (
+        lambda value: _is_string(value) or _is_filled_list(value),
+        "a type or a list of types",
+    ),
+    "properties": (_is_object, "an object of schemas"),
+    "patternProperties": (_is_object, "an object of schemas"),
+    "required": (_is_strings, "a list of strings"),
+    "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
+    "enum": (_is_filled_list, "a list of at least one value"),
+    "anyOf": (_is_filled_list, "a list of at least one schema"),
+    "oneOf": (_is_filled_list, "a list of at least one schema"),
+    "allOf": (lambda value: isinstance(value, list), "a list of schemas"),
+    "minimum": (is_number, "a number"),
+    "maximum": (is_number, "a number"),
+    "exclusiveMinimum": (_is_bound, "a number"),
+    "exclusiveMaximum": (_is_bound, "a number"),
+    "multipleOf": (is_number, "a number"),
+    "pattern": (_is_string, "a string"),
+    "format": (_is_string, "a string"),
+}

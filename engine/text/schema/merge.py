@@ -1,0 +1,121 @@
+"""One JSON schema for several that a value must all match, where Baton writes the grammar."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from engine.text.schema.disjoint import equal
+from engine.text.schema.keywords import ENFORCED, CheckedSchema, below, fail
+from engine.text.schema.references import Schema
+
+COMBINING: Final = ("$ref", "allOf", "anyOf", "oneOf")
+_MAX_DEPTH: Final = 50
+_NUMBERS_TOGETHER: Final = (
+    "cannot be combined exactly with numbers beyond 2**53 in the same schema; write one schema "
+    "without it"
+)
+
+
+class Unsatisfiable(Exception):
+    """No value matches."""
+
+
+def flatten(
+    checked: CheckedSchema, schema: Schema, path: str, depth: int = 0
+) -> tuple[Schema, list[list[Any]]]:
+    """A schema without combining keywords, and the lists of options of which one each must match.
+
+    Raises:
+        GrammarError: the schemas cannot be combined here.
+        Unsatisfiable: they exclude each other.
+    """
+    if depth > _MAX_DEPTH:
+        fail(path, "refers to itself without an end; leave the reference out")
+    base = {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword in ENFORCED and keyword not in COMBINING
+    }
+    unions = [schema[keyword] for keyword in ("anyOf", "oneOf") if keyword in schema]
+    conjuncts = list(schema.get("allOf", ()))
+    if "$ref" in schema:
+        conjuncts.append(checked.target(schema))
+    for conjunct in conjuncts:
+        if conjunct is False:
+            raise Unsatisfiable
+        if conjunct is not True:
+            more, more_unions = flatten(checked, conjunct, path, depth + 1)
+            base = _merge(base, more, path)
+            unions += more_unions
+    return base, unions
+
+
+def _merge(one: Schema, other: Schema, path: str) -> Schema:
+    """The keywords of both."""
+    merged = dict(one)
+    for keyword, value in other.items():
+        if keyword not in merged or equal(merged[keyword], value):
+            merged[keyword] = value
+        elif keyword == "properties":
+            merged[keyword] = _merge_properties(merged[keyword], value)
+        elif keyword in _STRICTER:
+            merged[keyword] = _STRICTER[keyword](merged[keyword], value)
+        else:
+            fail(below(path, keyword), _NUMBERS_TOGETHER)
+    for closed, open_ in ((one, other), (other, one)):
+        if closed.get("additionalProperties", True) is not True:
+            if open_.get("properties", {}).keys() - closed.get("properties", {}).keys():
+                fail(below(path, "additionalProperties"), _NUMBERS_TOGETHER)
+    return merged
+
+
+def _merge_properties(one: Schema, other: Schema) -> Schema:
+    merged = dict(one)
+    for name, schema in other.items():
+        merged[name] = {"allOf": [merged[name], schema]} if name in merged else schema
+    return merged
+
+
+def _common_types(one: Any, other: Any) -> list[str]:
+    """The types that both allow."""
+    types = set(one if isinstance(one, list) else [one])
+    others = set(other if isinstance(other, list) else [other])
+    common = types & others
+    if ("integer" in types and "number" in others) or ("number" in types and "integer" in others):
+        common.add("integer")
+    if not common:
+        raise Unsatisfiable
+    return sorted(common)
+
+
+def _common_literals(one: list[Any], other: list[Any]) -> list[Any]:
+    """The values of `enum` that both allow."""
+    common = [value for value in one if any(equal(value, each) for each in other)]
+    if not common:
+        raise Unsatisfiable
+    return common
+
+
+def _both_names(one: list[str], other: list[str]) -> list[str]:
+    return list(dict.fromkeys([*one, *other]))
+
+
+def _unequal(one: Any, other: Any) -> Any:
+    raise Unsatisfiable
+
+
+_STRICTER: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "minimum": max,
+    "exclusiveMinimum": max,
+    "minLength": max,
+    "minItems": max,
+    "minProperties": max,
+    "maximum": min,
+    "exclusiveMaximum": min,
+    "maxLength": min,
+    "maxItems": min,
+    "maxProperties": min,
+    "type": _common_types,
+    "enum": _common_literals,
+    "const": _unequal,
+    "required": _both_names,
+}

@@ -1,0 +1,107 @@
+"""Where the `$ref`s of a JSON schema lead."""
+
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin
+
+Schema = dict[str, Any]
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
+OF_SCHEMA = frozenset({"additionalItems", "additionalProperties", "items"})
+OF_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+OF_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
+DEFINITIONS = ("$defs", "definitions")
+
+
+class Resource(NamedTuple):
+    """A schema with an identifier of its own, within which `#/...` is resolved."""
+
+    base: str
+    root: Any
+
+
+def children(schema: Schema) -> list[tuple[str, Any]]:
+    """The values that must be schemas, with their paths below `schema`."""
+    found: list[tuple[str, Any]] = []
+    for keyword, value in schema.items():
+        if keyword in OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
+            if isinstance(value, list):
+                found += [(f"{keyword}[{at}]", each) for at, each in enumerate(value)]
+        elif keyword in OF_SCHEMA:
+            found.append((keyword, value))
+        elif keyword in OF_NAMED_SCHEMAS and isinstance(value, dict):
+            found += [(f"{keyword}.{name}", each) for name, each in value.items()]
+    return found
+
+
+class References:
+    """Resolves the references of one document.
+
+    Args:
+        id_keyword: `$id`, or `id` in draft 4.
+    """
+
+    def __init__(self, document: Schema, id_keyword: str) -> None:
+        self._id_keyword = id_keyword
+        self._ids: dict[str, Resource] = {}
+        self._anchors: dict[tuple[int, str], Any] = {}
+        base = document.get(id_keyword)
+        self.root = Resource(base if isinstance(base, str) else "", document)
+        self._collect(document)
+
+    def _collect(self, document: Schema) -> None:
+        """Remembers every `$id` and `$anchor`."""
+        waiting: list[tuple[Any, Resource]] = [(document, self.root)]
+        self._ids[urldefrag(self.root.base)[0]] = self.root
+        while waiting:
+            schema, resource = waiting.pop()
+            if not isinstance(schema, dict):
+                continue
+            resource = self.resource_of(schema, resource)
+            self._ids.setdefault(resource.base, resource)
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                if isinstance(name := schema.get(keyword), str):
+                    self._anchors[id(resource.root), name] = schema
+            definitions = [schema.get(keyword) for keyword in DEFINITIONS]
+            for named in definitions:
+                if isinstance(named, dict):
+                    waiting += [(each, resource) for each in named.values()]
+            waiting += [(each, resource) for _, each in children(schema)]
+
+    def resource_of(self, schema: Schema, parent: Resource) -> Resource:
+        """The resource that a schema below `parent` belongs to."""
+        own = schema.get(self._id_keyword)
+        if schema is parent.root or not isinstance(own, str) or own.startswith("#"):
+            return parent
+        return Resource(urldefrag(urljoin(parent.base, own))[0], schema)
+
+    def resolve(self, reference: str, resource: Resource) -> tuple[Any, Resource] | None:
+        """The schema that a `$ref` within `resource` names, and its resource; None where the
+        document has no such schema."""
+        uri, fragment = urldefrag(reference)
+        if uri:
+            absolute = urldefrag(urljoin(resource.base, uri))[0]
+            found = self._ids.get(absolute)
+            if found is None:
+                return None
+            resource = found
+        fragment = unquote(fragment)
+        if not fragment:
+            return resource.root, resource
+        if not fragment.startswith("/"):
+            anchored = self._anchors.get((id(resource.root), fragment))
+            return None if anchored is None else (anchored, resource)
+        return _at_pointer(fragment, resource)
+
+
+def _at_pointer(pointer: str, resource: Resource) -> tuple[Any, Resource] | None:
+    """What a JSON pointer such as `/$defs/a` names within a resource."""
+    value = resource.root
+    for part in pointer[1:].split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value, resource

@@ -10,7 +10,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from functools import partial
 
-from decode_server.server import serve
+from engine.http.legs.either_leg import serve
 from protocol.settings.settings import DecodeSettings
 
 main = partial(serve, DecodeSettings, prog="baton decode")

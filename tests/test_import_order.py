@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 
 ORDER = ("protocol", "kvcache", "attention", "model", "engine")  # each may import those before
 MAY_IMPORT = {name: set(ORDER[:at]) for at, name in enumerate(ORDER)}
-SERVERS = {"prefill_server", "decode_server"}  # each takes either leg of a request
-MAY_IMPORT |= {name: {*ORDER, *SERVERS} for name in SERVERS} | {"proxy": {"protocol"}}
+SERVERS = ("prefill_server", "decode_server")
+MAY_IMPORT |= {name: set(ORDER) for name in SERVERS} | {"proxy": {"protocol"}}
 LAUNCHERS = ("deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
@@ -32,7 +32,7 @@ WRAPPED = {"nixl": ("kvcache/transfer/nixl_agent.py",), "flashinfer": ("attentio
 TORCH_FREE = (
     "protocol/**/*.py", "proxy/*.py", "kvcache/layout.py", "kvcache/blocks.py", "kvcache/prefix.py",
     "engine/http/*.py", "engine/process/client.py", "engine/text/tokenizer.py",
-    "engine/process/launch.py", "prefill_server/server.py", "decode_server/server.py",
+    "engine/process/launch.py", "engine/http/legs/*.py",
     "prefill_server/__main__.py", "decode_server/__main__.py",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")

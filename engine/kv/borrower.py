@@ -121,7 +121,7 @@ class Borrower(KVConnector):
             if not self._looks_up(sequence):
                 self.core.enqueue(sequence)
             return
-        # decode_server sees to it that a reference says what the request asks for.
+        # DecodeLeg checks that a reference has what the request asks for.
         assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
         is_offer = remote.transfer_id is not None  # then they come later
         draws = request.max_tokens and not request.known

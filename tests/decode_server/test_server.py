@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from decode_server.server import Legs
+from engine.http.legs.either_leg import EitherLeg
 from protocol import kv_params
 from protocol.errors import KVParamsRejected
 from protocol.kv_params import sealed
@@ -36,7 +36,7 @@ def _params(**changes: Any) -> dict[str, Any]:
 
 
 def _prepare(
-    offered: object, policy: str = "recompute", is_of_machine: bool = False, **members: Any
+    offered: object, policy: str = "recompute", uses_machine_secret: bool = False, **members: Any
 ) -> AddRequest:
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
     request = validate(CompletionRequest, {**body, **members})
@@ -47,7 +47,9 @@ def _prepare(
         stop_token_ids=[2, *request.stop_token_ids], num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )  # fmt: skip
-    (prepared,) = Legs(_SECRET, policy, is_of_machine).prepare(request, [add], _READY)
+    (prepared,) = EitherLeg(_SECRET, policy, uses_machine_secret=uses_machine_secret).prepare(
+        request, [add], _READY
+    )
     return prepared
 
 
@@ -152,7 +154,7 @@ def test_a_wrong_reference_is_computed_here_or_refused(name):
 
 
 def test_the_authentic_references_of_a_refused_request_are_released():
-    hooks = Legs(_SECRET, "recompute")
+    hooks = EitherLeg(_SECRET, "recompute")
     forged = _forge(lambda p: p.update(remote_host="10.9.9.9"))
     (message,) = hooks.refused([_params(), forged, "nonsense"])
     assert isinstance(message, ReleaseRemote) and message.remote.block_ids == [3, 4]
@@ -186,15 +188,15 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     offered = {**_params(), "remote_engine_id": deep}
     with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
         _prepare(offered)
-    assert list(Legs(_SECRET, "recompute").refused(offered)) == []
+    assert list(EitherLeg(_SECRET, "recompute").refused(offered)) == []
 
 
-@pytest.mark.parametrize("is_of_machine", [False, True])
-def test_a_server_that_was_given_no_secret_says_so(is_of_machine):
+@pytest.mark.parametrize("uses_machine_secret", [False, True])
+def test_a_server_that_was_given_no_secret_says_so(uses_machine_secret):
     offered = offer(b"another machine's secret", _PROMPT, SamplingParams())
-    told = _prepare(offered, is_of_machine=is_of_machine).kv_rejected or ""
+    told = _prepare(offered, uses_machine_secret=uses_machine_secret).kv_rejected or ""
     assert "give all servers one BATON_CLUSTER_SECRET" in told
-    assert told.endswith("its own machine's file instead") == is_of_machine
+    assert told.endswith("its own machine's file instead") == uses_machine_secret
 
 
 _HINT = KVHint(host="10.0.0.9", port=5600, engine_id="d-1", incarnation="i", num_tokens=900)

@@ -11,7 +11,7 @@ from typing import Any
 import h11
 import pytest
 
-from decode_server.server import Legs
+from engine.http.legs.either_leg import EitherLeg
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, TokenDelta
 from tests.engine.malformed import HEALTH, MAYBE, ROWS, Row
@@ -174,7 +174,7 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
 @contextlib.asynccontextmanager
 async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, Prompts]]:
     """Servers of these roles; of several, a proxy in front of them."""
-    hooks = Legs(SECRET, "recompute")
+    hooks = EitherLeg(SECRET, "recompute")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}

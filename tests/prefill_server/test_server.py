@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_server.server import Legs
-from prefill_server.server import PrefillLeg
+from engine.http.legs.either_leg import EitherLeg
+from engine.http.legs.prefill_leg import PrefillLeg
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
 from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
 from protocol.openai.completions import CompletionRequest
@@ -17,7 +17,7 @@ _ASK = {
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
 }  # fmt: skip
 
-_LEGS = Legs(b"secret", "recompute")
+_LEGS = EitherLeg(b"secret", "recompute")
 
 
 def _prepare(**members: Any) -> list[bool]:
@@ -83,7 +83,7 @@ def test_what_is_no_name_of_a_transfer_names_none(name):
 
 
 def test_the_oldest_transfers_are_forgotten_first(monkeypatch):
-    monkeypatch.setattr("prefill_server.server.MAX_TRANSFERS", 2)
+    monkeypatch.setattr("engine.http.legs.prefill_leg.MAX_TRANSFERS", 2)
     hooks = PrefillLeg()
     for name in ("a", "b", "a", "a", "c"):
         hooks.admit(_adds(3), _READY, **_ask(name))

@@ -1,4 +1,4 @@
-"""The prefill server's HTTP side: which requests keep their KV, and what the answer adds."""
+"""The prefill leg of a request: whose KV is kept for another server, and what the answer adds."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from protocol.messages import AbortRequest, AddRequest, EngineInput, EngineReady
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-# Remembered, and of one the requests: an answer is there, or lost, in seconds.
+# Transfer ids that are remembered, and requests of one id. An answer arrives, or is lost, within
+# seconds, so older ones are not needed.
 MAX_TRANSFERS = 16384
 
 
@@ -21,13 +22,13 @@ class PrefillLeg(ServerHooks):
     """A request with `do_remote_decode` is prefilled, its KV leased and described in the answer.
 
     Args:
-        is_reachable: other servers have an address to read this one's KV at.
+        is_reachable: other servers have an address from which to read this server's KV.
     """
 
     def __init__(self, *, is_reachable: bool = True) -> None:
         self._is_reachable = is_reachable
-        # The engine's requests by the `transfer_id` that a proxy gave their leg: one that gives a
-        # leg up cannot know whether the answer, which names leased KV, is on its way.
+        # The engine's requests by the `transfer_id` that a proxy gave their leg. A proxy that gives
+        # up a leg cannot know whether the answer, which names leased KV, was already sent.
         self._transfers: OrderedDict[str, deque[str]] = OrderedDict()
         self._num_batch_blocks = 0  # of unanswered requests with several prompts
 
@@ -57,14 +58,18 @@ class PrefillLeg(ServerHooks):
     def admit(
         self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
     ) -> Callable[[], None]:
-        """Prompts of one answer keep their blocks until the last of them is computed, so together
-        they must not wait for blocks that they hold themselves, or that two such requests hold
-        against each other. Who is refused here is served by a decode server alone."""
+        """Bound the blocks that requests of several prompts hold together.
+
+        Prompts of one answer keep their blocks until the last of them is computed. Without this
+        bound they could wait for blocks that they hold themselves, or two such requests could
+        deadlock. A decode server alone serves a request that is refused here.
+        """
         if not adds[0].retain_kv:
             return nothing
-        if name := kv_params.transfer_id(kv_transfer_params):  # a proxy may have to ask twice
-            found = self._transfers.setdefault(name, deque(maxlen=MAX_TRANSFERS))
-            found.extend(add.request_id for add in adds)
+        if name := kv_params.transfer_id(kv_transfer_params):
+            # A proxy that retries sends several requests with one id.
+            request_ids = self._transfers.setdefault(name, deque(maxlen=MAX_TRANSFERS))
+            request_ids.extend(add.request_id for add in adds)
             self._transfers.move_to_end(name)
             if len(self._transfers) > MAX_TRANSFERS:
                 self._transfers.popitem(last=False)
@@ -85,7 +90,7 @@ class PrefillLeg(ServerHooks):
         return release
 
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Of KV that this server leased and whose reference was not awaited."""
+        """Orders to abort the requests of a transfer whose reference no proxy waits for."""
         name = kv_params.transfer_id(kv_transfer_params)
         return [AbortRequest(request_id) for request_id in self._transfers.pop(name or "", ())]
 

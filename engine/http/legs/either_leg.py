@@ -1,0 +1,107 @@
+"""The legs that a server takes: a request's `kv_transfer_params` decide which one it is.
+
+Prefill and decode servers differ in their defaults only, so both run `serve` of this module.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.http.api import ServerHooks
+from engine.http.legs.decode_leg import DecodeLeg
+from engine.http.legs.prefill_leg import PrefillLeg
+from engine.serve import run_server
+from protocol import kv_params
+from protocol.errors import KVParamsRejected
+from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
+from protocol.openai.sampling import GenerationRequest
+from protocol.settings.settings import EngineSettings, parse
+
+
+def serve(
+    settings_class: type[EngineSettings], argv: Sequence[str] | None = None, *, prog: str
+) -> int:
+    """Run a server until it is asked to end.
+
+    Args:
+        settings_class: the server's options and their defaults.
+        argv: the command line; None: that of the process.
+        prog: the command's name in `--help` and in errors.
+
+    Returns:
+        The exit status.
+    """
+    settings = parse(settings_class, argv, prog=prog)
+
+    def make_hooks(secret: bytes) -> ServerHooks:
+        return EitherLeg(
+            secret,
+            settings.kv_load_failure_policy,
+            uses_machine_secret=settings.cluster_secret is None,
+            is_reachable=settings.advertised_host is not None,
+        )
+
+    return run_server(settings, make_hooks)
+
+
+class EitherLeg(ServerHooks):
+    """Takes either leg of a request, and verifies what its `kv_transfer_params` say.
+
+    Args:
+        secret: the cluster secret.
+        policy: what to do with an unusable reference, `recompute` or `fail`.
+        uses_machine_secret: the secret comes from this machine's file, because none was given.
+        is_reachable: other servers have an address from which to read this server's KV.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        policy: str,
+        *,
+        uses_machine_secret: bool = False,
+        is_reachable: bool = True,
+    ) -> None:
+        self._secret = secret
+        self._policy = policy
+        self._prefill = PrefillLeg(is_reachable=is_reachable)
+        self._decode = DecodeLeg(secret, policy, uses_machine_secret=uses_machine_secret)
+
+    def prepare(
+        self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
+    ) -> list[AddRequest]:
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and kv_params.is_prefill_request(params):
+            prepared = self._prefill.prepare(request, adds, ready)
+        else:
+            prepared = self._decode.prepare(request, adds, ready)
+        return self._with_hint(params, prepared)
+
+    def _with_hint(self, params: object, adds: list[AddRequest]) -> list[AddRequest]:
+        """The requests with the proxy's hint: which engine may hold the KV of their prompts."""
+        try:
+            hint = kv_params.hint_of(params, self._secret, time.time())
+        except KVParamsRejected as error:
+            is_malformed = not (error.param or "").endswith(("signature", "issued_s"))
+            if self._policy == "fail" or is_malformed:
+                raise
+            return [replace(add, kv_rejected=error.message) for add in adds]
+        if hint is None:
+            return adds
+        return [replace(add, hint=hint) for add in adds]
+
+    def admit(
+        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+    ) -> Callable[[], None]:
+        return self._prefill.admit(adds, ready, kv_transfer_params)
+
+    def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
+        return [
+            *self._prefill.refused(kv_transfer_params),
+            *self._decode.refused(kv_transfer_params),
+        ]
+
+    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+        return self._prefill.finish(finals)

@@ -17,19 +17,39 @@ from model.architectures.quantization import AT_LOAD, Quantization, parse_quanti
 from model.architectures.rotation import NOT_ROTATED, RopeConfig, parse_ropes
 from model.architectures.table import ARCHITECTURES, Architecture, nearest
 from model.architectures.values import number, size, unsupported, wrong
-from model.architectures.windows import FULL, parse_windows
+from model.architectures.windows import parse_windows
 from model.errors import ModelError, ModelLoadError
 from model.hub import resolve_model
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
+# Names of transformers, some of them of one function, and what the layers call it.
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
+# Keys that are read of every model, whether or not its class lists them in its defaults.
+_COMMON_KEYS: Final = frozenset({
+    "architectures", "dtype", "torch_dtype", "quantization_config", "quantization", "head_dim",
+    "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta",
+    "partial_rotary_factor", "original_max_position_embeddings", "layer_types", "scoring_func",
+    "topk_method", "moe_layer_freq", "num_nextn_predict_layers",
+})  # fmt: skip
+# Of a model that may take images, those that do not stand in text_config.
+_TOP_KEYS: Final = (
+    "architectures", "dtype", "torch_dtype", "quantization_config", "quantization",
+    "tie_word_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +82,7 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False
-    activation: str = "silu"  # or "gelu", "gelu_tanh"
+    activation: str = "silu"  # or "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"
     qk_norm: str = ""  # "head", "row": see Architecture
     other_ropes: tuple[RopeConfig, ...] = ()
     layer_ropes: tuple[int, ...] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
@@ -218,39 +238,46 @@ def _said_elsewhere(raw: dict[str, Any], path: Path) -> Any:
 
 def _overridden(raw: dict[str, Any], overrides: dict[str, Any], longest: int | None) -> ModelConfig:
     """Raises ModelLoadError for a key that changes nothing, as a misspelt one does."""
-    config = parse_config({**raw, **overrides}, longest)
+    config = parse_config(_with_values(raw, overrides), longest)
     for key in overrides:
-        others = {**raw, **{k: v for k, v in overrides.items() if k != key}}
+        others = _with_values(raw, {k: v for k, v in overrides.items() if k != key})
         try:
             has_effect = raw.get(key) == overrides[key] or parse_config(others, longest) != config
         except ModelError:  # the model is refused without it
             has_effect = True
         if not has_effect:
-            near = suggestion(key, [*raw, *config.declared.defaults])
+            near = suggestion(key, sorted({*raw, *config.declared.defaults}))
             told = f"{short_repr(key)} changes nothing of this model{near}"
             raise ModelLoadError(f"--hf-overrides: {told}; leave it out")
     return config
+
+
+def _with_values(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with other values, also within the text_config of one that has it."""
+    whole = {**raw, **values}
+    if isinstance(text := whole.get("text_config"), dict):
+        whole["text_config"] = {**text, **values}
+    return whole
 
 
 def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
     """Builds the config from the parsed config.json. See load_config."""
     architecture = _architecture(raw)
     declared = ARCHITECTURES[architecture]
-    raw = _with_defaults(_of_text(raw, declared), declared)
-    raw["max_model_len"] = max_model_len
+    raw = _of_text(raw, declared)
     _refuse_unsupported(raw, declared)
-    num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    raw = _complete(raw, declared)
+    raw["max_model_len"] = max_model_len
+    num_heads = size(raw, "num_attention_heads")
+    hidden_size = size(raw, "hidden_size")
     mla = _mla(raw) if declared.mla else None
     head_dim = _head_dim(raw, mla)
-    bias = bool(raw.get(declared.bias) if isinstance(declared.bias, str) else declared.bias)
-    raw["num_key_value_heads"] = raw.get("num_key_value_heads") or num_heads
+    bias = bool(raw[declared.bias] if isinstance(declared.bias, str) else declared.bias)
+    raw["num_key_value_heads"] = raw["num_key_value_heads"] or num_heads
     has_qk_norm = declared.qk_norm_field is None or raw[declared.qk_norm_field]
-    interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))
-    ropes, layer_ropes = parse_ropes(raw, head_dim, interleaved=interleaved)
-    if mla and ropes[0].dim < head_dim:
-        raise unsupported("partial_rotary_factor of latents", "1")
+    ropes, layer_ropes = parse_ropes(raw, head_dim, declared)
     moe = parse_experts(raw, declared.mixture) if declared.mixture else None
-    only_mixed = moe is not None and "intermediate_size" not in raw
+    only_mixed = moe is not None and raw["intermediate_size"] is None
     config = ModelConfig(
         architecture=architecture,
         num_layers=size(raw, "num_hidden_layers"),
@@ -271,7 +298,7 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
         qk_norm=declared.qk_norm if has_qk_norm else "",
         other_ropes=tuple(ropes[1:]),
         layer_ropes=layer_ropes,
-        layer_windows=parse_windows(raw, declared.windows),
+        layer_windows=parse_windows(raw, declared),
         **_scales(raw, math.sqrt(hidden_size) if declared.scales_embedding else None),
         mla=mla,
         moe=moe,
@@ -298,8 +325,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
-    """What is said of the text of a model that may take images, too; values beside text_config,
-    as overrides are, stand before those in it."""
+    """Returns the keys of the text part of a model, which may take images, too."""
     if not declared.text_type:
         return raw
     text = raw.get("text_config")
@@ -307,22 +333,26 @@ def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
         raise wrong(f"text_config is {short_repr(text)}, expected an object")
     if (found := text.get("model_type", declared.text_type)) != declared.text_type:
         raise unsupported(f"text_config of model_type {short_repr(found)}", declared.text_type)
-    return {**text, **raw}
+    top = {name: raw[name] for name in _TOP_KEYS if name in raw}
+    return {**text, "tie_word_embeddings": True, **top}
 
 
-def _with_defaults(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
-    """With what a missing key means; refuses ropes that are said twice, or in part only."""
-    scaling, stored = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    if len(stored) > 1 and not scaling.items() <= stored.items():
-        told = "config.json has rope_scaling beside rope_parameters that say otherwise"
-        raise ModelLoadError(f"{told}: put {short_repr(scaling)} into rope_parameters")
-    each = stored.values() if FULL in stored else [stored] if stored else []
-    if "rope_theta" not in raw and any("rope_theta" not in rope for rope in each):
-        raise wrong(f"rope_parameters {short_repr(stored)} has no rope_theta: give it")
-    raw = {**declared.defaults, **raw}
-    if not scaling:  # null means what a missing one does
-        raw["rope_scaling"] = None if stored else declared.defaults.get("rope_scaling")
-    return raw
+def _complete(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
+    """Returns the keys that this class reads, with what the missing ones mean."""
+    if (mixture := declared.mixture) is not None and mixture.other_count in raw:
+        raw = {mixture.count: raw[mixture.other_count], **raw}
+    read = {
+        name: value
+        for name, value in raw.items()
+        if name in declared.defaults or name in _COMMON_KEYS
+    }
+    for name in ("rope_parameters", "rope_theta"):
+        if read.get(name) is None:  # null means what a missing one does
+            read.pop(name, None)
+    whole = {**declared.defaults, **read, **declared.fixed}
+    if whole.get("rope_scaling") and "rope_parameters" not in read:
+        whole["rope_parameters"] = None
+    return whole
 
 
 def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
@@ -345,30 +375,59 @@ def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any
     """What values are multiplied by, divided by and capped at on their way."""
 
     def given(name: str) -> float | None:
-        return number(raw, name, 1.0) if raw.get(name) else None
+        return None if raw.get(name) is None else number(raw, name, 1.0)
+
+    def cap(name: str) -> float:
+        return number(raw, name, 1.0) if raw.get(name) else 0.0
 
     scalar = given("query_pre_attn_scalar")
     return {
         "embedding_scale": embedding_scale or number(raw, "embedding_multiplier", 1.0),
         "residual_scale": number(raw, "residual_multiplier", 1.0),
         "score_scale": scalar**-0.5 if scalar else given("attention_multiplier"),
-        "score_cap": given("attn_logit_softcapping") or 0.0,
+        "score_cap": cap("attn_logit_softcapping"),
         "logit_divisor": number(raw, "logits_scaling", 1.0),
-        "logit_cap": given("final_logit_softcapping") or 0.0,
+        "logit_cap": cap("final_logit_softcapping"),
     }
 
 
 def _activation(raw: dict[str, Any], declared: Architecture) -> str:
-    name = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
-    if (value := raw.get(name) or "silu") not in _ACTIVATIONS:
+    name = "hidden_activation" if "hidden_activation" in declared.defaults else "hidden_act"
+    if (value := raw[name]) not in _ACTIVATIONS:
         raise unsupported(f"{name} {short_repr(value)}", ", ".join(_ACTIVATIONS))
     return "gelu_tanh" if value == "gelu" and declared.gelu_is_tanh else _ACTIVATIONS[value]
 
 
 def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:
-    for name in ("clip_qkv", "use_bidirectional_attention", "attn_logit_softcapping"):
-        if raw.get(name) and name not in declared.defaults:
+    """Raises UnsupportedModel for what would change the computation and is not implemented."""
+    for name in ("clip_qkv", "use_bidirectional_attention"):
+        if raw.get(name) and name in declared.defaults:
             raise unsupported(f"{name} {short_repr(raw[name])}", f"{name} null")
+    # Gemma 3 lists caps, but applies none to scores, and its form for images none to logits.
+    caps = ["attn_logit_softcapping"]
+    if declared.text_type:
+        caps.append("final_logit_softcapping")
+    for name in caps:
+        if raw.get(name) and declared.defaults.get(name) is None:
+            what = f"{name} {short_repr(raw[name])} in this architecture"
+            raise unsupported(what, f"{name} null")
+    if declared.gelu_is_tanh:
+        _refuse_two_activations(raw, declared)
+
+
+def _refuse_two_activations(raw: dict[str, Any], declared: Architecture) -> None:
+    """Of Gemma 1, transformers 4 reads hidden_activation and transformers 5 hidden_act."""
+    first = raw.get("hidden_act", declared.defaults["hidden_act"])
+    second = raw.get("hidden_activation")
+    if second is None:
+        return
+    names = (_ACTIVATIONS.get(name, name) for name in (first, second))
+    meanings = {"gelu_tanh" if name == "gelu" else name for name in names}
+    if len(meanings) > 1:
+        raise wrong(
+            f"hidden_activation is {short_repr(second)}, but hidden_act is {short_repr(first)}: "
+            "give them the same value, or leave hidden_activation out"
+        )
 
 
 def _mla(raw: dict[str, Any]) -> MLAConfig:

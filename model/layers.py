@@ -1,6 +1,8 @@
 """The layers that every architecture shares, each holding only this rank's part of its weights."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,6 +22,15 @@ _ROWS_HINT: Final = 512
 # number of so many leading bits, at most an eighth more.
 _ROWS_BITS: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
+# By the names of ModelConfig. Each may change its argument.
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "silu": partial(F.silu, inplace=True),
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda gate: gate * torch.sigmoid(1.702 * gate),
+    "relu": torch.relu_,
+    "relu2": lambda gate: torch.relu_(gate).square_(),
+}
 
 
 def can_pack(weight: Weight) -> bool:
@@ -136,9 +147,7 @@ class Join:
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The activation of `gate`, which may be changed in place, times `up`."""
-    if activation == "silu":
-        return F.silu(gate, inplace=True).mul_(up)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+    return _ACTIVATIONS[activation](gate).mul_(up)
 
 
 class GatedMLP:

@@ -18,7 +18,8 @@ Angles = tuple[Tensor, Tensor]
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
     """Radians per position of each rotated pair, float32 [dim / 2], on the CPU."""
-    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+    divisor = config.exponent_dim or config.dim
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / divisor
     frequencies = config.theta**exponents
     if config.rope_type == "linear":
         return 1.0 / frequencies / config.factor

@@ -326,10 +326,17 @@ class Scheduler:
 
     # -- receiving ---------------------------------------------------------------------------
 
-    def received(self, sequence: Sequence) -> None:
-        """The pull is done and fenced: the bytes are the prompt's, and may be used."""
+    def received(self, sequence: Sequence, *, is_converted: bool = False) -> None:
+        """The pull is done and fenced: the bytes are the prompt's, and may be used.
+
+        Of KV that was converted, several choices use the blocks that they share only. Each computes
+        the rest of the prompt itself, so that equal choices stay equal.
+        """
         num_cached = sequence.num_computed
         num_received = max(sequence.num_to_receive, num_cached)
+        if is_converted and sequence.children:
+            shared = min(self._num_forked(sequence, child) for child in sequence.children)
+            num_received = max(min(num_received, shared), num_cached)
         self.tables.pulled(sequence)
         self.recompute_in_place(sequence)
         ends = [min(n, sequence.num_prompt_tokens) for n in (num_cached, num_received)]
@@ -379,12 +386,16 @@ class Scheduler:
         where it has no output yet while its parent has."""
         child.fork_from(parent)
         size = self.limits.block_size
-        num_tokens = parent.num_prompt_tokens - (not child.num_outputs)
-        child.num_computed = num_tokens // size * size
+        child.num_computed = self._num_forked(parent, child)
         child.block_ids = self.limits.groups.of_prefix(parent.block_ids, child.num_computed, size)
         self.allocator.share(held(child.block_ids))
         child.whole_from = parent.whole_from
         self._run(child)
+
+    def _num_forked(self, parent: Sequence, child: Sequence) -> int:
+        """Returns the prompt tokens whose blocks a choice shares with the first one."""
+        num_tokens = parent.num_prompt_tokens - (not child.num_outputs)
+        return num_tokens // self.limits.block_size * self.limits.block_size
 
     # -- around a step -----------------------------------------------------------------------
 

@@ -349,7 +349,7 @@ class Borrower(KVConnector):
         if times.admitted is not None:  # the pull began with that
             times.pulled = times.admitted + event.seconds
             times.read = times.pulled - event.fence_s
-        self.core.scheduler.received(sequence)
+        self.core.scheduler.received(sequence, is_converted=event.is_converted)
 
     def _on_failed(self, event: PullFailed) -> None:
         """Blocks that a read may still write to are quarantined."""

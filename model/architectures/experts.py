@@ -40,18 +40,17 @@ class MoEConfig:
 
 def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
     """None where every layer is dense."""
-    # transformers 5 saves Qwen's number of experts under another name.
-    count = mixture.count if raw.get(mixture.count) else "num_local_experts"
+    count = mixture.count
     first, step = int(raw.get("first_k_dense_replace") or 0), raw.get("decoder_sparse_step") or 1
     listed, layers = raw.get("mlp_only_layers") or (), range(each_layer(raw))
     dense = tuple(n for n in layers if n < first or n in listed or (n + 1) % step)
     if not raw.get(count) or len(dense) == len(layers):
         return None
-    scoring = str(raw.get("scoring_func") or "softmax")
     expected = "sigmoid" if mixture.correction else "softmax"
+    scoring = str(raw.get("scoring_func") or expected)
     if scoring != expected:
         raise unsupported(f"scoring_func {short_repr(scoring)}", f"{expected} here")
-    method = str(raw.get("topk_method") or "greedy")
+    method = str(raw.get("topk_method") or _METHODS[scoring][0])
     if method not in _METHODS[scoring]:
         raise unsupported(f"topk_method {short_repr(method)}", ", ".join(_METHODS[scoring]))
     if raw.get("moe_layer_freq", 1) != 1:

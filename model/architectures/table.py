@@ -1,13 +1,15 @@
 """The architectures that are served, each by its differences from Llama.
 
-A row holds what a model's class says and its config.json does not: what a missing key means, where
-norms stand, how weights are named. What config.json itself says is read by `model/config.py`.
+A row holds what a model's class says and its config.json does not: where norms stand, how weights
+are named; what a missing key means is in `defaults.py`. config.json is read by `model/config.py`.
 """
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
+
+from model.architectures.defaults import DEFAULTS
 
 
 class Norms(NamedTuple):
@@ -40,6 +42,7 @@ class Mixture:
         correction: weight of a bias that takes part in the choice of experts, not in their weights.
         may_normalize: norm_topk_prob true means what it says.
         group_best: a group of experts scores the sum of so many best ones of it.
+        other_count: another name of `count`, which transformers reads and perhaps writes.
     """
 
     count: str = "num_experts"
@@ -56,6 +59,7 @@ class Mixture:
     correction: str | None = None
     may_normalize: bool = True
     group_best: int = 1
+    other_count: str = ""
 
     @property
     def stacked_weights(self) -> tuple[str, ...]:
@@ -70,7 +74,8 @@ class Architecture:
 
     Attributes:
         proof: the case of `tests/model/test_against_transformers.py` that covers it.
-        defaults: what a config.json means that leaves a key out.
+        defaults: the keys that the class reads, with what a missing one means.
+        fixed: values that the class has whatever config.json says.
         bias: field of config.json that gives q, k and v a bias; or whether they always have one.
         output_bias: whether that field also gives the output projection one.
         qk_norm: "head" for norms of each query and key head, "row" for norms over all of them.
@@ -80,16 +85,22 @@ class Architecture:
         interleaved: rope rotates neighbours, not halves.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
         gelu_is_tanh: hidden_act "gelu" means its approximation, as in first releases.
-        windows: which layers have the window of sliding_window: "all"; "typed": those that
-            layer_types or sliding_window_pattern say; "late": else those from max_window_layers
-            on; "": none, whatever config.json says.
+        windows: which layers have the window of sliding_window, where layer_types does not say:
+            "all", even where it does; "late": those from max_window_layers on; "alternate":
+            every second one before max_window_layers; "unrotated": those that are not rotated;
+            "typed": all but every nth, which sliding_window_pattern gives; "": none, ever.
+        ropes_by_kind: each kind of layer in layer_types has a rope of its own.
+        rotates_part: partial_rotary_factor counts for every rope type.
+        rope_aliases: the rope types that the class takes, with what each means; None: those that
+            are served, each meaning itself.
         text_type: model_type of text_config in a model that takes images, too. Its text alone is
             served, without the weights for images.
         sinks: each layer has a logit for each query head that takes part in the softmax.
     """
 
     proof: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     norms: Norms = _PRE
     bias: str | bool = "attention_bias"
     output_bias: bool = True
@@ -101,6 +112,9 @@ class Architecture:
     scales_embedding: bool = False
     gelu_is_tanh: bool = False
     windows: str = ""
+    ropes_by_kind: bool = False
+    rotates_part: bool = False
+    rope_aliases: Mapping[str, str] | None = None
     sinks: bool = False
     text_type: str = ""
     mla: bool = False
@@ -114,160 +128,119 @@ _SANDWICH: Final = Norms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_SIGMOID: Final = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
 _GROUPED: Final = Mixture(
-    "n_routed_experts", correction="gate.e_score_correction_bias", group_best=2
+    "n_routed_experts",
+    correction="gate.e_score_correction_bias",
+    group_best=2,
+    other_count="num_local_experts",
 )
 _MIXTRAL: Final = Mixture(
-    "num_local_experts", "intermediate_size", prefix="block_sparse_moe", each=("w1", "w3", "w2")
+    "num_local_experts",
+    "intermediate_size",
+    prefix="block_sparse_moe",
+    each=("w1", "w3", "w2"),
+    other_count="num_experts",
 )
 
 # fmt: off
-_GLM: Final = {
-    "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
-    "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
-}
-_QWEN: Final = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA: Final = {
-    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-}
-_GEMMA_2: Final = {
-    **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
 _GEMMA_3: Final = Architecture(
-    "gemma3",
-    {
-        **_GEMMA_2, "sliding_window_pattern": 6, "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0, "attn_logit_softcapping": None, "vocab_size": 262208,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
-    },
-    _SANDWICH, qk_norm="head", norm_offset=1.0, scales_embedding=True, windows="typed",
+    "gemma3", DEFAULTS["gemma3_text"], norms=_SANDWICH, qk_norm="head", norm_offset=1.0,
+    scales_embedding=True, windows="typed", ropes_by_kind=True,
 )
-_MISTRAL: Final = Architecture(
-    "mistral-window", {"num_key_value_heads": 8, "sliding_window": 4096}, bias=False, windows="all",
+_MISTRAL: Final = Architecture("mistral-window", DEFAULTS["mistral"], bias=False, windows="all")
+_GLM: Final = Architecture(
+    "glm", DEFAULTS["glm"], output_bias=False, fused=("gate_up_proj",), interleaved=True,
+    rotates_part=True,
 )
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "LlamaForCausalLM": Architecture("llama"),
+    "LlamaForCausalLM": Architecture("llama", DEFAULTS["llama"]),
     "MistralForCausalLM": _MISTRAL,
     "Mistral3ForConditionalGeneration": replace(
         _MISTRAL, proof="mistral-images", text_type="mistral",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", _QWEN, bias=True, output_bias=False, windows="late",
+        "qwen2", DEFAULTS["qwen2"], bias=True, output_bias=False, windows="late",
     ),
-    "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**_QWEN, "head_dim": 128}, qk_norm="head", windows="late",
-    ),
+    "Qwen3ForCausalLM": Architecture("qwen3", DEFAULTS["qwen3"], qk_norm="head", windows="late"),
     "Phi3ForCausalLM": Architecture(
-        "phi3-window", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        bias=False, fused=("qkv_proj", "gate_up_proj"), windows="all",
+        "phi3-window", DEFAULTS["phi3"], bias=False, fused=("qkv_proj", "gate_up_proj"),
+        windows="all", rotates_part=True,
+        rope_aliases={
+            "default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope",
+        },
     ),
-    "Olmo2ForCausalLM": Architecture("olmo2", {"rms_norm_eps": 1e-5}, _POST, qk_norm="row"),
+    "Olmo2ForCausalLM": Architecture("olmo2", DEFAULTS["olmo2"], norms=_POST, qk_norm="row"),
     "Olmo3ForCausalLM": Architecture(
-        "olmo3",
-        {
-            "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": None,
-            "sliding_window": 4096, "sliding_window_pattern": 4,
-        },
-        _POST, qk_norm="row", windows="typed",
+        "olmo3", DEFAULTS["olmo3"], fixed={"sliding_window_pattern": 4}, norms=_POST,
+        qk_norm="row", windows="typed", ropes_by_kind=True,
     ),
-    "SmolLM3ForCausalLM": Architecture(
-        "smollm3",
-        {
-            "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
-            "use_sliding_window": False,
-        },
-        windows="typed",
-    ),
-    "GraniteForCausalLM": Architecture("granite", {"attention_multiplier": 1.0}),
-    "GlmForCausalLM": Architecture(
-        "glm", _GLM, output_bias=False, fused=("gate_up_proj",), interleaved=True,
-    ),
-    "Glm4ForCausalLM": Architecture(
-        "glm4", _GLM, output_bias=False, fused=("gate_up_proj",), interleaved=True,
+    "SmolLM3ForCausalLM": Architecture("smollm3", DEFAULTS["smollm3"], windows="unrotated"),
+    "GraniteForCausalLM": Architecture("granite", DEFAULTS["granite"]),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM, proof="glm4", defaults=DEFAULTS["glm4"],
         norms=Norms(
             "input_layernorm", "post_self_attn_layernorm",
             "post_attention_layernorm", "post_mlp_layernorm",
         ),
     ),
     "GemmaForCausalLM": Architecture(
-        "gemma", _GEMMA, norm_offset=1.0, scales_embedding=True, gelu_is_tanh=True
+        "gemma", DEFAULTS["gemma"], norm_offset=1.0, scales_embedding=True, gelu_is_tanh=True,
     ),
     "Gemma2ForCausalLM": Architecture(
-        "gemma2",
-        {
-            **_GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-            "sliding_window_pattern": 2,
-        },
-        _SANDWICH, norm_offset=1.0, scales_embedding=True, windows="typed",
+        "gemma2", DEFAULTS["gemma2"], fixed={"sliding_window_pattern": 2}, norms=_SANDWICH,
+        norm_offset=1.0, scales_embedding=True, windows="typed",
     ),
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA_3, proof="gemma3-images", text_type="gemma3_text",
     ),
     "MixtralForCausalLM": Architecture(
-        "mixtral",
-        {
-            "norm_topk_prob": True, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-        },
-        bias=False, mixture=_MIXTRAL, windows="all",
+        "mixtral", DEFAULTS["mixtral"], fixed={"norm_topk_prob": True}, bias=False,
+        mixture=_MIXTRAL, windows="all",
     ),
     "Qwen2MoeForCausalLM": Architecture(
-        "qwen2-moe", {**_QWEN, "qkv_bias": True}, bias="qkv_bias", output_bias=False,
-        windows="typed",
+        "qwen2-moe", DEFAULTS["qwen2_moe"], bias="qkv_bias", output_bias=False,
+        windows="alternate",
         mixture=Mixture(
             shared_width="shared_expert_intermediate_size", shared="shared_expert",
             shared_gate="shared_expert_gate",
         ),
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3-moe", {**_QWEN, "num_key_value_heads": 4}, qk_norm="head", mixture=Mixture(),
-        windows="all",
+        "qwen3-moe", DEFAULTS["qwen3_moe"], qk_norm="head", windows="all",
+        mixture=Mixture(other_count="num_local_experts"),
     ),
     "OlmoeForCausalLM": Architecture(
-        "olmoe", {"rms_norm_eps": 1e-5}, qk_norm="row", mixture=Mixture(width="intermediate_size"),
+        "olmoe", DEFAULTS["olmoe"], qk_norm="row",
+        mixture=Mixture(width="intermediate_size", other_count="num_local_experts"),
     ),
     "GraniteMoeForCausalLM": Architecture(
-        "granite-moe", {"norm_topk_prob": True, "attention_multiplier": 1.0},
+        "granite-moe", DEFAULTS["granitemoe"], fixed={"norm_topk_prob": True},
         mixture=replace(
-            _MIXTRAL, router="router.layer", stacked=("input_linear", "output_linear")
+            _MIXTRAL, router="router.layer", stacked=("input_linear", "output_linear"),
+            other_count="",
         ),
     ),
     "GptOssForCausalLM": Architecture(
-        "gpt-oss",
-        {
-            "norm_topk_prob": True, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2,
-            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-            "rope_scaling": {
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                "truncate": False, "original_max_position_embeddings": 4096,
-            },
-        },
-        windows="typed", sinks=True,
+        "gpt-oss", DEFAULTS["gpt_oss"], windows="typed", sinks=True,
+        fixed={"norm_topk_prob": True, "sliding_window_pattern": 2, "hidden_act": "silu"},
         mixture=Mixture(
             "num_local_experts", "intermediate_size", router="router", transposed=True,
             stacked=("experts.gate_up_proj", "experts.down_proj"), biased=True,
+            other_count="num_experts",
         ),
     ),
     "Glm4MoeForCausalLM": Architecture(
-        "glm4-moe",
-        {**_SIGMOID, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
-        output_bias=False, qk_norm="head", qk_norm_field="use_qk_norm", mixture=_GROUPED,
+        "glm4-moe", DEFAULTS["glm4_moe"], output_bias=False, qk_norm="head",
+        qk_norm_field="use_qk_norm", rotates_part=True, mixture=_GROUPED,
     ),
     "DeepseekV2ForCausalLM": Architecture(
-        "deepseek-moe", {"q_lora_rank": 1536}, interleaved=True, mla=True,
-        mixture=Mixture("n_routed_experts", may_normalize=False),
+        "deepseek-moe", DEFAULTS["deepseek_v2"], interleaved=True, mla=True,
+        mixture=Mixture("n_routed_experts", may_normalize=False, other_count="num_experts"),
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "deepseek-v3",
-        {
-            **_SIGMOID, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
-            "routed_scaling_factor": 2.5,
-        },
-        interleaved=True, mla=True, mixture=_GROUPED,
+        "deepseek-v3", DEFAULTS["deepseek_v3"], interleaved=True, mla=True, mixture=_GROUPED,
     ),
 }
 # fmt: on

@@ -24,7 +24,13 @@ def each_layer(raw: dict[str, Any]) -> int:
 
 
 def number(raw: dict[str, Any], name: str, default: float) -> float:
-    value = raw.get(name) or default
+    """Returns raw[name], or `default` where that is null or missing.
+
+    Raises:
+        ModelLoadError: it is not a number above 0.
+    """
+    value = raw.get(name)
+    value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise wrong(f"{name} is {short_repr(value)}, expected a number above 0")
     return float(value)

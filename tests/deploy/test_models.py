@@ -33,8 +33,8 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
             0,
             "served: GptOssForCausalLM, 3 layers (2 see 128 tokens), 4 experts",
         ),
-        ({"hidden_act": "relu"}, {}, 1, 'hidden_act "relu" is not supported'),
-        ({"hidden_act": "relu"}, {"hidden_act": "silu"}, 0, "served: Llama"),
+        ({"hidden_act": "mish"}, {}, 1, 'hidden_act "mish" is not supported'),
+        ({"hidden_act": "mish"}, {"hidden_act": "silu"}, 0, "served: Llama"),
     ],
 )
 def test_a_model_is_served_or_the_reason_told(tmp_path, capsys, change, overrides, status, told):

@@ -22,6 +22,7 @@ from tests.e2e.matrix import (
     post,
 )
 from tests.e2e.reference import Reference
+from tests.rigs import client
 from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import Cluster, Server, assert_home, running, start_proxy, wait_until
 
@@ -115,6 +116,27 @@ def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(engines, tiny_m
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
     assert decoder.metrics()[staged] == 5  # the prompt of four whole blocks was all there
+
+
+@pytest.mark.parametrize("length", [5, 64, 333], ids="{} tokens".format)
+def test_every_choice_reads_the_same_converted_kv(engines, tiny_model, length):
+    """The choices behind the first one share its full blocks of the prompt and compute the rest in
+    the decode server's dtype. So does the first one, instead of reading what was converted."""
+    prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
+    prompt = make_prompt(1000 + length, length)
+    drawn = prefill(prefiller.url, prompt, logprobs=1, n=2)
+    fields = client.greedy(prompt, NUM_TOKENS, n=2, logprobs=1, kv_transfer_params=drawn)
+    response = client.post(decoder.url, **fields)
+    assert response.status_code == 200, response.text
+    first, second = response.json()["choices"]
+    assert first["token_ids"] == second["token_ids"]
+    # The first token of both is the prefill server's.
+    first_logprobs = first["logprobs"]["token_logprobs"]
+    assert first_logprobs == pytest.approx(second["logprobs"]["token_logprobs"], abs=1e-5)
+    tail = length % 16
+    kv = client.parse_kv(response.headers["x-baton-kv"])
+    assert kv == {"transferred": length - tail, "recomputed": tail, "skipped": 0}
+    assert_home(prefiller, decoder)
 
 
 # -- another model: last, for none of the servers above is used any more ---------------------------

@@ -31,7 +31,7 @@ _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 _MODEL = parse_config({"architectures": ["LlamaForCausalLM"], **_SIZES, **_HEADS})
 _LATENTS = {
     "num_attention_heads": 48, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
 }  # fmt: skip
 _LATENT_MODEL = parse_config({"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS})
 _CONFIG = make_config(role="decode")

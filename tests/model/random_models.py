@@ -52,7 +52,10 @@ def make_of(raw: dict[str, Any], folder: Path):
     """As `make`, of a config.json."""
     of = getattr(transformers, raw["architectures"][0])
     own = {"pad_token_id": 0, **raw, "model_type": of.config_class.model_type}
-    return _saved(of, of.config_class.from_dict(own), folder)
+    config = of.config_class.from_dict(own)
+    config._attn_implementation = "eager"  # others leave out soft caps
+    config._experts_implementation = "eager"  # others need rows of a multiple of 16 bytes
+    return _saved(of, config, folder)
 
 
 def _saved(of: Any, config: Any, folder: Path, *, seed: int = 0, shard: str = "5GB"):

@@ -24,7 +24,7 @@ V3 = {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 1,
       "num_experts_per_tok": 2}  # fmt: skip
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
-SMOLLM = {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}
+GLM = {"architectures": ["GlmForCausalLM"], "head_dim": 8}
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -79,12 +79,13 @@ def test_kv_geometry_of_grouped_and_latent_attention():
     ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "ministral3.*ported: mistral"),
     ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*bfloat16.*gptq"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "quantization_.*64, .*4} is not.*gptq"),
-    ({"hidden_act": "relu2"}, "hidden_act .*relu2.*silu"),
+    ({"hidden_act": "mish"}, "hidden_act .*mish.*silu"),
     ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
     ({**DEEPSEEK, "topk_method": "noaux_tc"}, "noaux_tc.*greedy"),
     ({**DEEPSEEK, "scoring_func": "sigmoid"}, "sigmoid.*softmax"),
     ({**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob"),
-    ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "partial_rotary_factor of latents"),
+    ({**DEEPSEEK, "partial_rotary_factor": 0.5, **scaled(type="linear", factor=2.0)},
+     "partial_rotary_factor 0.5 of rope type \"linear\""),
 ])  # fmt: skip
 def test_refuses_what_is_not_implemented_and_names_what_is(change, named):
     with pytest.raises(UnsupportedModel, match=named):
@@ -128,10 +129,7 @@ def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change,
     ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
     (scaled(type="linear"), "factor"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, **scaled(factor=2.0)},
-     "rope_scaling beside rope_parameters .* put {.*2.0} into rope_parameters"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}},
-     r"rope_parameters \{.*4.0, .*\} has no rope_theta: give it"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "has no rope_theta"),
+     "rope_scaling stands beside rope_parameters .* put {.*2.0} into rope_parameters"),
     (scaled(type="llama3", factor=8.0), "low_freq_factor"),
     (scaled(type="yarn", factor=float("nan")), "factor is NaN, expected a num"),
     (scaled(type="yarn", **{ORIGINAL: -1}), f"{ORIGINAL} is -1, expected a number above 0"),
@@ -142,9 +140,8 @@ def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change,
     ({**DEEPSEEK, **V3, "n_group": 8, "topk_group": 2}, "n_group is 8, above half of n_rout"),
     ({"layer_types": ["full_attention"]}, "num_hidden_layers is 2, but 1 layers"),
     ({**MISTRAL, "sliding_window": -1}, "sliding_window is -1, expected a positive"),
-    ({**SMOLLM, "sliding_window": 8}, "sliding_window is 8, but no layer_types"),
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is null, expected an"),
-    ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 rotates 3"),
+    ({**GLM, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of head_dim 8 rotates 12"),
     (scaled(type="longrope", long_factor=[1.0]), "short_factor .* has 0 numb"),
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "has 1 entries for 2 "),
     ({**DEEPSEEK, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, above n_routed_.* 8"),
@@ -181,3 +178,13 @@ def test_overrides_take_effect_or_are_refused(tmp_path, overrides, outcome):
     else:
         with pytest.raises(ModelLoadError, match=outcome):
             load_config(tmp_path, overrides=json.dumps(overrides))
+
+
+def test_overrides_reach_the_text_of_a_model_for_images(tmp_path):
+    text = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    raw = {**MISTRAL3, "text_config": text, "num_hidden_layers": 9}
+    assert parse_config(raw).num_layers == 2, "a key beside text_config is not the text's"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path, overrides='{"num_hidden_layers": 3}').num_layers == 3
+    with pytest.raises(ModelLoadError, match='"use_cache" changes nothing'):
+        load_config(tmp_path, overrides='{"use_cache": true}')

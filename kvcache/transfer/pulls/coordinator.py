@@ -404,16 +404,21 @@ class PullCoordinator:
             self._broadcast(AddPeer(metadata))
             if verified in UNVERIFIED:
                 logger.warning("KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified])
-        self._perform(state, state.peer_ready(now, verified))
+        is_converted = self._is_converted(metadata)
+        self._perform(state, state.peer_ready(now, verified, is_converted=is_converted))
 
     def _verified(self, metadata: EngineMetadata) -> str:
         """PullDone.verified of pulls from this engine."""
-        ours, theirs = self._compat, metadata.compat
         if self._verify == "off":
             return "off"
-        if (ours.kv_dtype, ours.kv_scales) != (theirs.kv_dtype, theirs.kv_scales):
+        if self._is_converted(metadata):
             return "converted"
         return self._verify if metadata.digests == DIGESTS else "peer"
+
+    def _is_converted(self, metadata: EngineMetadata) -> bool:
+        """Whether the KV of this engine has another dtype than ours, or other scales."""
+        ours, theirs = self._compat, metadata.compat
+        return (ours.kv_dtype, ours.kv_scales) != (theirs.kv_dtype, theirs.kv_scales)
 
     def _reading_from(self, key: PeerKey) -> list[PullState]:
         return [state for state in self._pulls.values() if state.reads and state.key == key]

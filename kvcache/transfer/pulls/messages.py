@@ -101,6 +101,7 @@ class PullDone(msgspec.Struct, frozen=True):
     fence_s: float = 0.0  # of `seconds`, the part after the last byte
     num_tokens: int = 0
     verified: str = "off"  # or "sample", "all", or a key of UNVERIFIED
+    is_converted: bool = False  # to another dtype, or other scales
 
 
 class PullFailed(msgspec.Struct, frozen=True):

@@ -112,6 +112,7 @@ class PullState:
         self._reading: set[int] = set()  # ranks that have not ended
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as of PullDone
+        self._is_converted = False  # as of PullDone
         self._scope: Scope | None = None  # of the cut that is not verified yet
         self._parts: list[DigestPart] = []  # this engine's digest of it, by rank
         self._sums: bytes | None = None  # P's digest of it
@@ -163,11 +164,15 @@ class PullState:
             self.phase, self._order, self._began = Phase.WAITING, order, now
             self._read_to = order.token_start
 
-    def peer_ready(self, now: float, verified: str = "off") -> list[Action]:
-        """The handshake is done: orders the first cut. `verified`: as in PullDone."""
+    def peer_ready(
+        self, now: float, verified: str = "off", *, is_converted: bool = False
+    ) -> list[Action]:
+        """The handshake is done: orders the first cut. Arguments: as in PullDone."""
         if self.phase is not Phase.WAITING or self._order is None:
             return []
-        self.phase, self._verified = Phase.READING, verified
+        self.phase = Phase.READING
+        self._verified = verified
+        self._is_converted = is_converted
         self._timeout = now + self._settings.pull_timeout_s
         return self._read_on(now)
 
@@ -420,6 +425,15 @@ class PullState:
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
         fence_s = now - (self._timeout - self._settings.fence_timeout_s)
-        took = now - self._began, path, fence_s
         num_tokens = self._order.token_stop - self._order.token_start if self._order else 0
-        return PullDone(self.pull_id, nbytes, descriptors, *took, num_tokens, self._verified)
+        return PullDone(
+            pull_id=self.pull_id,
+            nbytes=nbytes,
+            descriptors=descriptors,
+            seconds=now - self._began,
+            path=path,
+            fence_s=fence_s,
+            num_tokens=num_tokens,
+            verified=self._verified,
+            is_converted=self._is_converted,
+        )

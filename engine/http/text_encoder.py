@@ -1,4 +1,5 @@
 """A call's prompts as token ids: tokenized off the event loop, as no stream may wait for that.
+See text_workers.py for the threads, and prompt_bounds.py for what is refused before.
 
 What cannot fit the model's context is refused before all of it is tokenized, as that takes a
 second for a megabyte and hundreds of times a text's memory. The rendered chat template is looked at
@@ -8,19 +9,19 @@ A chat template that knows `tools` writes them itself. To a model whose template
 message says what there is and how to call it, in the form that engine/text/tool_parser.py reads.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.http.limits import too_long
+from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_parser import call_beginnings, tool_syntax
-from protocol.errors import QueueFull
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -28,9 +29,6 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.settings import EngineSettings
 
-INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
-LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
-MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread, or have one
 _LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
 
 _T = TypeVar("_T")
@@ -105,24 +103,15 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, tool_call_parser: str = "auto") -> None:
         self._tokenizer, self._option = tokenizer, tool_call_parser
-        self._alone = asyncio.Lock()
-        self._num_chars = 0  # for threads
+        self._workers = TextWorkers()
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """The result of `work`, which takes as much as tokenizing `size` characters does. Raises
-        QueueFull where too much of that waits already."""
-        if size <= INLINE_CHARS:
-            return work()
-        if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
-            raise QueueFull(f"texts of {self._num_chars} characters wait already; try again soon")
-        self._num_chars += size
-        try:
-            if size <= LONG_CHARS:
-                return await asyncio.to_thread(work)
-            async with self._alone:
-                return await asyncio.to_thread(work)
-        finally:
-            self._num_chars -= size
+        """See TextWorkers.run."""
+        return await self._workers.run(size, work)
+
+    async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
+        """See TextWorkers.run_python."""
+        return await self._workers.run_python(size, work)
 
     async def tokenize(
         self,
@@ -143,34 +132,43 @@ class TextEncoder:
             ContextLengthExceeded: a longer text has more than `max_model_len` tokens by far.
         """
         assert isinstance(parsed, ChatRequest | CompletionRequest)
-        tokenizer, likely = self._tokenizer, _LIKELY_CHARS * max_model_len
-
-        def render() -> Sequence[str | list[int]]:
-            if isinstance(parsed, ChatRequest):
-                chat = _chat(parsed, tokenizer, self._option)
-                found: Sequence[Any] = [tokenizer.render_chat(**chat)]
-            else:
-                found = parsed.prompts
-            for text in found:
-                if not isinstance(text, str) or len(text) <= max(sure_to, likely):
-                    continue
-                if at_least := tokenizer.at_least(text, max_model_len):
-                    raise too_long(at_least, max_model_len, parsed.prompt_field, "at least ")
-            return found
-
-        def encode() -> list[list[int]]:
-            adds = parsed.add_special_tokens
-            return [
-                tokenizer.encode(prompt, add_special_tokens=adds)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in rendered
-            ]
-
         if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
-            num_bytes = 0  # but token ids
-        rendered = await self.run(min(num_bytes, LONG_CHARS), render)
+            num_bytes = 0  # token ids need no rendering
+        max_chars = max(sure_to, _LIKELY_CHARS * max_model_len)
+        render = partial(self._render, parsed, max_model_len, max_chars)
+        rendered = await self.run_python(min(num_bytes, LONG_CHARS), render)
+        encode = partial(self._encode, rendered, parsed.add_special_tokens)
         return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
+
+    def _render(
+        self, parsed: ChatRequest | CompletionRequest, max_model_len: int, max_chars: int
+    ) -> Sequence[str | list[int]]:
+        """The prompts as texts or ids. Raises ContextLengthExceeded for a text of more than
+        `max_chars` characters that surely has more than `max_model_len` tokens."""
+        prompts: Sequence[str | list[int]]
+        if isinstance(parsed, ChatRequest):
+            chat = _chat(parsed, self._tokenizer, self._option)
+            prompts = [self._tokenizer.render_chat(**chat, on_piece=check_wanted)]
+        else:
+            prompts = parsed.prompts
+        for prompt in prompts:
+            if not isinstance(prompt, str) or len(prompt) <= max_chars:
+                continue
+            num_tokens = self._tokenizer.at_least(prompt, max_model_len, on_piece=check_wanted)
+            if num_tokens:
+                raise too_long(num_tokens, max_model_len, parsed.prompt_field, "at least ")
+        return prompts
+
+    def _encode(
+        self, prompts: Sequence[str | list[int]], add_special_tokens: bool
+    ) -> list[list[int]]:
+        all_ids = []
+        for prompt in prompts:
+            check_wanted()
+            if isinstance(prompt, str):
+                prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            all_ids.append(prompt)
+        return all_ids
 
 
 def _chat(parsed: ChatRequest, tokenizer: Tokenizer, option: str) -> dict[str, Any]:

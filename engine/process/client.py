@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
-from protocol.http.admission import Admission, Place, num_queued
+from protocol.http.admission import Admission, Place
 from protocol.ipc.wire import framed
 from protocol.messages import (
     MOVED,
@@ -60,7 +60,6 @@ class Subscription:
             request.request_id: request.num_choices - sum(one.has_ended for one in request.known)
             for request in requests
         }
-        self._waiting = {request.request_id: num_queued(request) for request in requests}
         self._max_unread = MAX_UNREAD * min(sum(self._open.values()), MAX_UNREAD_CHOICES)
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
@@ -78,8 +77,8 @@ class Subscription:
 
     def deliver(self, delta: TokenDelta) -> None:
         """Called by the engine for each delta of an open request."""
-        if (waited := self._waiting.pop(delta.request_id, 0)) and self._place is not None:
-            self._place.served(waited)
+        if self._place is not None and not _is_of_prompt(delta):
+            self._place.served(delta.request_id, _num_processed(delta))
         self._pending.append(delta)
         self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
         self._open[delta.request_id] -= delta.finish_reason is not None
@@ -136,11 +135,24 @@ class Subscription:
         self._pending.clear()
 
 
+def _is_of_prompt(delta: TokenDelta) -> bool:
+    """Whether a delta has nothing but logprobs of a prompt that is not computed in full yet."""
+    is_end = delta.finish_reason is not None or delta.error is not None
+    return delta.prompt_logprobs is not None and not delta.token_ids and not is_end
+
+
+def _num_processed(delta: TokenDelta) -> int | None:
+    """Tokens of a prompt that the engine has computed and pulled; None if it does not report it."""
+    usage = delta.usage
+    return None if usage is None else usage.recomputed + usage.transferred
+
+
 class EngineClient:
     """An engine in another process, which is at the other end of a socket.
 
     Args:
         queue: how much may wait.
+        caches_prefixes: the engine reuses the KV of prompts that begin alike.
 
     Attributes:
         queue: where to ask for a place before a request is submitted.
@@ -152,8 +164,9 @@ class EngineClient:
         hands_over: all that can is to go on elsewhere: the server still listens.
     """
 
-    def __init__(self, queue: QueueOptions | None = None) -> None:
+    def __init__(self, queue: QueueOptions | None = None, *, caches_prefixes: bool = True) -> None:
         self.queue = Admission(queue or QueueOptions())
+        self._caches_prefixes = caches_prefixes
         self.ready: EngineReady | None = None
         self.progress = "the engine is starting"
         self.stats: dict[str, float] = {}
@@ -211,8 +224,8 @@ class EngineClient:
         return self.ready
 
     def submit(self, requests: Sequence[AddRequest], place: Place | None = None) -> Subscription:
-        """Starts requests; all their deltas come through the one subscription. Their `place` in
-        the queue they leave as each has its first delta.
+        """Starts requests; all their deltas come through the one subscription. Each leaves its
+        `place` in the queue with its first token, or its end.
 
         Raises:
             EngineDied: the engine is gone; nothing was started.
@@ -307,8 +320,10 @@ class EngineClient:
             case EngineProgress(text):
                 self.progress = text
                 self.on_progress(text)
-            case EngineReady():
+            case EngineReady(num_blocks=num_blocks, block_size=block_size):
                 self.ready = message
+                if self._caches_prefixes:
+                    self.queue.set_cache_capacity(num_blocks * block_size)
                 self._settled.set()
             case EngineFailed(reason):
                 self.fail(reason)

@@ -91,6 +91,27 @@ class Totals(NamedTuple):
     mixed_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A server's 429 to a request of this priority and length. Times are those of time.monotonic.
+
+    Attributes:
+        until: before which none is sent to it that is as long and no more urgent.
+        retry_at: when there should be room again.
+        is_of_grammars: the trial queue is full, which concerns requests with new schemas only.
+    """
+
+    until: float
+    retry_at: float
+    priority: int
+    tokens: int
+    is_of_grammars: bool = False
+
+    def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
+        """Whether a request that is as long and no more urgent would be refused now, too."""
+        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
+
+
 class _PromptSteps:
     """What steps with prompts take: so much for each step, and for each token. A step has a least
     time: by short prompts alone a server would look slow for long ones. Least squares.

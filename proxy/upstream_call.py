@@ -31,8 +31,8 @@ from protocol.messages import KVHint
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_of, hinted
-from proxy.errors import MethodNotAllowed
-from proxy.knowledge import Knowledge, Work
+from proxy.errors import MethodNotAllowed, queues_full
+from proxy.knowledge import Knowledge, Refusal, Work
 from proxy.membership import DOUBTED_S, Fleet, Kind, Pool, Server, hint
 from proxy.placement import Ask
 from proxy.relay import LOSS_REASONS, RequestTrace
@@ -169,36 +169,6 @@ class Leg:
     is_open: bool = True
 
 
-def _all_full(kind: Kind, retry_after_s: float, *, is_of_grammars: bool = False) -> QueueFull:
-    if is_of_grammars:
-        return GrammarQueueFull(
-            f"every {kind.value} server has a full trial queue for new schemas and grammars; try "
-            "again later, or send schemas that were accepted before",
-            retry_after_s,
-        )
-    return QueueFull(f"every {kind.value} server has a full queue; try again later", retry_after_s)
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A server's 429 to a request of this priority and length. Times are those of time.monotonic.
-
-    Attributes:
-        until: before which none is sent to it that is as long and no more urgent.
-        retry_at: when there should be room again.
-        is_of_grammars: the trial queue is full, which concerns requests with new schemas only.
-    """
-
-    until: float
-    retry_at: float
-    priority: int
-    tokens: int
-    is_of_grammars: bool = False
-
-    def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
-        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
-
-
 @dataclass
 class Upstreams:
     """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
@@ -212,7 +182,7 @@ class Upstreams:
     secret: bytes = b""  # of the cluster; empty: none is known
 
     def __post_init__(self) -> None:
-        self._full = WeakKeyDictionary[Server, _Refused]()
+        self._full = WeakKeyDictionary[Server, Refusal]()
         # Of those that keep waiting for it, and whether another server would do.
         self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
@@ -242,7 +212,7 @@ class Upstreams:
         if call.ask is not None and not call.is_admitted:
             servers = call.pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
-        full: list[_Refused] = []
+        full: list[Refusal] = []
         alike = call.ask is None, call.computes, call.transfer_id is None
         choose = partial(call.pool.choose, kind, alike=alike, first=first)
         while server := choose([*unfit, *tried]) or call.last(tried):
@@ -274,7 +244,9 @@ class Upstreams:
         does_without = call.is_admitted and kind is Kind.PREFILL
         if full and failures[-1] not in _DELIVERED and not does_without:
             wait_s = min(one.retry_at for one in full) - time.monotonic()
-            raise _all_full(kind, wait_s, is_of_grammars=all(one.is_of_grammars for one in full))
+            raise queues_full(
+                kind.value, wait_s, is_of_grammars=all(one.is_of_grammars for one in full)
+            )
         raise LegFailed(message, failures[-1] if failures else None, answer)
 
     def check_room(
@@ -297,10 +269,10 @@ class Upstreams:
         if kind is Kind.PREFILL and priority >= 0 and is_busy:
             waits |= {server: wait_s - limit_s / 2 for server, wait_s in estimated.items()}
         if servers and len(waits) == len(servers):
-            raise _all_full(kind, min(waits.values()))
+            raise queues_full(kind.value, min(waits.values()))
         return list(waits)
 
-    def _refused(self, server: Server, answer: Response, call: UpstreamCall) -> _Refused:
+    def _refused(self, server: Server, answer: Response, call: UpstreamCall) -> Refusal:
         """Remembers a server's 429 for requests like this one. One of its trial queue is not
         remembered, as it says nothing of requests without a new schema."""
         given = dict(answer.headers).get(b"retry-after", b"")
@@ -309,13 +281,13 @@ class Upstreams:
         priority = call.priority
         tokens = call.ask.tokens if call.ask else sys.maxsize
         if error_of(answer.body or b"", "phase") == GrammarQueueFull.phase:
-            return _Refused(now, now + wait_s, priority, tokens, is_of_grammars=True)
+            return Refusal(now, now + wait_s, priority, tokens, is_of_grammars=True)
         before = self._full.get(server)
         if before is not None and now < before.until:  # it cannot have more room than that
             priority = min(priority, before.priority)
             tokens = min(tokens, before.tokens)
         held_s = min(MAX_HELD_S, wait_s, self.max_queue_s / 4)
-        self._full[server] = _Refused(now + held_s, now + wait_s, priority, tokens)
+        self._full[server] = Refusal(now + held_s, now + wait_s, priority, tokens)
         return self._full[server]
 
     def count(self, path: str, reason: str) -> None:

@@ -22,7 +22,6 @@ from engine.http.middleware import (
     error_response,
     read_json,
 )
-from engine.http.prompt_bounds import check_prompt_bounds
 from engine.http.text_workers import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
@@ -205,7 +204,7 @@ class _Pages:
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         length = api.client.require_ready().max_model_len
-        check_prompt_bounds(members, length, api.tokenizer.longest_token_chars)
+        api.texts.check_bounds(members, length)
         parse = partial(validate, TokenizeRequest, members)
         parsed = await api.texts.run_python(num_bytes, parse)
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long

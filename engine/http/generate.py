@@ -24,7 +24,6 @@ from engine.http.limits import (
     token_limit,
 )
 from engine.http.middleware import cancelled_on_disconnect, error_response, read_json, refusal_of
-from engine.http.prompt_bounds import check_prompt_bounds
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.http.text_encoder import grammar_of
@@ -122,7 +121,7 @@ async def _prepare(
         BatonError: this server cannot do what is requested; says why.
     """
     ready = api.client.require_ready()
-    check_prompt_bounds(members, ready.max_model_len, api.tokenizer.longest_token_chars)
+    api.texts.check_bounds(members, ready.max_model_len)
 
     def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
         parsed = endpoint.parse(members).with_defaults(api.generation_config)

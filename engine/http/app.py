@@ -204,8 +204,11 @@ class _Pages:
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         length = api.client.require_ready().max_model_len
-        api.texts.check_bounds(members, length)
-        parse = partial(validate, TokenizeRequest, members)
+
+        def parse() -> TokenizeRequest:
+            api.texts.check_bounds(members, length)
+            return validate(TokenizeRequest, members)
+
         parsed = await api.texts.run_python(num_bytes, parse)
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)

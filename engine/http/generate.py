@@ -55,15 +55,24 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         return await call.respond(request.receive)
     except (BatonError, RecursionError) as raised:
         error = refusal_of(raised)
-        offered = members.get("kv_transfer_params")
-        if call is None and not sender_releases(offered):
-            for message in api.hooks.refused(offered):
-                api.client.tell(message)
+        if call is None:
+            _release_offered_kv(api, members)
         stats.close(error)
         return error_response(error)
     except BaseException as error:
+        if call is None:  # the client has gone before the engine had its request
+            _release_offered_kv(api, members)
         stats.close(error)
         raise
+
+
+def _release_offered_kv(api: Api, members: dict[str, Any]) -> None:
+    """Tells the prefill server that nobody will come for the KV of a request that is not begun,
+    unless its sender does that."""
+    offered = members.get("kv_transfer_params")
+    if not sender_releases(offered):
+        for message in api.hooks.refused(offered):
+            api.client.tell(message)
 
 
 async def _start(
@@ -121,9 +130,9 @@ async def _prepare(
         BatonError: this server cannot do what is requested; says why.
     """
     ready = api.client.require_ready()
-    api.texts.check_bounds(members, ready.max_model_len)
 
     def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
+        api.texts.check_bounds(members, ready.max_model_len)
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.http import prompt_bounds
+from engine.http.api import ServerHooks
 from engine.text import grammar_check
 from engine.text.tokenizer import Tokenizer
 from protocol.http.admission import Admission
 from protocol.http.prompt_marks import SPAN_TOKENS, SharedPrefixes, WaitingPrompt, marks_of
-from protocol.messages import AddRequest, KVUsage, SamplingParams, TokenDelta
+from protocol.messages import AddRequest, EngineInput, KVUsage, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
 from tests.engine.test_admission import Gate, until_added
 from tests.rigs.http_server import READY, Server, serving
@@ -248,6 +249,25 @@ async def test_a_client_that_has_gone_ends_the_work_for_it(tokenizer, path):
         assert (await server.http.post("/tokenize", json={"prompt": text})).status_code == 200
         assert blocked.num_begun == 2, "its second prompt was not begun"
         assert not server.engine.added and await queue_tokens(server) == 0
+
+
+async def test_kv_that_was_offered_to_a_client_that_has_gone_is_released(tokenizer):
+    class Hooks(ServerHooks):
+        released: ClassVar[list[object]] = []
+
+        def refused(self, kv_transfer_params: object) -> list[EngineInput]:
+            self.released.append(kv_transfer_params)
+            return []
+
+    blocked = Blocked(tokenizer)
+    async with serving_4k(blocked, hang, Hooks()) as server:
+        body = {"prompt": "x" * 3000, "kv_transfer_params": {"remote_engine_id": "p"}}
+        client = await send_and_leave(server, "/v1/completions", body)
+        await blocked.until_begun()
+        client.close()
+        await until_in_progress(server, 0)
+        blocked.go_on.set()
+        assert Hooks.released == [{"remote_engine_id": "p"}]
 
 
 async def test_a_client_that_has_gone_leaves_the_line_for_a_thread(tokenizer):

@@ -77,8 +77,8 @@ class Subscription:
 
     def deliver(self, delta: TokenDelta) -> None:
         """Called by the engine for each delta of an open request."""
-        if self._place is not None and not _is_of_prompt(delta):
-            self._place.served(delta.request_id, _num_processed(delta))
+        if self._place is not None:
+            _leave_queue(self._place, delta)
         self._pending.append(delta)
         self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
         self._open[delta.request_id] -= delta.finish_reason is not None
@@ -90,6 +90,11 @@ class Subscription:
         if self._num_unread > self._max_unread:
             told = f"{self._num_unread} tokens and likely alternatives were not read in time"
             self.fail(ClientTooSlow(f"{told}; read the stream as it comes"))
+
+    def compiled(self, request_id: str) -> None:
+        """Called by the engine once the grammar of a request is there."""
+        if self._place is not None:
+            self._place.begin(request_id)
 
     def is_open(self, request_id: str) -> bool:
         """Whether more may come for a request."""
@@ -135,16 +140,15 @@ class Subscription:
         self._pending.clear()
 
 
-def _is_of_prompt(delta: TokenDelta) -> bool:
-    """Whether a delta has nothing but logprobs of a prompt that is not computed in full yet."""
-    is_end = delta.finish_reason is not None or delta.error is not None
-    return delta.prompt_logprobs is not None and not delta.token_ids and not is_end
-
-
-def _num_processed(delta: TokenDelta) -> int | None:
-    """Tokens of a prompt that the engine has computed and pulled; None if it does not report it."""
-    usage = delta.usage
-    return None if usage is None else usage.recomputed + usage.transferred
+def _leave_queue(place: Place, delta: TokenDelta) -> None:
+    """A prompt waits no longer once its first token or its end has come. Its logprobs may come
+    before, piece by piece."""
+    if delta.error is not None or delta.finish_reason == "abort":
+        place.drop(delta.request_id)
+    elif delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs is None:
+        usage = delta.usage
+        num_processed = None if usage is None else usage.recomputed + usage.transferred
+        place.served(delta.request_id, num_processed)
 
 
 class EngineClient:
@@ -312,7 +316,10 @@ class EngineClient:
     def _take(self, message: EngineOutput) -> None:
         self._was_heard = True
         match message:
-            case Outputs(deltas):
+            case Outputs(deltas, compiled):
+                for request_id in compiled:
+                    if subscription := self._subscriptions.get(request_id):
+                        subscription.compiled(request_id)
                 for delta in deltas:
                     self._deliver(delta)
             case EngineStats(values):

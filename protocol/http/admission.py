@@ -2,7 +2,8 @@
 
 The queue consists of prompts whose first token has not come. A request enters it once it is
 tokenized, valid and still wanted, with the number of tokens that have to be computed for it, and is
-given to the engine at once. So whatever waits here is waited for by the engine, too.
+given to the engine at once. One with a grammar enters it when the engine has compiled that. So the
+age of whatever waits here is the engine's doing.
 
 The rate at which prompts get their first token is measured while some wait, whatever holds them up:
 prompts before them, or streams that have the blocks. The wait of a new request is predicted from
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from protocol.errors import QueueFull
+from protocol.errors import GrammarQueueFull, QueueFull
 from protocol.http.prompt_marks import SharedPrefixes, WaitingPrompt, marks_of
 from protocol.messages import AddRequest
 from protocol.settings.options import QueueOptions
@@ -37,6 +38,7 @@ class Admission:
         self._clock = clock
         self._places: dict[Place, None] = {}  # the oldest first
         self._tokens = Counter[int]()  # waiting tokens by priority
+        self._compiling = 0  # tokens of prompts whose grammars are not compiled
         self._prefixes = SharedPrefixes(self._count)
         self._token_s: float | None = None  # measured time of one token
         self._served = 0  # tokens since the window began
@@ -82,29 +84,56 @@ class Admission:
 
         Raises:
             QueueFull: too much waits before it, or the queue would have too many tokens.
+            GrammarQueueFull: the same of prompts that wait for their grammars.
         """
         prompts = {request.request_id: self._waiting_prompt(request) for request in requests}
-        place = Place(self, prompts)
-        if not is_resumed:
+        has_grammar = any(request.sampling.grammar is not None for request in requests)
+        tells_rate = not all(map(is_computed_elsewhere, requests))
+        place = Place(self, prompts if has_grammar else {}, tells_rate=tells_rate)
+        if is_resumed:
+            self._compiling += _num_counted(place.compiling)
+        else:
             self.check_wait(requests[0].priority if requests else 0)
-        waiting = self.num_tokens
+            self._check_tokens(prompts, place)
+        if not has_grammar:
+            for request_id, prompt in prompts.items():
+                self._begin(place, request_id, prompt)
+        return place
+
+    def _check_tokens(self, prompts: dict[str, WaitingPrompt], place: "Place") -> None:
+        """Raises QueueFull where the queue would have too many tokens, GrammarQueueFull where
+        prompts whose grammar is not compiled would; an empty queue takes any prompts."""
+        waiting, limit = self.num_tokens, self._options.max_queued_tokens
         for prompt in prompts.values():
             self._prefixes.add(prompt)
-        added, limit = self.num_tokens - waiting, self._options.max_queued_tokens
-        if waiting and waiting + added > limit and not is_resumed:  # an empty queue takes any
-            place.leave()
+        added = self.num_tokens - waiting
+        for prompt in prompts.values():
+            self._prefixes.remove(prompt, is_computed=False)
+            prompt.num_shared = 0
+        if waiting and waiting + added > limit:
             raise QueueFull(
                 f"{waiting} tokens of prompts wait here and this request has {added} more, "
                 f"the limit is {limit} (--max-queued-tokens); try again later",
                 self.wait_s() / 2,
             )
-        if all(map(is_computed_elsewhere, requests)):  # it tells nothing of the rate here
-            return place
+        added = _num_counted(place.compiling)
+        if self._compiling and self._compiling + added > limit:
+            raise GrammarQueueFull(
+                f"{self._compiling} tokens of prompts wait for their grammars and this request has "
+                f"{added} more, the limit is {limit} (--max-queued-tokens); try again later"
+            )
+        self._compiling += added
+
+    def _begin(self, place: "Place", request_id: str, prompt: WaitingPrompt) -> None:
+        """A prompt waits from now on."""
+        place.prompts[request_id] = prompt
+        self._prefixes.add(prompt)
+        if not place.tells_rate:
+            return
         if not self._places:
             self._since = self._clock()
             self._kept_up = bool(self._waited_s)
         self._places[place] = None
-        return place
 
     def _waiting_prompt(self, request: AddRequest) -> WaitingPrompt:
         """What a request adds to the queue. Takes 10 ms for a million tokens."""
@@ -169,30 +198,59 @@ class Admission:
         return max(self._token_s, self._window_s() / max(self._served + num_tokens, 1))
 
 
+def _num_counted(prompts: dict[str, WaitingPrompt]) -> int:
+    return sum(prompt.num_counted for prompt in prompts.values())
+
+
 class Place:
-    """The waiting prompts of one call.
+    """The prompts of one call.
+
+    Args:
+        compiling: prompts by the ids of the engine's requests, whose grammar is not there yet: the
+            engine computes nothing for them, and they are in the way of no other.
+        tells_rate: their waiting tells something of this server's rate.
 
     Attributes:
-        prompts: by the ids of the engine's requests, those without a first token.
+        prompts: the same of prompts without a first token.
     """
 
-    def __init__(self, queue: Admission, prompts: dict[str, WaitingPrompt]) -> None:
+    def __init__(
+        self, queue: Admission, compiling: dict[str, WaitingPrompt], *, tells_rate: bool
+    ) -> None:
         self._queue = queue
-        self.prompts = prompts
+        self.compiling = compiling
+        self.tells_rate = tells_rate
+        self.prompts: dict[str, WaitingPrompt] = {}
+
+    def begin(self, request_id: str) -> None:
+        """The grammar of a prompt is there: it waits from now on. Idempotent."""
+        prompt = self.compiling.pop(request_id, None)
+        if prompt is not None:
+            self._queue._compiling -= prompt.num_counted
+            self._queue._begin(self, request_id, prompt)
 
     def served(self, request_id: str, num_processed: int | None = None) -> None:
-        """The first token of a prompt has come, or its end. Idempotent.
+        """The first token of a prompt has come. Idempotent.
 
         Args:
             num_processed: tokens that were computed and pulled for it, if the engine reports that;
                 else the estimate stands.
         """
+        self.begin(request_id)
         prompt = self.prompts.get(request_id)
         if prompt is not None:
             num = prompt.num_counted if num_processed is None else num_processed
             self._queue._take_out(self, request_id, num)
 
+    def drop(self, request_id: str) -> None:
+        """A prompt has ended without a token. Idempotent."""
+        prompt = self.compiling.pop(request_id, None)
+        if prompt is not None:
+            self._queue._compiling -= prompt.num_counted
+        if request_id in self.prompts:
+            self._queue._take_out(self, request_id, None)
+
     def leave(self) -> None:
         """The call has ended. Idempotent."""
-        for request_id in list(self.prompts):
-            self._queue._take_out(self, request_id, None)
+        for request_id in [*self.compiling, *self.prompts]:
+            self.drop(request_id)

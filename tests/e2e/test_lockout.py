@@ -1,6 +1,7 @@
 """Requests of one client that keep others from nothing: real servers behind a proxy of their own
 that refuses what would wait for more than a second."""
 
+import itertools
 import json
 import socket
 import threading
@@ -81,6 +82,32 @@ def test_a_chat_whose_client_has_gone_locks_no_other_client_out(brief):
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.sendall(head + body)
     assert served(brief) == [200] * 15
+    assert_home(*brief.servers()[1:])
+
+
+def test_new_schemas_lock_no_request_without_a_schema_out(brief):
+    """Four clients post one new schema after the other, each of which takes long to compile."""
+    assert served(brief) == [200] * 15
+    statuses: list[int] = []
+    numbers = itertools.count(1_000_000)
+    is_over = threading.Event()
+
+    def hostile() -> None:
+        while not is_over.is_set():
+            schema = {"type": "integer", "multipleOf": 2 * next(numbers) + 1}
+            guided = {"structured_outputs": {"json": schema}}
+            statuses.append(ask(brief.url, fresh_prompt(40), **guided))
+
+    threads = [threading.Thread(target=hostile) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert served(brief) == [200] * 15
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) <= {200, 400, 429}
     assert_home(*brief.servers()[1:])
 
 

@@ -21,7 +21,15 @@ from engine.text import grammar_check
 from engine.text.tokenizer import Tokenizer
 from protocol.http.admission import Admission
 from protocol.http.prompt_marks import SPAN_TOKENS, SharedPrefixes, WaitingPrompt, marks_of
-from protocol.messages import AddRequest, EngineInput, KVUsage, SamplingParams, TokenDelta
+from protocol.messages import (
+    AddRequest,
+    EngineInput,
+    ErrorInfo,
+    KVUsage,
+    Outputs,
+    SamplingParams,
+    TokenDelta,
+)
 from protocol.settings.options import QueueOptions
 from tests.engine.test_admission import Gate, until_added
 from tests.rigs.http_server import READY, Server, serving
@@ -342,6 +350,33 @@ async def test_what_no_context_holds_is_refused_before_it_is_rendered(
 def endless(number: int) -> dict[str, Any]:
     """A schema whose trial takes as long as it may."""
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
+
+
+async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_others(tokenizer):
+    async with serving(tokenizer, hang, max_queued_tokens=200) as server:
+        good = {"structured_outputs": {"regex": "[a-z]*"}}
+        asked = [asyncio.create_task(server.post(**good)) for _ in range(3)]
+        await until_added(server, 3)
+        assert await queue_tokens(server) == 0
+        refused = await server.post(**good)
+        assert refused.status_code == 429 and refused.json()["error"]["phase"] == "grammar"
+        asked.append(asyncio.create_task(server.post()))
+        await until_added(server, 4)
+        assert await queue_tokens(server) == 64
+        first, second = (added.request_id for added in server.engine.added[:2])
+        server.engine.say(Outputs([], compiled=[first]))
+        assert await queue_tokens(server) == 128
+        error = ErrorInfo("grammar_failed", "too complex")
+        server.engine.say(Outputs([TokenDelta(request_id=second, error=error)]))
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until_in_progress(server, 0)
+        assert await queue_tokens(server) == 0
+        last = asyncio.create_task(server.post(**good))
+        await until_added(server, 5)
+        last.cancel()
+        await until_in_progress(server, 0)
 
 
 async def test_requests_that_wait_for_a_trial_hold_up_no_request_without_a_schema(

@@ -86,7 +86,7 @@ def test_a_chat_whose_client_has_gone_locks_no_other_client_out(brief):
 
 
 def test_new_schemas_lock_no_request_without_a_schema_out(brief):
-    """Four clients post one new schema after the other, each of which takes long to compile."""
+    """Clients post one new schema after the other, each of which takes long to compile."""
     assert served(brief) == [200] * 15
     statuses: list[int] = []
     numbers = itertools.count(1_000_000)
@@ -98,7 +98,7 @@ def test_new_schemas_lock_no_request_without_a_schema_out(brief):
             guided = {"structured_outputs": {"json": schema}}
             statuses.append(ask(brief.url, fresh_prompt(40), **guided))
 
-    threads = [threading.Thread(target=hostile) for _ in range(4)]
+    threads = [threading.Thread(target=hostile) for _ in range(48)]
     for thread in threads:
         thread.start()
     try:

@@ -204,9 +204,10 @@ class _Pages:
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         length = api.client.require_ready().max_model_len
+        api.texts.check_num_items(members, length)
 
         def parse() -> TokenizeRequest:
-            api.texts.check_bounds(members, length)
+            api.texts.check_num_chars(members, length)
             return validate(TokenizeRequest, members)
 
         parsed = await api.texts.run_python(num_bytes, parse)

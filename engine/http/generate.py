@@ -130,9 +130,10 @@ async def _prepare(
         BatonError: this server cannot do what is requested; says why.
     """
     ready = api.client.require_ready()
+    api.texts.check_num_items(members, ready.max_model_len)
 
     def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
-        api.texts.check_bounds(members, ready.max_model_len)
+        api.texts.check_num_chars(members, ready.max_model_len)
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 

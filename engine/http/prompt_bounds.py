@@ -16,16 +16,15 @@ _LISTS = ("messages", "input", "tools")
 _PARTS = ("content", "tool_calls")
 
 
-def check_prompt_bounds(
-    members: dict[str, Any], max_model_len: int, longest_token_chars: int
-) -> None:
-    """Looks at the decoded members of a body, none of which is validated yet.
+def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
+    """Looks at the decoded members of a body, none of which is validated yet: how many messages,
+    parts of messages, calls and tools there are. Quick enough for the event loop, so that the
+    members of a body that is refused do not wait for a thread.
 
     Raises:
-        ContextLengthExceeded: names the field with too many items or characters.
+        ContextLengthExceeded: names the field with too many items.
     """
-    max_items = max(max_model_len, MIN_ITEMS_LIMIT)
-    max_chars = max(_COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT)
+    max_items = _max_items(max_model_len)
     for name in _LISTS:
         items = members.get(name)
         if not isinstance(items, list):
@@ -36,9 +35,22 @@ def check_prompt_bounds(
         if num_items > max_items:
             what = "messages, parts and calls" if name != "tools" else "tools"
             _refuse(name, f"{num_items} {what}", max_items, max_model_len)
-    for name, num_chars in _lengths(members, max_items):
+
+
+def check_num_chars(members: dict[str, Any], max_model_len: int, longest_token_chars: int) -> None:
+    """The same of the characters of each prompt.
+
+    Raises:
+        ContextLengthExceeded: names the field with too many characters.
+    """
+    max_chars = max(_COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT)
+    for name, num_chars in _lengths(members, _max_items(max_model_len)):
         if num_chars > max_chars:
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
+
+
+def _max_items(max_model_len: int) -> int:
+    return max(max_model_len, MIN_ITEMS_LIMIT)
 
 
 def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:

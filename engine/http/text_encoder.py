@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.http.limits import too_long
-from engine.http.prompt_bounds import check_prompt_bounds
+from engine.http.prompt_bounds import check_num_chars, check_num_items
 from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
@@ -106,9 +106,13 @@ class TextEncoder:
         self._tokenizer, self._option = tokenizer, tool_call_parser
         self._workers = TextWorkers()
 
-    def check_bounds(self, members: dict[str, Any], max_model_len: int) -> None:
-        """See check_prompt_bounds."""
-        check_prompt_bounds(members, max_model_len, self._tokenizer.longest_token_chars)
+    def check_num_items(self, members: dict[str, Any], max_model_len: int) -> None:
+        """See prompt_bounds.check_num_items."""
+        check_num_items(members, max_model_len)
+
+    def check_num_chars(self, members: dict[str, Any], max_model_len: int) -> None:
+        """See prompt_bounds.check_num_chars."""
+        check_num_chars(members, max_model_len, self._tokenizer.longest_token_chars)
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """See TextWorkers.run."""

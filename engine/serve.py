@@ -83,7 +83,8 @@ class _Server:
     def __init__(self, settings: EngineSettings, module: str, hooks: HooksFactory) -> None:
         self.settings = settings
         self.secret = cluster_secret(settings.cluster_secret)
-        self.api = Api(EngineClient(settings), settings, hooks(self.secret), self.secret)
+        client = EngineClient(settings, caches_prefixes=settings.enable_prefix_caching)
+        self.api = Api(client, settings, hooks(self.secret), self.secret)
         self.api.client.on_progress = self._tell_progress
         self.api.on_drain = self._end
         how = settings, self.api.access.certificate, KV_PARAMS_BYTES

@@ -105,11 +105,22 @@ class InternalError(
 # fmt: on
 
 
+# Longest `Retry-After` of a full queue, in seconds. Longer waits are predicted from a rate that may
+# be another one by then, and a request a minute costs a server nothing.
+MAX_RETRY_AFTER_S = 60
+
+
 class QueueFull(RateLimited, phase="admission"):
-    """Too much waits already; it has gone down far enough after `retry_after_s`."""
+    """Too much waits already. The queue should be short enough after `retry_after_s` seconds, of
+    which the client is told 1 to MAX_RETRY_AFTER_S."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, headers={"retry-after": str(max(1, math.ceil(retry_after_s)))})
+        wait_s = max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S)))
+        super().__init__(message, headers={"retry-after": str(wait_s)})
+
+
+class GrammarQueueFull(QueueFull, phase="grammar"):
+    """Too many schemas and grammars wait for their trial. Requests without a new one are served."""
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:

@@ -240,8 +240,15 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     reason: str
 
 
-class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
+    """What has happened since the last message.
+
+    Attributes:
+        compiled: ids of requests whose grammar is compiled: they wait for their turn from now on.
+    """
+
     deltas: list[TokenDelta]
+    compiled: list[str] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):

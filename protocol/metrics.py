@@ -67,6 +67,8 @@ TABLE = (
     Spec("baton_queue_tokens", "gauge", "server", "Tokens of prompts that wait for their turn."),
     Spec("baton_queue_seconds", "gauge", "server",
          "Predicted wait of a request that comes now; above --max-queue-s it is refused."),
+    Spec("baton_grammar_trials_waiting", "gauge", "server",
+         "Requests with new schemas or grammars in the trial queue."),
     Spec("baton_prompt_tokens", "counter", "server", "Prompt tokens of accepted requests."),
     Spec("baton_generation_tokens", "counter", "server", "Generated tokens of all requests."),
     Spec("baton_cached_prompt_tokens", "counter", "server",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from protocol.errors import RequestError, ServiceError
+from protocol.errors import GrammarQueueFull, QueueFull, RequestError, ServiceError
 from protocol.near_names import suggestion
 
 BASE_PATH = "/v1"  # what clients are configured with
@@ -39,3 +39,15 @@ class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
     def __init__(self, method: str, allowed: Sequence[str]) -> None:
         told = f"method {method} is not allowed here; use {allowed[0]}"
         super().__init__(told, headers={"allow": ", ".join(allowed)})
+
+
+def queues_full(kind: str, retry_after_s: float, *, is_of_grammars: bool = False) -> QueueFull:
+    """The error where every server of a kind, "prefill" or "decode", has refused a request: for its
+    queue, or for its trial queue of new schemas and grammars."""
+    if is_of_grammars:
+        return GrammarQueueFull(
+            f"every {kind} server has a full trial queue for new schemas and grammars; try again "
+            "later, or send schemas that were accepted before",
+            retry_after_s,
+        )
+    return QueueFull(f"every {kind} server has a full queue; try again later", retry_after_s)

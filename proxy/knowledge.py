@@ -36,6 +36,7 @@ ServerT = TypeVar("ServerT")
 BLOCK_BYTES = 512  # of a prompt's JSON text
 _MOST_BYTES = 2**22  # of it that are told apart: a million tokens
 _TOKEN_BYTES = 4.0  # of text, about
+_IMPLAUSIBLE = 8  # times the longest context: no text has 32 bytes a token, so it will be refused
 _FASTEST_S = 1e-7  # of a token, and of a step
 _MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
@@ -64,6 +65,20 @@ def ask_of(salt: bytes, text: bytes, answer: int) -> Ask:
     return Ask(max(int(tokens), 1), hashes, block_tokens, answer, text=text)
 
 
+def within_context(ask: Ask, max_tokens: int | None) -> Ask:
+    """A request as it counts at servers of which none takes more than `max_tokens` tokens; None if
+    that is not known. An estimate by bytes may be too high many times over, and what is really
+    longer will be refused, so neither may count as more."""
+    if max_tokens is None or ask.tokens <= max_tokens:
+        return ask
+    bounded = replace(
+        ask, tokens=max_tokens, block_tokens=ask.block_tokens * max_tokens / ask.tokens
+    )
+    if ask.tokens > _IMPLAUSIBLE * max_tokens:
+        return replace(bounded, hashes=(), text=b"")
+    return bounded
+
+
 class Totals(NamedTuple):
     """Of an engine since its start: steps, the tokens in them, those of prompts among these, and
     the steps' seconds; then of the steps with prompts alone: steps, all tokens, seconds."""
@@ -75,6 +90,27 @@ class Totals(NamedTuple):
     mixed_steps: float = 0.0
     mixed_tokens: float = 0.0
     mixed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A server's 429 to a request of this priority and length. Times are those of time.monotonic.
+
+    Attributes:
+        until: before which none is sent to it that is as long and no more urgent.
+        retry_at: when there should be room again.
+        is_of_grammars: the trial queue is full, which concerns requests with new schemas only.
+    """
+
+    until: float
+    retry_at: float
+    priority: int
+    tokens: int
+    is_of_grammars: bool = False
+
+    def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
+        """Whether a request that is as long and no more urgent would be refused now, too."""
+        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
 
 
 class _PromptSteps:
@@ -116,6 +152,7 @@ class Work:
         begun: when it was given.
         is_coming: it is counted in `load.coming`, not in `load.running`: it has no first token.
         new: blocks that the server computes for it, each with the server's index.
+        is_answered: the server has begun to answer with 200, so it has the prompt.
     """
 
     load: Load
@@ -127,6 +164,7 @@ class Work:
     begun: float
     new: Sequence[tuple[int, int]]
     is_coming: bool
+    is_answered: bool = False
 
 
 class _End(NamedTuple):
@@ -347,16 +385,24 @@ class Knowledge:
 
     def answered(self, work: Work) -> None:
         """The first token has come, or all of a prefill."""
-        if not work.new and not work.computes:
+        work.is_answered = True
+        hashes = work.ask.hashes
+        is_known = bool(hashes) and self._prefixes.has(work.load.index, hashes[-1])
+        if not work.computes or not is_known:  # another request that had it first was refused
             self._has_prompt(work.load, work.ask)
         self._came(work)
         self._computed(work, late_s=self._clock() - work.end - work.load.late_s)
 
     def ended(self, work: Work) -> None:
-        """The server has nothing more to do for it."""
+        """The server has nothing more to do for it. Without an answer nothing of it is remembered:
+        it was refused, or lost."""
         self._came(work)
         self._computed(work, late_s=-work.takes_s)
-        if work.generates:  # as many tokens as there was time for
+        if not work.is_answered:
+            self._prefixes.remove(work.load.index, [block for block, _ in work.new])
+            if work.ask.hashes:
+                self._ends.pop((work.ask.hashes[-1], work.load.index), None)
+        elif work.generates:  # as many tokens as there was time for
             took_s = self._clock() - work.begun
             num = min(work.ask.answer, took_s / max(step_s(work.load), _FASTEST_S))
             self._has_all(work.load, work.ask, num)

@@ -34,6 +34,7 @@ from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
 from proxy.errors import DecodeServerLost, DecodeServerTimeout
+from proxy.knowledge import within_context
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
 from proxy.relay import HandedBack, Loss, Losses, Reply
@@ -117,6 +118,7 @@ class PDRequest:
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
             self._pool = self._own = self._fleet.pool(bodies.model_of(self._plain))
+            self._ask = within_context(self._ask, self._longest_context())
             alone = await self._score() if bodies.is_scoring(self._body) else ""
             if alone is not None:
                 await self._generate(alone)
@@ -127,6 +129,12 @@ class PDRequest:
     def _shortest_context(self) -> int | None:
         pool = self._fleet.pool(bodies.model_of(self._plain))
         return pool.shortest_context(Kind.DECODE)
+
+    def _longest_context(self) -> int | None:
+        """Tokens of the longest context of its model's servers; None unless all report theirs."""
+        contexts = [self._pool.context(kind) for kind in Kind if self._pool.ready(kind)]
+        known = [context for context in contexts if context is not None]
+        return max(known) if known and len(known) == len(contexts) else None
 
     async def _generate(self, alone: str) -> None:
         """Has the answer generated; where a decode server is lost on the way, the rest of it by

@@ -133,6 +133,16 @@ class PrefixIndex:
             if not self._recent[largest]:
                 del self._recent[largest]
 
+    def has(self, server: int, block: int) -> bool:
+        """Whether the server has this block."""
+        return block in self._recent.get(server, ())
+
+    def remove(self, server: int, hashes: Sequence[int]) -> None:
+        """The server does not have these blocks after all."""
+        for block in hashes:
+            if self.has(server, block):
+                self._drop(server, block)
+
     def forget(self, server: int) -> None:
         """It has restarted, or left. All at once would hold up streams for a tenth of a second: its
         blocks are hidden now, and go with what is added; it gets new ones after that."""

@@ -17,15 +17,22 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from protocol.errors import BatonError, EngineDied, QueueFull, RequestError
+from protocol.errors import (
+    MAX_RETRY_AFTER_S,
+    BatonError,
+    EngineDied,
+    GrammarQueueFull,
+    QueueFull,
+    RequestError,
+)
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import HINT, RELEASE_PATH
 from protocol.messages import KVHint
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from proxy.body import error_of, hinted
-from proxy.errors import MethodNotAllowed
-from proxy.knowledge import Knowledge, Work
+from proxy.errors import MethodNotAllowed, queues_full
+from proxy.knowledge import Knowledge, Refusal, Work
 from proxy.membership import DOUBTED_S, Fleet, Kind, Pool, Server, hint
 from proxy.placement import Ask
 from proxy.relay import LOSS_REASONS, RequestTrace
@@ -60,6 +67,7 @@ _FAILURES = [each for each in Failure if each.value != "moved"]  # of a server
 LOSSES = frozenset({Failure.LOST, Failure.DIED})  # after which another server may go on
 _DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 
+_FULL_PHASES = (QueueFull.phase, GrammarQueueFull.phase)
 _HINT = f"kv_transfer_params.{HINT}"  # what a server names that refuses one
 
 WorkT = TypeVar("WorkT")
@@ -68,7 +76,7 @@ WorkT = TypeVar("WorkT")
 def failure_of(status: int, body: bytes | None = None) -> Failure | None:
     """What an answer says about its server; None: it is to be relayed."""
     if status < 500:
-        is_full = status == QueueFull.status and error_of(body or b"", "phase") == QueueFull.phase
+        is_full = status == QueueFull.status and error_of(body or b"", "phase") in _FULL_PHASES
         return Failure.FULL if is_full else None
     if status != 503:
         return Failure.ERROR
@@ -161,28 +169,6 @@ class Leg:
     is_open: bool = True
 
 
-def _all_full(kind: Kind, retry_after_s: float) -> QueueFull:
-    return QueueFull(f"every {kind.value} server has a full queue; try again later", retry_after_s)
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A server's 429 to a request of this priority and length. Times are those of time.monotonic.
-
-    Attributes:
-        until: before which none is sent to it that is as long and no more urgent.
-        retry_at: when there should be room again.
-    """
-
-    until: float
-    retry_at: float
-    priority: int
-    tokens: int
-
-    def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
-        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
-
-
 @dataclass
 class Upstreams:
     """Sends legs to the fleet's servers, tells the fleet how they did, and gives KV back."""
@@ -196,7 +182,7 @@ class Upstreams:
     secret: bytes = b""  # of the cluster; empty: none is known
 
     def __post_init__(self) -> None:
-        self._full = WeakKeyDictionary[Server, _Refused]()
+        self._full = WeakKeyDictionary[Server, Refusal]()
         # Of those that keep waiting for it, and whether another server would do.
         self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
@@ -226,7 +212,7 @@ class Upstreams:
         if call.ask is not None and not call.is_admitted:
             servers = call.pool.ready(kind, unfit)
             unfit = [*unfit, *self.check_room(kind, call.ask, call.priority, servers)]
-        full: list[_Refused] = []
+        full: list[Refusal] = []
         alike = call.ask is None, call.computes, call.transfer_id is None
         choose = partial(call.pool.choose, kind, alike=alike, first=first)
         while server := choose([*unfit, *tried]) or call.last(tried):
@@ -257,14 +243,18 @@ class Upstreams:
                 break
         does_without = call.is_admitted and kind is Kind.PREFILL
         if full and failures[-1] not in _DELIVERED and not does_without:
-            raise _all_full(kind, min(one.retry_at for one in full) - time.monotonic())
+            wait_s = min(one.retry_at for one in full) - time.monotonic()
+            raise queues_full(
+                kind.value, wait_s, is_of_grammars=all(one.is_of_grammars for one in full)
+            )
         raise LegFailed(message, failures[-1] if failures else None, answer)
 
     def check_room(
         self, kind: Kind, ask: Ask, priority: int, servers: Sequence[Server]
     ) -> list[Server]:
-        """Those of some servers that are full, as they said just now, or as prefill servers have so
-        much to compute. Raises QueueFull where all are."""
+        """Those of some servers that are full: they answered so just now, or they have no admission
+        of their own, as vLLM's, and as much to compute as this proxy estimates. A server of ours
+        knows its queue by true lengths and refuses by itself. Raises QueueFull where all are."""
         now, limit_s = time.monotonic(), self.max_queue_s
         if not any(now < refused.until for refused in self._full.values()):
             self._full.clear()
@@ -274,23 +264,30 @@ class Upstreams:
             if refused is not None and refused.speaks_of(ask, priority, now):
                 waits[server] = refused.retry_at - now
         others = [server for server in servers if server not in waits]
-        waited_s = self.knowledge.wait_s
-        if kind is Kind.PREFILL and priority >= 0 and all(waited_s(s) > limit_s for s in others):
-            waits |= {server: waited_s(server) - limit_s / 2 for server in others}
+        estimated = {s: self.knowledge.wait_s(s) for s in others if s.health.is_foreign}
+        is_busy = len(estimated) == len(others) and min(estimated.values(), default=0.0) > limit_s
+        if kind is Kind.PREFILL and priority >= 0 and is_busy:
+            waits |= {server: wait_s - limit_s / 2 for server, wait_s in estimated.items()}
         if servers and len(waits) == len(servers):
-            raise _all_full(kind, min(waits.values()))
+            raise queues_full(kind.value, min(waits.values()))
         return list(waits)
 
-    def _refused(self, server: Server, answer: Response, call: UpstreamCall) -> _Refused:
-        """Keeps in mind what a server said."""
+    def _refused(self, server: Server, answer: Response, call: UpstreamCall) -> Refusal:
+        """Remembers a server's 429 for requests like this one. One of its trial queue is not
+        remembered, as it says nothing of requests without a new schema."""
         given = dict(answer.headers).get(b"retry-after", b"")
-        wait_s, now = float(given[:6]) if given.isdigit() else 1.0, time.monotonic()
-        priority, tokens = call.priority, call.ask.tokens if call.ask else sys.maxsize
+        wait_s = min(float(given[:6]), MAX_RETRY_AFTER_S) if given.isdigit() else 1.0
+        now = time.monotonic()
+        priority = call.priority
+        tokens = call.ask.tokens if call.ask else sys.maxsize
+        if error_of(answer.body or b"", "phase") == GrammarQueueFull.phase:
+            return Refusal(now, now + wait_s, priority, tokens, is_of_grammars=True)
         before = self._full.get(server)
         if before is not None and now < before.until:  # it cannot have more room than that
-            priority, tokens = min(priority, before.priority), min(tokens, before.tokens)
+            priority = min(priority, before.priority)
+            tokens = min(tokens, before.tokens)
         held_s = min(MAX_HELD_S, wait_s, self.max_queue_s / 4)
-        self._full[server] = _Refused(now + held_s, now + wait_s, priority, tokens)
+        self._full[server] = Refusal(now + held_s, now + wait_s, priority, tokens)
         return self._full[server]
 
     def count(self, path: str, reason: str) -> None:

@@ -44,7 +44,6 @@ from protocol.messages import (
     EngineInput,
     EngineStats,
     Migrate,
-    Outputs,
     ReleaseRemote,
     TokenLogprobs,
 )
@@ -291,6 +290,7 @@ class EngineCore(CoreServices):
         except GrammarFailed as error:
             self.fail(sequence, error)
             return
+        self._output.compiled(sequence)
         self.found(sequence)
         if sequence.phase is not Phase.FINISHED:
             self.scheduler.add(sequence)
@@ -442,8 +442,9 @@ class EngineCore(CoreServices):
         sequence.phase = Phase.FINISHED
 
     def _flush(self) -> None:
-        if deltas := self._output.take():
-            self.transport.tell(Outputs(deltas))
+        outputs = self._output.take()
+        if outputs is not None:
+            self.transport.tell(outputs)
 
     def _report_stats(self) -> None:
         if news := self._stats.news(self.stats, is_idle=self.is_idle):

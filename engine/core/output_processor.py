@@ -8,7 +8,7 @@ from typing import Any, Final
 from engine.core.sequence import Sequence
 from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
-from protocol.messages import ErrorInfo, TokenDelta, TokenLogprobs
+from protocol.messages import ErrorInfo, Outputs, TokenDelta, TokenLogprobs
 from protocol.metrics import ENGINE_TOTALS
 
 SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
@@ -32,10 +32,21 @@ class OutputProcessor:
 
     def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []
+        self._compiled: list[str] = []
 
-    def take(self) -> list[TokenDelta]:
-        taken, self._deltas = self._deltas, []
+    def take(self) -> Outputs | None:
+        """What was collected, if anything."""
+        if not (self._deltas or self._compiled):
+            return None
+        taken = Outputs(self._deltas, self._compiled)
+        self._deltas = []
+        self._compiled = []
         return taken
+
+    def compiled(self, sequence: Sequence) -> None:
+        """The grammar of a sequence is there, if it has one: it is queued."""
+        if sequence.request.sampling.grammar is not None:
+            self._compiled.append(sequence.request_id)
 
     def found_elsewhere(self, sequence: Sequence) -> None:
         """What the prefill server found, once, before any KV has moved: the prompt's logprobs and

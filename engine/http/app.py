@@ -15,8 +15,14 @@ from starlette.routing import BaseRoute, Route
 from engine.http.api import ENDPOINTS, Api
 from engine.http.generate import respond
 from engine.http.limits import check_token_ids, settle_model
-from engine.http.middleware import ERROR_HANDLERS, RequestIdMiddleware, error_response, read_json
-from engine.http.text_encoder import LONG_CHARS
+from engine.http.middleware import (
+    ERROR_HANDLERS,
+    RequestIdMiddleware,
+    cancelled_on_disconnect,
+    error_response,
+    read_json,
+)
+from engine.http.text_workers import LONG_CHARS
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
 from protocol.http.deadlines import deadline_of, within
@@ -152,6 +158,8 @@ class _Pages:
         metrics.update_engine(self._api.client.stats)
         metrics.set("baton_queue_tokens", queue.num_tokens)
         metrics.set("baton_queue_seconds", queue.wait_s())
+        waiting = self._api.grammars.num_waiting if self._api.client.ready else 0
+        metrics.set("baton_grammar_trials_waiting", waiting)
         return Response(metrics.expose(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi_json(self, request: Request) -> Response:
@@ -193,12 +201,20 @@ class _Pages:
         async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
             members, num_bytes = await read_json(request, settings.max_body_bytes)
             settle_model(members, self._api.model_name)
-            return Response(await work(members, num_bytes), media_type="application/json")
+            async with cancelled_on_disconnect(request.receive):
+                answer = await work(members, num_bytes)
+            return Response(answer, media_type="application/json")
 
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
-        parsed = await api.texts.run(num_bytes, partial(validate, TokenizeRequest, members))
         length = api.client.require_ready().max_model_len
+        api.texts.check_num_items(members, length)
+
+        def parse() -> TokenizeRequest:
+            api.texts.check_num_chars(members, length)
+            return validate(TokenizeRequest, members)
+
+        parsed = await api.texts.run_python(num_bytes, parse)
         request = parsed.as_generation()  # whose sender may want to know by how much it is too long
         (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
 

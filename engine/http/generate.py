@@ -1,10 +1,9 @@
 """One call of an endpoint that generates: from the body to the engine, and to an answer (call.py).
 
-body -> a place in the queue -> parse -> tokenize -> AddRequests (with the server's hooks)
+body -> parse -> tokenize -> AddRequests (with the server's hooks) -> a place in the queue
      -> PromptGenerations (choice.py) -> a whole response, or a stream
 """
 
-import asyncio
 import secrets
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from engine.http.api import Api, Endpoint
 from engine.http.call import HttpRequestState
@@ -40,7 +38,6 @@ from protocol.process.logging import current_request_id
 # Larger bodies are checked off the event loop: one of many small messages takes half a second for
 # a megabyte.
 INLINE_BODY_BYTES = 1 << 16
-_BYTES_OF_TOKEN = 4
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
@@ -58,15 +55,24 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         return await call.respond(request.receive)
     except (BatonError, RecursionError) as raised:
         error = refusal_of(raised)
-        offered = members.get("kv_transfer_params")
-        if call is None and not sender_releases(offered):
-            for message in api.hooks.refused(offered):
-                api.client.tell(message)
+        if call is None:
+            _release_offered_kv(api, members)
         stats.close(error)
         return error_response(error)
     except BaseException as error:
+        if call is None:  # the client has gone before the engine had its request
+            _release_offered_kv(api, members)
         stats.close(error)
         raise
+
+
+def _release_offered_kv(api: Api, members: dict[str, Any]) -> None:
+    """Tells the prefill server that nobody will come for the KV of a request that is not begun,
+    unless its sender does that."""
+    offered = members.get("kv_transfer_params")
+    if not sender_releases(offered):
+        for message in api.hooks.refused(offered):
+            api.client.tell(message)
 
 
 async def _start(
@@ -77,28 +83,24 @@ async def _start(
     num_bytes: int,
     stats: RequestStats,
 ) -> "HttpRequestState":
+    """Prepares a call and submits it. It enters the queue only once nothing has to be waited for
+    before the engine has it: until then its length is not known, nor that it can be served."""
     resumed = take_from(members, api.secret)
-    priority = members.get("priority")
-    urgency = priority if type(priority) is int else 0
-    longest = api.client.ready.max_model_len if api.client.ready else 0
-    likely = min(num_bytes // _BYTES_OF_TOKEN, longest)  # references to KV have bytes, too
-    place = api.client.queue.enter(likely, urgency, goes_on=resumed is not None)
-    stats.on_end(place.leave)
     settle_model(members, api.model_name)
-
-    def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
-        parsed = endpoint.parse(members).with_defaults(api.generation_config)
-        return parsed, guided_decodings(parsed)
-
-    is_long = num_bytes > INLINE_BODY_BYTES
-    parsed, all_guided = await asyncio.to_thread(parse) if is_long else parse()
-    adds = await _engine_requests(api, parsed, all_guided, num_bytes, request.receive)
-    adds = api.salted(adds, parsed, request.scope)
-    if resumed is not None:
-        adds = going_on(resumed, api, endpoint, adds)
-    prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
-    adds = await asyncio.to_thread(prepare) if is_long else prepare()
-    place.is_of(adds)
+    api.client.require_ready()
+    if resumed is None:
+        priority = members.get("priority")
+        api.client.queue.check_wait(priority if type(priority) is int else 0)
+    async with cancelled_on_disconnect(request.receive):
+        parsed, adds = await _prepare(api, endpoint, members, num_bytes)
+        adds = api.salted(adds, parsed, request.scope)
+        if resumed is not None:
+            adds = going_on(resumed, api, endpoint, adds)
+        prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
+        adds = await api.texts.run_python(_parsing_size(api, num_bytes), prepare)
+    open_adds = [add for add in adds if is_open(add)]
+    place = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
+    stats.on_end(place.leave)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))
     told = request.scope["headers"], api, endpoint, adds, resumed
@@ -107,7 +109,7 @@ async def _start(
     for add in adds:
         if add.remote is not None and not is_open(add):
             api.client.tell(ReleaseRemote(add.remote))
-    subscription = api.client.submit([add for add in adds if is_open(add)], place)
+    subscription = api.client.submit(open_adds, place)
     try:  # all else is made while the engine has begun
         return HttpRequestState(api, endpoint, parsed, adds, subscription, stats, framing)
     except BaseException:
@@ -115,24 +117,32 @@ async def _start(
         raise
 
 
-async def _engine_requests(
-    api: Api,
-    parsed: GenerationRequest,
-    all_guided: list[GuidedDecoding],
-    num_bytes: int,
-    receive: Receive,
-) -> list[AddRequest]:
-    """One for each prompt.
+def _parsing_size(api: Api, num_bytes: int) -> int:
+    """The size of a body for `TextWorkers.run_python`; 0 where it is parsed on the event loop.
+    References to KV, which proxies add, may be larger than bodies of clients: they count less."""
+    return min(num_bytes, api.settings.max_body_bytes) if num_bytes > INLINE_BODY_BYTES else 0
+
+
+async def _prepare(
+    api: Api, endpoint: Endpoint, members: dict[str, Any], num_bytes: int
+) -> tuple[GenerationRequest, list[AddRequest]]:
+    """Parses and tokenizes a call. Returns one of the engine's requests for each prompt.
 
     Raises:
-        BatonError: this server cannot do what is asked; says why.
-        ClientDisconnected: the client went away while its grammar was tried.
+        BatonError: this server cannot do what is requested; says why.
     """
     ready = api.client.require_ready()
+    api.texts.check_num_items(members, ready.max_model_len)
+
+    def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
+        api.texts.check_num_chars(members, ready.max_model_len)
+        parsed = endpoint.parse(members).with_defaults(api.generation_config)
+        return parsed, guided_decodings(parsed)
+
+    parsed, all_guided = await api.texts.run_python(_parsing_size(api, num_bytes), parse)
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided:
-        async with cancelled_on_disconnect(receive):
-            await api.grammars.check(all_guided)
+        await api.grammars.check(all_guided)
     prompts = await api.texts.tokenize(parsed, num_bytes, ready.max_model_len)
     room, default = ready.max_model_len, api.generation_config.max_new_tokens
     limits = [token_limit(parsed, len(ids), room, default) for ids in prompts]
@@ -142,7 +152,8 @@ async def _engine_requests(
     check_size(parsed, lengths, room, api.settings.max_num_seqs)
     check_logprobs(parsed, sum(map(len, prompts)), sum(limits) * parsed.num_candidates)
     size = sum(map(len, parsed.bad_words))  # to be tokenized
-    return await api.texts.run(size, partial(_adds, api, parsed, prompts, limits))
+    adds = await api.texts.run(size, partial(_adds, api, parsed, prompts, limits))
+    return parsed, adds
 
 
 def _adds(

@@ -1,4 +1,5 @@
 """A call's prompts as token ids: tokenized off the event loop, as no stream may wait for that.
+See text_workers.py for the threads, and prompt_bounds.py for what is refused before.
 
 What cannot fit the model's context is refused before all of it is tokenized, as that takes a
 second for a megabyte and hundreds of times a text's memory. What looks like a control token in a
@@ -9,7 +10,6 @@ A chat template that knows `tools` writes them itself. To a model whose template
 message says what there is and how to call it, in the form that engine/text/tool_parser.py reads.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.http.limits import too_long
+from engine.http.prompt_bounds import check_num_chars, check_num_items
+from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
 from engine.http.truncation import first_that_fits, last_tokens, possible_starts
 from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
 from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import call_beginnings, tool_syntax
-from protocol.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
@@ -33,9 +35,6 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.settings import EngineSettings
 
-INLINE_CHARS = 2048  # longer texts are tokenized off the event loop
-LONG_CHARS = 1 << 20  # longer texts are tokenized one at a time: each takes hundreds of MB
-MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread, or have one
 _LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
 
 _T = TypeVar("_T")
@@ -118,24 +117,23 @@ class TextEncoder:
         self._tokenizer, self._option = tokenizer, tool_call_parser
         # None: text of messages may become control tokens.
         self._splitter = splitter_of(tokenizer) if split_special_tokens else None
-        self._alone = asyncio.Lock()
-        self._num_chars = 0  # for threads
+        self._workers = TextWorkers()
+
+    def check_num_items(self, members: dict[str, Any], max_model_len: int) -> None:
+        """See prompt_bounds.check_num_items."""
+        check_num_items(members, max_model_len)
+
+    def check_num_chars(self, members: dict[str, Any], max_model_len: int) -> None:
+        """See prompt_bounds.check_num_chars."""
+        check_num_chars(members, max_model_len, self._tokenizer.longest_token_chars)
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """The result of `work`, which takes as much as tokenizing `size` characters does. Raises
-        QueueFull where too much of that waits already."""
-        if size <= INLINE_CHARS:
-            return work()
-        if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
-            raise QueueFull(f"texts of {self._num_chars} characters wait already; try again soon")
-        self._num_chars += size
-        try:
-            if size <= LONG_CHARS:
-                return await asyncio.to_thread(work)
-            async with self._alone:
-                return await asyncio.to_thread(work)
-        finally:
-            self._num_chars -= size
+        """See TextWorkers.run."""
+        return await self._workers.run(size, work)
+
+    async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
+        """See TextWorkers.run_python."""
+        return await self._workers.run_python(size, work)
 
     async def tokenize(
         self,
@@ -196,52 +194,89 @@ class TextEncoder:
     ) -> list[list[int]]:
         """See `tokenize`; of each prompt the last `limit` tokens."""
         assert isinstance(parsed, ChatRequest | CompletionRequest)
-        tokenizer, likely = self._tokenizer, _LIKELY_CHARS * max_model_len
-        coder: Tokenizer | SpecialTokenSplitter = tokenizer
+        if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
+            num_bytes = 0  # token ids need no rendering
+        max_chars = max(sure_to, _LIKELY_CHARS * max_model_len)
+        coder: Tokenizer | SpecialTokenSplitter = self._tokenizer
         if isinstance(parsed, ChatRequest) and self._splitter is not None:
             coder = self._splitter
         encode_text = partial(coder.encode, add_special_tokens=parsed.add_special_tokens)
 
         def render() -> Sequence[str | list[int]]:
-            if isinstance(parsed, ChatRequest):
-                found: Sequence[Any] = [self._render_chat(parsed)]
-            else:
-                found = parsed.prompts
+            prompts = self._render(parsed)
             if limit is not None:
-                return [
-                    last_tokens(prompt, limit, encode_text)
-                    if isinstance(prompt, str)
-                    else prompt[-limit:]
-                    for prompt in found
-                ]
-            for text in found:
-                if not isinstance(text, str) or len(text) <= max(sure_to, likely):
-                    continue
-                if at_least := tokenizer.at_least(self._unmarked(text), max_model_len):
-                    raise too_long(at_least, max_model_len, parsed.prompt_field, "at least ")
-            return found
+                return _truncated(prompts, limit, encode_text)
+            self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
+            return prompts
 
-        def encode() -> list[list[int]]:
-            return [
-                encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in rendered
-            ]
-
-        if isinstance(parsed, CompletionRequest) and not any(given_texts(parsed)):
-            num_bytes = 0  # but token ids
-        size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes  # then it tokenizes, too
-        rendered = await self.run(size, render)
+        # Prompts that are truncated are also tokenized there.
+        size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
+        rendered = await self.run_python(size, render)
+        encode = partial(_encode, rendered, encode_text)
         return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
 
-    def _render_chat(self, parsed: ChatRequest) -> str:
-        """The prompt's text, marked for the splitter. Raises InvalidRequest."""
+    def _render(self, parsed: ChatRequest | CompletionRequest) -> Sequence[str | list[int]]:
+        """The prompts as texts or ids; a chat's text is marked for the splitter.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages.
+        """
+        if isinstance(parsed, CompletionRequest):
+            return parsed.prompts
         chat = _chat(parsed, self._tokenizer, self._option, self._splitter)
         try:
-            return self._tokenizer.render_chat(**chat)
-        except InvalidRequest as error:  # which may quote a message
+            return [self._tokenizer.render_chat(**chat, on_piece=check_wanted)]
+        except InvalidRequest as error:  # its message may quote a marked text
             raise InvalidRequest(self._unmarked(error.message), param=error.param) from None
+
+    def _check_lengths(
+        self,
+        prompts: Sequence[str | list[int]],
+        field: str,
+        max_model_len: int,
+        max_chars: int,
+    ) -> None:
+        """Refuse texts that cannot fit the context, before all of them is tokenized.
+
+        Raises:
+            ContextLengthExceeded: a text of more than `max_chars` characters surely has more than
+                `max_model_len` tokens.
+        """
+        for prompt in prompts:
+            if not isinstance(prompt, str) or len(prompt) <= max_chars:
+                continue
+            text = self._unmarked(prompt)
+            num_tokens = self._tokenizer.at_least(text, max_model_len, on_piece=check_wanted)
+            if num_tokens:
+                raise too_long(num_tokens, max_model_len, field, "at least ")
 
     def _unmarked(self, text: str) -> str:
         return text if self._splitter is None else self._splitter.without_marks(text)
+
+
+def _truncated(
+    prompts: Sequence[str | list[int]], limit: int, encode_text: Callable[[str], list[int]]
+) -> list[list[int]]:
+    """The last `limit` token ids of each prompt."""
+    all_ids = []
+    for prompt in prompts:
+        check_wanted()
+        if isinstance(prompt, str):
+            all_ids.append(last_tokens(prompt, limit, encode_text))
+        else:
+            all_ids.append(prompt[-limit:])
+    return all_ids
+
+
+def _encode(
+    prompts: Sequence[str | list[int]], encode_text: Callable[[str], list[int]]
+) -> list[list[int]]:
+    """The token ids of each prompt."""
+    all_ids = []
+    for prompt in prompts:
+        check_wanted()
+        all_ids.append(encode_text(prompt) if isinstance(prompt, str) else prompt)
+    return all_ids
 
 
 def _chat(

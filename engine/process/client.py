@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.errors import BatonError, ClientTooSlow, EngineDied, NoServerAvailable
-from protocol.http.admission import Admission, Place, num_queued
+from protocol.http.admission import Admission, Place
 from protocol.ipc.wire import framed
 from protocol.messages import (
     MOVED,
@@ -60,7 +60,6 @@ class Subscription:
             request.request_id: request.num_choices - sum(one.has_ended for one in request.known)
             for request in requests
         }
-        self._waiting = {request.request_id: num_queued(request) for request in requests}
         self._max_unread = MAX_UNREAD * min(sum(self._open.values()), MAX_UNREAD_CHOICES)
         # Those that keep their KV for an answer that has not been given yet.
         self._retaining = [request.request_id for request in requests if request.retain_kv]
@@ -78,8 +77,8 @@ class Subscription:
 
     def deliver(self, delta: TokenDelta) -> None:
         """Called by the engine for each delta of an open request."""
-        if (waited := self._waiting.pop(delta.request_id, 0)) and self._place is not None:
-            self._place.served(waited)
+        if self._place is not None:
+            _leave_queue(self._place, delta)
         self._pending.append(delta)
         self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
         self._open[delta.request_id] -= delta.finish_reason is not None
@@ -91,6 +90,11 @@ class Subscription:
         if self._num_unread > self._max_unread:
             told = f"{self._num_unread} tokens and likely alternatives were not read in time"
             self.fail(ClientTooSlow(f"{told}; read the stream as it comes"))
+
+    def compiled(self, request_id: str) -> None:
+        """Called by the engine once the grammar of a request is there."""
+        if self._place is not None:
+            self._place.begin(request_id)
 
     def is_open(self, request_id: str) -> bool:
         """Whether more may come for a request."""
@@ -136,11 +140,23 @@ class Subscription:
         self._pending.clear()
 
 
+def _leave_queue(place: Place, delta: TokenDelta) -> None:
+    """A prompt waits no longer once its first token or its end has come. Its logprobs may come
+    before, piece by piece."""
+    if delta.error is not None or delta.finish_reason == "abort":
+        place.drop(delta.request_id)
+    elif delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs is None:
+        usage = delta.usage
+        num_processed = None if usage is None else usage.recomputed + usage.transferred
+        place.served(delta.request_id, num_processed)
+
+
 class EngineClient:
     """An engine in another process, which is at the other end of a socket.
 
     Args:
         queue: how much may wait.
+        caches_prefixes: the engine reuses the KV of prompts that begin alike.
 
     Attributes:
         queue: where to ask for a place before a request is submitted.
@@ -152,8 +168,9 @@ class EngineClient:
         hands_over: all that can is to go on elsewhere: the server still listens.
     """
 
-    def __init__(self, queue: QueueOptions | None = None) -> None:
+    def __init__(self, queue: QueueOptions | None = None, *, caches_prefixes: bool = True) -> None:
         self.queue = Admission(queue or QueueOptions())
+        self._caches_prefixes = caches_prefixes
         self.ready: EngineReady | None = None
         self.progress = "the engine is starting"
         self.stats: dict[str, float] = {}
@@ -211,8 +228,8 @@ class EngineClient:
         return self.ready
 
     def submit(self, requests: Sequence[AddRequest], place: Place | None = None) -> Subscription:
-        """Starts requests; all their deltas come through the one subscription. Their `place` in
-        the queue they leave as each has its first delta.
+        """Starts requests; all their deltas come through the one subscription. Each leaves its
+        `place` in the queue with its first token, or its end.
 
         Raises:
             EngineDied: the engine is gone; nothing was started.
@@ -299,7 +316,10 @@ class EngineClient:
     def _take(self, message: EngineOutput) -> None:
         self._was_heard = True
         match message:
-            case Outputs(deltas):
+            case Outputs(deltas, compiled):
+                for request_id in compiled:
+                    if subscription := self._subscriptions.get(request_id):
+                        subscription.compiled(request_id)
                 for delta in deltas:
                     self._deliver(delta)
             case EngineStats(values):
@@ -307,8 +327,10 @@ class EngineClient:
             case EngineProgress(text):
                 self.progress = text
                 self.on_progress(text)
-            case EngineReady():
+            case EngineReady(num_blocks=num_blocks, block_size=block_size):
                 self.ready = message
+                if self._caches_prefixes:
+                    self.queue.set_cache_capacity(num_blocks * block_size)
                 self._settled.set()
             case EngineFailed(reason):
                 self.fail(reason)

@@ -1,7 +1,7 @@
 """A model's Jinja chat template, rendered in a sandbox exactly as transformers renders it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +53,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         field: str = "messages",
+        on_piece: Callable[[], None] = lambda: None,
     ) -> str:
         """The text of `messages`. A null `content` stays one, other null members are left out.
 
@@ -63,6 +64,7 @@ class ChatTemplate:
             continue_final_message: the text ends within the last message, for it to be continued.
             variables: more of what the template may read.
             field: of the request, with the messages, for errors.
+            on_piece: called after each piece of the text; what it raises ends the rendering.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
@@ -89,12 +91,12 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            text = (self._for_tools if tools else self._template).render(given)
-        except Exception as error:  # a template may fail in any way; none is the server's fault
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param=field
-            ) from None
+        rendering = (self._for_tools if tools else self._template).generate(given)
+        pieces: list[str] = []
+        while (piece := _next_piece(rendering, field)) is not None:
+            pieces.append(piece)
+            on_piece()
+        text = "".join(pieces)
         return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
 
 
@@ -123,6 +125,16 @@ def _with_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_nulls(item) for item in value]
     return None if value is _NULL else value
+
+
+def _next_piece(rendering: Iterator[str], field: str) -> str | None:
+    """The next piece of a text; None at its end. Raises InvalidRequest where the template fails."""
+    try:
+        return next(rendering, None)
+    except Exception as error:  # a template may fail in any way; none is the server's fault
+        raise InvalidRequest(
+            f"The model's chat template refuses these messages: {error}", param=field
+        ) from None
 
 
 class _Arguments(dict[str, Any]):

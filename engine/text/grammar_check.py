@@ -2,7 +2,11 @@
 
 Every grammar is tried by a child of a process for that (grammar_compile.py): first among many, for
 a moment that suffices nearly all; what takes longer is tried anew, one at a time and up to the
-server's limit, so that it holds up its own kind alone. Who waits too long for a turn is told so.
+server's limit, so that it holds up its own kind alone.
+
+Requests that wait for a trial are no part of the queue of prompts: they form the trial queue.
+Requests that find it full, or wait too long in it, are refused with a 429 of their own. Requests
+without a schema, or with schemas that were tried before, do not pass through it.
 """
 
 import asyncio
@@ -19,7 +23,7 @@ import msgspec
 
 from engine.text.grammar_compile import Try, Verdict, line_of
 from engine.text.tokenizer import Tokenizer
-from protocol.errors import InternalError, Overloaded
+from protocol.errors import GrammarQueueFull, InternalError, Overloaded
 from protocol.messages import Grammar
 from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
@@ -33,6 +37,7 @@ _NUM_QUICK = 4
 _NUM_SLOW = 1
 _MAX_KNOWN = 8192  # more than a request can have
 _MAX_WAIT_S = 10.0  # for a turn, and for a child to begin
+MAX_WAITING_TRIALS = 1024  # requests in the trial queue, each of which keeps its schemas in memory
 _START_TIMEOUT_S = 60.0  # of the process; it takes a second for a large vocabulary
 
 
@@ -42,6 +47,9 @@ class GrammarChecker:
     Args:
         tokenizer: the model's.
         timeout_s: that a request's grammars may take to compile.
+
+    Attributes:
+        num_waiting: requests in the trial queue.
     """
 
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
@@ -54,6 +62,7 @@ class GrammarChecker:
         )
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._held: dict[bytes, tuple[int, int]] = {}  # by grammar: open requests, bytes
+        self.num_waiting = 0
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -113,20 +122,17 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: names the first field that cannot, and says why.
-            Overloaded: too many others are being tried.
+            GrammarQueueFull: too many others wait to be tried.
         """
         left = self._unknown(all_guided)
         for turns, cpu_s in self._lanes:
             if not left:
                 return
+            await self._take_turn(turns)
             try:
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await turns.acquire()
-            except TimeoutError:
-                told = "Too many schemas and grammars are being compiled; try again soon."
-                raise Overloaded(told) from None
-            try:
-                await self._try(left, cpu_s)
+                left = self._unknown(left)  # another request may have had the same ones tried
+                if left:
+                    await self._try(left, cpu_s)
             finally:
                 turns.release()
             left = self._unknown(left)
@@ -135,11 +141,27 @@ class GrammarChecker:
             told += " compile; send a simpler one (the server's limit of time is"
             refuse(left[0].field, f"{told} --grammar-timeout-s)")
 
+    async def _take_turn(self, turns: asyncio.Semaphore) -> None:
+        """Waits in the trial queue. Raises GrammarQueueFull if it is full or the wait too long."""
+        if turns.locked() and self.num_waiting >= MAX_WAITING_TRIALS:
+            raise _trial_queue_full(self.num_waiting)
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await turns.acquire()
+        except TimeoutError:
+            raise _trial_queue_full(self.num_waiting) from None
+        finally:
+            self.num_waiting -= 1
+
     def _unknown(self, all_guided: Sequence[GuidedDecoding]) -> list[GuidedDecoding]:
         """Those not known to be good. Raises InvalidRequest of the first known to be bad."""
         verdicts = [self._known.get(_key(guided.grammar)) for guided in all_guided]
         for guided, known in zip(all_guided, verdicts, strict=True):
-            if known is not None and known.mistake is not None:
+            if known is None:
+                continue
+            self._known.move_to_end(_key(guided.grammar))  # new schemas push out unused ones only
+            if known.mistake is not None:
                 refuse(guided.field, f"cannot be used: {known.mistake}")
         return [g for g, known in zip(all_guided, verdicts, strict=True) if known is None]
 
@@ -183,6 +205,15 @@ class GrammarChecker:
             if self._process is process:
                 self.close()
         raise Overloaded("The process that tries grammars was ended; try again.")
+
+
+def _trial_queue_full(num_waiting: int) -> GrammarQueueFull:
+    return GrammarQueueFull(
+        f"{num_waiting} requests with new schemas or grammars wait in the trial queue, the "
+        f"limits are {MAX_WAITING_TRIALS} requests and {_MAX_WAIT_S:g} s; try again later, or send "
+        "schemas that were accepted before",
+        _MAX_WAIT_S / 2,
+    )
 
 
 def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,10 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # No token has more characters of text: a vocabulary spells each byte or character as one.
+        self.longest_token_chars = max(
+            map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1
+        )
         self.token_bytes = _byte_level_table(self._tokenizer)
         end_ids = dict.fromkeys(self._find_eos_ids(folder))
         num_logits = _model_vocab_size(folder) or self.vocab_size
@@ -131,12 +135,19 @@ class Tokenizer:
         """The tokenizer in the form of a tokenizer.json, with all its special tokens."""
         return str(self._tokenizer.to_str())
 
-    def at_least(self, text: str, limit: int) -> int:
+    def at_least(
+        self, text: str, limit: int, *, on_piece: Callable[[], None] = lambda: None
+    ) -> int:
         """How many tokens `text` has at least, where that is more than `limit`; else 0. Costs as
         much as to tokenize twice `limit` tokens, not all of a text, which takes hundreds of times
-        its memory: piece by piece, whose number is off by what lies at their borders."""
+        its memory: piece by piece, whose number is off by what lies at their borders.
+
+        Args:
+            on_piece: called before each piece; what it raises ends the work.
+        """
         num_tokens = 0
         for begin in range(0, len(text), _PIECE_CHARS):
+            on_piece()
             piece = text[begin : begin + _PIECE_CHARS]
             num_tokens += len(self.encode(piece, add_special_tokens=False))
             if num_tokens > 2 * limit:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.process import client
-from protocol.errors import QueueFull
+from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, Place
 from protocol.messages import AddRequest, SamplingParams, TokenDelta
 from protocol.settings.options import QueueOptions
@@ -23,9 +23,14 @@ from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang
 
 
-def add(num_tokens: int) -> AddRequest:
-    ids = [1] * num_tokens
-    return AddRequest(request_id="a", token_ids=ids, sampling=SamplingParams(), max_tokens=1)
+def add(num_tokens: int, priority: int = 0, request_id: str = "a") -> AddRequest:
+    return AddRequest(
+        request_id=request_id,
+        token_ids=[1] * num_tokens,
+        sampling=SamplingParams(),
+        max_tokens=1,
+        priority=priority,
+    )
 
 
 class Queue:
@@ -41,13 +46,13 @@ class Queue:
             self.serve(token_s)
 
     def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
-        self.places.append((self.admission.enter(num_tokens, priority), num_tokens))
+        self.places.append((self.admission.enter([add(num_tokens, priority)]), num_tokens))
 
     def serve(self, token_s: float = 0.001, count: int = 1) -> None:
         for _ in range(count):
             place, num_tokens = self.places.pop(0)
             self.now_s += num_tokens * token_s
-            place.served(num_tokens)
+            place.served("a", num_tokens)
 
     def fill(self) -> tuple[int, QueueFull]:
         """How many are taken, and what the next one hears."""
@@ -74,11 +79,11 @@ def test_as_much_waits_as_is_served_in_time_and_the_next_is_told_when_half_is():
 def test_prompts_that_another_server_computes_tell_nothing_of_the_rate_here():
     queue = Queue(token_s=0.001)
     for _ in range(20):  # long ones, each of which takes that server two seconds
-        queue.ask()
-        queue.places[-1][0].is_of([replace(add(8000), remote=replace(REMOTE, transfer_id="t"))])
+        pulled = replace(add(8000), remote=replace(REMOTE, transfer_id="t"))
+        queue.places.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
         if len(queue.places) > 1:  # the next one waits already
-            queue.places.pop(0)[0].served(8000)
+            queue.places.pop(0)[0].served("a")
     queue.places.pop()[0].leave()
     assert queue.fill()[0] == 11
 
@@ -103,14 +108,10 @@ def test_an_empty_queue_takes_any_prompt_and_one_that_is_not_too_few_tokens():
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
         queue.ask(64)
     queue.places.pop()[0].leave()
-    queue.ask(1)
-    place = queue.places[0][0]
-    place.is_of([add(4000)])  # it was a guess
-    other = queue.admission.enter(900)
+    place = queue.admission.enter([add(4000)])
     with pytest.raises(QueueFull):
-        other.is_of([add(600), add(500)])
+        queue.admission.enter([add(600), add(500, request_id="b")])
     assert queue.admission.num_tokens == 4000
-    other.leave()
     place.leave()
     place.leave()
     assert queue.admission.num_tokens == 0
@@ -131,20 +132,21 @@ def test_the_urgent_wait_only_for_the_urgent():
     st.lists(st.tuples(st.integers(0, 5000), st.integers(-1, 1), st.integers(0, 3)), max_size=40)
 )
 def test_the_books_add_up_whatever_comes_and_goes(moves):
-    """0, 1: one more comes; 2: the oldest is served in part; 3: the newest leaves."""
+    """0, 1: one more comes; 2: the oldest is served; 3: the newest leaves."""
     queue = Queue(max_queue_s=3.0, most=20_000)
     left: dict[Place, int] = {}
     for num_tokens, priority, move in moves:
         queue.now_s += num_tokens / 5000
         if move < 2:
             try:
-                left[queue.admission.enter(num_tokens, priority)] = max(num_tokens, MIN_TOKENS)
+                place = queue.admission.enter([add(num_tokens, priority)])
+                left[place] = max(num_tokens, MIN_TOKENS)
             except QueueFull as error:
-                assert left and 1 <= int(error.headers["retry-after"]) <= 600
+                assert left and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
         elif left and move == 2:
             oldest = next(iter(left))
-            oldest.served(num_tokens)
-            left[oldest] -= min(num_tokens, left[oldest])
+            oldest.served("a", num_tokens)
+            del left[oldest]
         elif left:
             left.popitem()[0].leave()
         assert queue.admission.num_tokens == sum(left.values())
@@ -204,7 +206,7 @@ async def test_a_refused_request_leaves_its_place(tokenizer, fields):
 
 
 async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr("engine.http.text_encoder.MAX_WAITING_CHARS", 12_000)
+    monkeypatch.setattr("engine.http.text_workers.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
         ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
         found = [answer.status_code for answer in await asyncio.gather(*[ask() for _ in range(9)])]

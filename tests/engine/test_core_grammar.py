@@ -85,12 +85,14 @@ def test_sequences_wait_for_their_grammars_and_hold_up_nobody(depth, compiler, t
     waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
     run_until_idle(core, *waiting, constrained("failed", MISTAKEN), FREE)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
+    assert out.compiled == []
     core.round([AbortRequest("aborted")])
     core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))
     go_on.set()
     for grammar in (CHOICES, MISTAKEN):
         compiler.compiled(grammar).exception()
     answered(core)
+    assert out.compiled == ["a"], "it is reported whose grammar is there"
     assert tokenizer.decode(out.tokens("a")) in TEXTS
     assert [end.finish_reason for end in out.terminals("aborted")] == ["abort"]
     assert_failed(out, "failed", "lease_gone")

@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
+from protocol.errors import MAX_RETRY_AFTER_S
 from protocol.http.deadlines import MAX_S, Deadline
+from proxy.membership import Kind
 from tests.proxy.fakes import (
     Behave,
     Call,
@@ -19,6 +21,7 @@ from tests.proxy.fakes import (
     prefills,
     until,
 )
+from tests.proxy.test_foreign import decodes_as_vllm, prefills_as_vllm, vllm
 
 
 def full(retry_after: int, phase: str = "admission") -> Behave:
@@ -57,32 +60,108 @@ async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_
 
 
 async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_urgent():
-    prefill, decode = fleet(prefills), fleet(full(100))
+    prefill, decode = fleet(prefills), fleet(full(50))
     async with Rig(prefill, decode) as rig:
         for priority, length, num_asked in (
             *((0, 400, 1), (0, 400, 1), (3, 400, 1), (0, 900, 1)),
             *((-1, 400, 2), (0, 400, 2), (0, 100, 3), (3, 100, 3), (0, 300, 3)),
         ):
             refused = await rig.complete(prompt="x" * length, priority=priority)
-            assert refused.status_code == 429 and 99 <= int(refused.headers["retry-after"]) <= 100
+            assert refused.status_code == 429 and 49 <= int(refused.headers["retry-after"]) <= 50
             assert len(prefill[0].calls) == len(decode[0].calls) == num_asked
         answer = await rig.client.post("/tokenize", json={"prompt": "a"})
         assert answer.status_code == 429 and len(decode[0].calls) == num_asked + 1
 
 
-async def test_prompts_that_prefill_servers_have_yet_to_compute_are_a_queue():
-    """Of servers that say nothing of their own, as vLLM's."""
-    waits = Waits(prefills)
-    async with Rig(fleet(waits), max_queue_s=10.0) as rig:  # it takes 25 s, as guessed
-        first = asyncio.create_task(rig.complete(prompt="x" * 4_000_000))
+async def test_prompts_that_foreign_prefill_servers_have_yet_to_compute_are_a_queue():
+    """Servers without an admission of their own, as vLLM's, are full by estimate."""
+    waits = Waits(prefills_as_vllm)
+    slow = vllm(waits, "m"), vllm(decodes_as_vllm, "m")
+    async with Rig([slow[0]], [slow[1]], max_queue_s=0.05) as rig:  # it takes 0.1 s, as estimated
+        first = asyncio.create_task(rig.complete(prompt="x" * 40_000))
         await waits.begun.wait()
         refused = await rig.complete()
         assert refused.status_code == 429 and len(rig.prefill[0].calls) == 1
-        urgent = asyncio.create_task(rig.complete(priority=-1))
-        await until(lambda: len(rig.prefill[0].calls) == 2)
         waits.go.set()
-        assert {(await one).status_code for one in (first, urgent)} == {200}
+        assert (await first).status_code == 200
         assert (await rig.complete()).status_code == 200
+
+
+CONTEXT = 1000
+
+
+def refuses_then(then: Behave) -> Behave:
+    """A behaviour that refuses prompts of more than 10,000 bytes, as too long for the context."""
+
+    async def behave(call: Call) -> None:
+        if len(call.raw) > 10_000:
+            error = {"code": "context_length_exceeded", "message": "too long"}
+            await call.answer(400, {"error": error})
+        else:
+            await then(call)
+
+    return behave
+
+
+async def test_a_prompt_that_will_be_refused_locks_no_other_out():
+    """However long it takes its server to see that, and however many tokens its bytes might be."""
+    waits = Waits(refuses_then(prefills))
+    prefill = Fake(waits, max_model_len=CONTEXT)
+    decode = Fake(decodes, max_model_len=CONTEXT)
+    async with Rig([prefill], [decode], max_queue_s=0.01) as rig:
+        knowledge = rig.app.knowledge
+        first = asyncio.create_task(rig.complete(prompt="x" * 4_000_000))
+        await waits.begun.wait()
+        server = rig.app.fleet.of[Kind.PREFILL][0]
+        assert knowledge.wait_s(server) < 1.0, "as one prompt that fills the context"
+        prefill.behave = refuses_then(prefills)
+        for number in range(5):
+            assert (await rig.complete(prompt=f"{number}")).status_code == 200
+        known = len(knowledge._prefixes), len(knowledge._ends)
+        waits.go.set()
+        assert (await first).status_code == 400
+        for number in range(5):
+            refused = await rig.complete(prompt=f"{number}" * 20_000)
+            assert refused.status_code == 400
+        assert (len(knowledge._prefixes), len(knowledge._ends)) == known, "it leaves no trace"
+        assert not knowledge._coming and knowledge.loads[server].prompts == 0
+
+
+async def test_a_server_of_ours_refuses_by_itself_what_the_proxy_believes_to_be_too_much():
+    waits = Waits(prefills)
+    async with Rig(fleet(waits), max_queue_s=0.01) as rig:
+        asked = [asyncio.create_task(rig.complete(prompt="x" * 400_000)) for _ in range(3)]
+        await until(lambda: len(rig.prefill[0].calls) == 3)
+        waits.go.set()
+        assert {(await one).status_code for one in asked} == {200}
+
+
+@pytest.mark.parametrize("given", [61, 2146, 26_970])
+async def test_no_client_is_told_to_wait_for_more_than_a_minute(given):
+    async with Rig([], fleet(full(given))) as rig:
+        refused = await rig.complete()
+        assert refused.headers["retry-after"] == f"{MAX_RETRY_AFTER_S}" == "60"
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+async def test_a_full_trial_queue_concerns_requests_with_new_schemas_alone(kind):
+    def refuses_schemas(then: Behave) -> Behave:
+        async def behave(call: Call) -> None:
+            await (full(5, "grammar") if "structured_outputs" in call.body else then)(call)
+
+        return behave
+
+    prefill, decode = fleet(refuses_schemas(prefills)), fleet(refuses_schemas(decodes))
+    (decode if kind is Kind.PREFILL else prefill)[0].behave = (
+        decodes if kind is Kind.PREFILL else prefills
+    )
+    async with Rig(prefill, decode) as rig:
+        for _ in range(3):
+            refused = await rig.complete(structured_outputs={"regex": "a"})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["phase"]) == (429, "grammar")
+            assert refused.headers["retry-after"] == "5"
+            assert (await rig.complete()).status_code == 200
 
 
 @pytest.mark.parametrize("bound", ["max_in_flight", "max_held_bytes"])

@@ -281,6 +281,7 @@ class MemoryTransport:
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
+        self.compiled: list[str] = []
         self.stats: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
@@ -291,8 +292,9 @@ class MemoryTransport:
 
     def tell(self, message: EngineOutput) -> None:
         match message:
-            case Outputs(deltas):
+            case Outputs(deltas, compiled):
                 self.deltas += deltas
+                self.compiled += compiled
             case EngineStats(values):
                 self.stats = values
 

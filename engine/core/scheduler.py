@@ -22,9 +22,11 @@ every launched step that refers to them has (I8); none is preempted under a step
 
 from collections import deque
 from collections.abc import Sequence as Sequenceable
-from dataclasses import dataclass, field
 
 from engine.core.pace import Load, Pace
+from engine.core.plan import Plan as Plan
+from engine.core.plan import Scheduled as Scheduled
+from engine.core.plan import load_of
 from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
@@ -35,53 +37,6 @@ from kvcache.prefix import PrefixCursor, PrefixIndex
 from protocol.metrics import stat_key
 
 _MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """`sequence` computes `num_tokens` tokens from index `start` on."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    # Choices whose next token is drawn at the step's end: none unless that is the last token.
-    draws: tuple[Sequence, ...]
-
-    @classmethod
-    def next_of(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
-        start = sequence.num_computed + sequence.num_launched
-        is_last = num_tokens == sequence.num_uncomputed
-        return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
-
-    @property
-    def is_prompt(self) -> bool:
-        """Else it is a stream's: one token after the prompt."""
-        return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
-
-    @property
-    def scored(self) -> range:
-        """Prompt tokens whose logprobs the step finds: each from the KV of those before it."""
-        sequence = self.sequence
-        if sequence.prompt_logprobs is None:
-            return range(0)
-        stop = min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens)
-        return range(max(self.start + 1, len(sequence.prompt_logprobs)), stop)
-
-
-@dataclass
-class Plan:
-    """One round of decisions."""
-
-    budget: int  # tokens that the step has left
-    scheduled: list[Scheduled] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # that got their blocks
-    receiving: list[Sequence] = field(default_factory=list)  # those of them to be pulled
-    preempted: list[Sequence] = field(default_factory=list)
-    stuck: list[Sequence] = field(default_factory=list)  # that the whole pool cannot hold
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.scheduled.append(Scheduled.next_of(sequence, num_tokens))
-        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -130,7 +85,7 @@ class Scheduler:
         self._go_on(decoding, plan)
         if self._pace is not None and (prefilling or self.waiting):
             if plan.scheduled or self.receiving:  # one that is pulled is a stream already
-                load = _load_of(plan.scheduled)
+                load = load_of(plan.scheduled)
                 room = self._pace.prompt_tokens(load.streams, load.held)
                 plan.budget = min(plan.budget, room)
         kept = self._kept_for_short(prefilling, plan.budget)
@@ -401,7 +356,7 @@ class Scheduler:
 
     def launched(self, scheduled: Sequenceable[Scheduled]) -> None:
         """The step was launched; steps finish in the order of their launches."""
-        self._loads.append(_load_of(scheduled))
+        self._loads.append(load_of(scheduled))
         row, number = 0, self._num_finished_steps + len(self._loads)
         for item in scheduled:
             sequence = item.sequence
@@ -502,9 +457,3 @@ class Scheduler:
         self.allocator.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()
-
-
-def _load_of(scheduled: Sequenceable[Scheduled]) -> Load:
-    prompts = [item.num_tokens for item in scheduled if item.is_prompt]
-    held = sum(item.start + item.num_tokens for item in scheduled)
-    return Load(len(scheduled) - len(prompts), held, sum(prompts))

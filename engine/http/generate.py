@@ -26,7 +26,7 @@ from engine.http.limits import (
 from engine.http.middleware import cancelled_on_disconnect, error_response, read_json, refusal_of
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
-from engine.http.text_encoder import grammar_of
+from engine.text.request_grammar import grammar_of
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, within
 from protocol.kv_params import sender_releases

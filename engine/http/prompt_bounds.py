@@ -24,6 +24,8 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
     Raises:
         ContextLengthExceeded: names the field with too many items.
     """
+    if _is_truncated(members):
+        return
     max_items = _max_items(max_model_len)
     for name in _LISTS:
         items = members.get(name)
@@ -43,12 +45,17 @@ def check_num_chars(members: dict[str, Any], max_model_len: int, longest_token_c
     Raises:
         ContextLengthExceeded: names the field with too many characters.
     """
-    if members.get("truncate_prompt_tokens") is not None or members.get("truncation") == "auto":
+    if _is_truncated(members):
         return
     max_chars = max(_COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT)
     for name, num_chars in _lengths(members, _max_items(max_model_len)):
         if num_chars > max_chars:
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
+
+
+def _is_truncated(members: dict[str, Any]) -> bool:
+    """Whether the client asks for a prompt that is too long to be cut, not refused."""
+    return members.get("truncate_prompt_tokens") is not None or members.get("truncation") == "auto"
 
 
 def _max_items(max_model_len: int) -> int:

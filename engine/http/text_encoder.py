@@ -5,53 +5,30 @@ What cannot fit the model's context is refused before all of it is tokenized, as
 second for a megabyte and hundreds of times a text's memory. What looks like a control token in a
 message is text (engine/text/special_splitter.py). The rendered chat template is looked at
 for that rather than the messages: it may leave some out, and write tools and variables as well.
-
-A chat template that knows `tools` writes them itself. To a model whose template does not, a system
-message says what there is and how to call it, in the form that engine/text/tool_parser.py reads.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
-
 from engine.http.limits import too_long
 from engine.http.prompt_bounds import check_num_chars, check_num_items
 from engine.http.text_workers import INLINE_CHARS, LONG_CHARS, TextWorkers, check_wanted
 from engine.http.truncation import first_that_fits, last_tokens, possible_starts
-from engine.text.harmony import MESSAGE, head_of, one_call_each, tags_of
-from engine.text.reasoning import reasoning_begins
+from engine.text.harmony import one_call_each, tags_of
 from engine.text.special_splitter import SpecialTokenSplitter, splitter_of
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_formats import call_beginnings, tool_syntax
+from engine.text.tool_messages import with_tools
 from protocol.errors import ContextLengthExceeded, InvalidRequest
-from protocol.messages import Grammar
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
-from protocol.openai.tools import Tools
 from protocol.settings.settings import EngineSettings
 
 _LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
 
 _T = TypeVar("_T")
-_HOW_TO_CALL = {
-    "auto": "To call a tool, answer with\n{call}\nand nothing else. "
-    "Call one only where it helps to answer.",
-    "required": "Answer with calls and nothing else, as a list: "
-    '[{"name": <its name>, "parameters": <an object of its parameters>}]',
-    "named": "Answer with the arguments of a call of `{name}` and nothing else, as a JSON object "
-    "of its parameters.",
-}
-_CALL = '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}</tool_call>'
-_OTHER_CALLS = {  # of models whose templates know no tools, too
-    "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
-    "<an object of its parameters><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-}
 
 
 def check_parsers(settings: EngineSettings, tokenizer: Tokenizer) -> None:
@@ -66,41 +43,6 @@ def given_texts(parsed: GenerationRequest) -> list[str | None]:
     if not isinstance(parsed, CompletionRequest):
         return [None]
     return [prompt if isinstance(prompt, str) else None for prompt in parsed.prompts]
-
-
-def grammar_of(
-    grammar: Grammar | None,
-    parsed: GenerationRequest,
-    prompt_ids: list[int],
-    tokenizer: Tokenizer,
-    settings: EngineSettings,
-) -> Grammar | None:
-    """`grammar` with the reasoning that may go before it and the calls that may take its place, and
-    with what the request says of single tokens and words."""
-    if grammar is not None:
-        begins = reasoning_begins(settings, parsed, prompt_ids, tokenizer)
-        tools = parsed.toolset if isinstance(parsed, ChatRequest) else Tools()
-        option = begins if begins == "harmony" else settings.tool_call_parser
-        calls = call_beginnings(tools, option, tokenizer)
-        if option == "harmony" and MESSAGE in head_of(prompt_ids, tokenizer):
-            begins, calls = None, ()  # the final message has begun
-        grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
-    banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
-    if not (parsed.allowed_token_ids or banned):
-        return grammar
-    found = grammar or Grammar("any")
-    return msgspec.structs.replace(found, allowed=parsed.allowed_token_ids, banned=banned)
-
-
-def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text, and as vLLM has it, of one after a space that is
-    as long: a space that is a token alone leaves the word as it was."""
-    start, inner = (
-        tuple(tokenizer.encode(before + word.lstrip(), add_special_tokens=False))
-        for before in ("", " ")
-    )
-    is_other = start[:1] != inner[:1] and len(start) == len(inner)
-    return [ids for ids in ([start, inner] if is_other else [start]) if ids]
 
 
 class TextEncoder:
@@ -164,6 +106,9 @@ class TextEncoder:
         """The token ids of a conversation without its oldest messages: at most `limit`, if its last
         message allows that. Raises as `tokenize`."""
         num_kept, starts = possible_starts(parsed.messages)
+        # A message has at least one token, so more messages than `limit` never fit.
+        first_possible = len(parsed.messages) - limit
+        starts = [start for start in starts if start >= first_possible] or starts[-1:]
         known: dict[int, list[int]] = {}  # token ids, by where the conversation begins
 
         async def ids_from(start: int, max_tokens: int) -> list[int]:
@@ -293,37 +238,3 @@ def _chat(
     messages, tools = with_tools(messages, toolset, tokenizer, option)
     told = {"messages": messages, "field": parsed.prompt_field}
     return {**told, **parsed.template_options, "tools": tools}
-
-
-def with_tools(
-    messages: list[dict[str, Any]], tools: Tools, tokenizer: Tokenizer, option: str = "auto"
-) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
-    """The messages, and the tools for the chat template; either may be the way to tell of them."""
-    template = tokenizer.chat_template
-    if template is None or template.knows_tools:
-        return messages, tools.offered if tools.active else None
-    call = _OTHER_CALLS.get(tool_syntax(option, template), _CALL)
-    if call == _CALL or "tool_calls" not in template.source:
-        messages = [_without_tool_calls(message) for message in messages]
-    if not tools.active:
-        return messages, None
-    functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered)
-    how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "").replace("{call}", call)
-    told = "\n".join(["You can call these tools:", *functions, how])
-    if messages and messages[0]["role"] in ("system", "developer"):
-        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{told}"}
-        return [first, *messages[1:]], None
-    return [{"role": "system", "content": told}, *messages], None
-
-
-def _without_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """An earlier turn's calls as the text that they were."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    texts = [message["content"]] if message.get("content") else []
-    for call in calls:
-        text = json.dumps(call["function"], ensure_ascii=False)
-        texts.append(f"<tool_call>{text}</tool_call>")
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**plain, "content": "\n".join(texts)}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.http.text_encoder import with_tools
 from engine.text.tool_formats import call_beginnings
+from engine.text.tool_messages import with_tools
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import Grammar
 from protocol.openai.tools import Tools, whole_calls

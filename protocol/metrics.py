@@ -36,8 +36,39 @@ ENGINE_TOTALS = (
 )
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
-_PULL = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_FAST = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+_PULL = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    5.0,
+    30.0,
+)
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 
@@ -210,7 +241,9 @@ class EngineHistogram(Histogram):
     def values(self) -> dict[str, float]:
         """For EngineStats.values: for each bound how many were at most that, number and sum."""
         (family,) = self.collect()
-        return {_key(sample.name, sample.labels): sample.value for sample in family.samples}
+        return {
+            _key(sample.name, sample.labels): sample.value for sample in family.samples
+        }
 
 
 class _EngineCollector(Collector):
@@ -226,7 +259,9 @@ class _EngineCollector(Collector):
             # Samples of a histogram have its name with _bucket, _count or _sum.
             spec = SPECS.get(name) or SPECS[name.rpartition("_")[0]]
             pairs = (pair.partition("=") for pair in rest.split(",") if pair)
-            family = families.setdefault(spec.name, Metric(spec.name, spec.help, spec.kind))
+            family = families.setdefault(
+                spec.name, Metric(spec.name, spec.help, spec.kind)
+            )
             sample = f"{name}_total" if spec.kind == "counter" else name
             family.add_sample(sample, {label: text for label, _, text in pairs}, value)
         return families.values()
@@ -241,14 +276,22 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
-        ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
-        self._own = {one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")}
+        ProcessCollector(
+            registry=self._registry
+        )  # memory, CPU time, file descriptors: process_*
+        self._own = {
+            one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")
+        }
         self.set("baton_build_info", 1, version=self.version)
 
     def _make(self, spec: Spec) -> Any:
-        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]
+        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[
+            spec.kind
+        ]
         options = {"buckets": spec.buckets_s} if spec.kind == "histogram" else {}
-        return kind(spec.name, spec.help, spec.labels, registry=self._registry, **options)
+        return kind(
+            spec.name, spec.help, spec.labels, registry=self._registry, **options
+        )
 
     def begin(self, name: str, **labels: str) -> Any:
         """A series, which is exposed from now on: a counter or a gauge with 0 at first."""
@@ -277,7 +320,11 @@ class Metrics:
     def values(self, *names: str) -> dict[str, float]:
         """The current values of some metrics of this process, by the keys of `stat_key`."""
         families = (family for name in names for family in self._own[name].collect())
-        return {_key(one.name, one.labels): one.value for each in families for one in each.samples}
+        return {
+            _key(one.name, one.labels): one.value
+            for each in families
+            for one in each.samples
+        }
 
     def expose(self) -> bytes:
         """The Prometheus text format, to be served as CONTENT_TYPE."""

@@ -26,7 +26,10 @@ HEADER = "x-baton-frames"  # of a request, a MAC; of an answer, that there are f
 MEMBER = "baton_resume"  # of a request's body
 MAX_KEPT_BYTES = 1 << 20  # of a stream's texts; one that has more ends with its server
 HANDED_BACK = b"!"
-DIED, BUSY = b"!died", b"!busy"  # the engine has ended; the server does not go on with this one
+DIED, BUSY = (
+    b"!died",
+    b"!busy",
+)  # the engine has ended; the server does not go on with this one
 MOVED = b"!moved "  # and kv_transfer_params: the server has handed its stream over
 _ASKED, _SIGNED = b"baton frames\n", b"baton resume\n"
 _MARK = b":baton "
@@ -58,7 +61,9 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of an answer of which the client has nothing yet
+    logprobs: list[TokenLogprobs] | None = (
+        None  # of an answer of which the client has nothing yet
+    )
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -128,7 +133,9 @@ class Frames:
             stop = end + 1 + int(held[at + _SIZE_AT : at + _TEXT_AT], 16)
             if stop > len(held):
                 break
-            found.append((bytes(held[at + _TEXT_AT : end]), bytes(held[end + 1 : stop])))
+            found.append(
+                (bytes(held[at + _TEXT_AT : end]), bytes(held[end + 1 : stop]))
+            )
             at = stop
         del held[:at]
         return found
@@ -166,14 +173,17 @@ def opened(value: object, secret: bytes) -> Resume:
     try:
         signed = msgspec.convert(value, _Signed)
         texts = _encode(signed.texts)  # as they were: a server's own encoder wrote them
-        if secret and hmac.compare_digest(signed.mac.encode(), _mac(texts, secret).encode()):
+        if secret and hmac.compare_digest(
+            signed.mac.encode(), _mac(texts, secret).encode()
+        ):
             origin, *frames = signed.texts
             return msgspec.convert({"origin": origin, "frames": frames}, Resume)
         problem = "it is not signed with this server's cluster secret"
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         problem = f"it is malformed: {error}"
     raise ResumeRejected(
-        f"`{MEMBER}` is for Baton's proxies alone: {problem}; leave it out", param=MEMBER
+        f"`{MEMBER}` is for Baton's proxies alone: {problem}; leave it out",
+        param=MEMBER,
     )
 
 

@@ -94,7 +94,9 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
     return {**body, "cache_salt": msgspec.Raw(_encode(salt))}
 
 
-def with_prompt_limit(body: Body, path: str, find_context: Callable[[], int | None]) -> Body:
+def with_prompt_limit(
+    body: Body, path: str, find_context: Callable[[], int | None]
+) -> Body:
     """`body`; if its prompt is to be cut to what fits the context, with the number of tokens that
     is. Each leg of a request has another token limit, and each server may have another context,
     so that they would not cut it alike.
@@ -168,7 +170,11 @@ def tells_of_prompt(body: Body) -> bool:
 
 
 def decode_leg(
-    body: Body, params: msgspec.Raw | None, resume: bytes | None = None, *, foreign: bool = False
+    body: Body,
+    params: msgspec.Raw | None,
+    resume: bytes | None = None,
+    *,
+    foreign: bool = False,
 ) -> bytes:
     """What the decode server is asked: the request, where its prompt's KV is, if anywhere, and
     what of a stream it is to `resume`.
@@ -186,7 +192,11 @@ def decode_leg(
 def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
     """A leg whose kv_transfer_params, an object if there are any, hint at who has more KV."""
     body = _decode_object(leg)
-    said = _decode_object(body["kv_transfer_params"]) if "kv_transfer_params" in body else {}
+    said = (
+        _decode_object(body["kv_transfer_params"])
+        if "kv_transfer_params" in body
+        else {}
+    )
     return _encode({**body, "kv_transfer_params": {**said, HINT: sealed(hint, secret)}})
 
 
@@ -214,7 +224,11 @@ def ask(body: Body) -> Ask:
 
 
 def _asked_tokens(body: Body) -> int:
-    limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
+    limits = [
+        member(body, name)
+        for names in (*_LIMITS.values(), _USUAL_LIMITS)
+        for name in names
+    ]
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
@@ -226,7 +240,9 @@ def num_tokens(body: Body, params: msgspec.Raw) -> int:
         return 0
     prompts = found if isinstance(found, list) else [found]
     lengths = [member(prompt, "remote_num_tokens") for prompt in prompts]
-    longest = max((int(length) for length in lengths if _is_token_limit(length)), default=0)
+    longest = max(
+        (int(length) for length in lengths if _is_token_limit(length)), default=0
+    )
     return longest + (_asked_tokens(body) or 1)
 
 
@@ -238,7 +254,9 @@ def num_choices(body: Body) -> int:
 
 # Servers take no more prompts; what is behind them is skipped, which costs less than to count it.
 _PROMPTS = [(f"prompt_{at}", msgspec.Raw, msgspec.Raw()) for at in range(1024)]
-_decode_prompts = msgspec.json.Decoder(msgspec.defstruct("Prompts", _PROMPTS, array_like=True))
+_decode_prompts = msgspec.json.Decoder(
+    msgspec.defstruct("Prompts", _PROMPTS, array_like=True)
+)
 
 
 def num_prompts(body: Body) -> int:
@@ -246,7 +264,9 @@ def num_prompts(body: Body) -> int:
     text = member(body, "prompt")
     if not text.startswith(b"[") or text[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    return sum(map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text)))))
+    return sum(
+        map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text))))
+    )
 
 
 def priority(body: Body) -> int | None:

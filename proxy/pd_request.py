@@ -101,7 +101,9 @@ class PDRequest:
         if self.visit.salting_key:
             secret = self.upstreams.secret
             self._plain = bodies.salted(self._plain, self.visit.salting_key, secret)
-        self._plain = bodies.with_prompt_limit(self._plain, self.path, self._shortest_context)
+        self._plain = bodies.with_prompt_limit(
+            self._plain, self.path, self._shortest_context
+        )
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
@@ -174,7 +176,9 @@ class PDRequest:
         if loss.params is not None:
             # Without another server that one itself does, as long as it lives.
             readers = self._pool.readers_of(like)
-            await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
+            await self._decode_prefilled(
+                loss.server, loss.params, readers, back_to=loss.server
+            )
             return
         avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
         if loss.has_begun:  # all but its own model's would refuse the rest
@@ -191,7 +195,10 @@ class PDRequest:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
         if self._ask is not None and not self._losses.num:  # or P would work in vain
-            urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
+            urgency, decodes = (
+                bodies.priority(self._plain) or 0,
+                self._pool.ready(Kind.DECODE),
+            )
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = alone or await self._prefill_or_both()
         if isinstance(leg, Leg):
@@ -228,13 +235,20 @@ class PDRequest:
         is_late = self._losses.num > 0 or bodies.tells_of_prompt(self._plain)
         if channel is None or not channel.host or not secret or is_late:
             raise late
-        pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
+        pool, unfit = (
+            self._pool.readers_of(prefill.health.kv_digest),
+            self._unfit(Kind.DECODE),
+        )
         decodes = pool.ready(Kind.DECODE)
         unfit += [s for s in decodes if s.is_doubted or s.url == prefill.url]
         unfit += [s for s in decodes if not s.health.subscribes]
         if not pool.ready(Kind.DECODE, unfit):
             raise late
-        told = {"transfer_id": self._transfer_id, "issued_s": int(time.time()), **asdict(channel)}
+        told = {
+            "transfer_id": self._transfer_id,
+            "issued_s": int(time.time()),
+            **asdict(channel),
+        }
         self._trace.prefill = prefill.url
         params = msgspec.Raw(msgspec.json.encode(Offer(**told).to_json(secret)))
         call = replace(self._decode_call(params, whole_from=400), pool=pool)
@@ -279,8 +293,12 @@ class PDRequest:
 
     async def _score(self) -> str | None:
         """Has a prefill server answer the request; or says why none can be had."""
-        call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
-        contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
+        call = self._call(
+            Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400
+        )
+        contexts = [
+            self._pool.context(kind) or 0 for kind in Kind
+        ]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if isinstance(asked, str):
             return asked
@@ -295,14 +313,20 @@ class PDRequest:
         context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = self._transfer_id = uuid.uuid4().hex
         leg = bodies.prefill_leg(self._body, self.path, transfer_id)
-        if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
+        if not self._pool.ready(
+            Kind.DECODE, self._unfit(Kind.DECODE)
+        ):  # will be refused
             return "decode_choices"
         self._pool = everyone.paired()
         if everyone.ready(Kind.PREFILL) and not self._pool.ready(Kind.PREFILL):
             return "incompatible"
         prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
         knowledge, ask = self.upstreams.knowledge, self._ask
-        if ask is not None and prefills and knowledge.goes_alone(ask, prefills, decodes):
+        if (
+            ask is not None
+            and prefills
+            and knowledge.goes_alone(ask, prefills, decodes)
+        ):
             return "placed"
         call = self._call(
             Kind.PREFILL,
@@ -310,7 +334,9 @@ class PDRequest:
             whole_from=0,
             transfer_id=transfer_id,
             on_ask=early.follow,
-            foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
+            foreign_body=lambda: bodies.prefill_leg(
+                self._plain, self.path, foreign=True
+            ),
         )
         asked = await self._ask_prefill(call, context)
         if isinstance(asked, str):
@@ -376,7 +402,11 @@ class PDRequest:
             await self.reply.relay(failed.answer)
             return
         self._trace.decode = leg.server.url
-        is_usable = self.reply.can_go_on_with(leg.response) if begun else leg.response.status < 400
+        is_usable = (
+            self.reply.can_go_on_with(leg.response)
+            if begun
+            else leg.response.status < 400
+        )
         if (begun or goes_on) and not is_usable:
             self.upstreams.end(leg)
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
@@ -388,7 +418,11 @@ class PDRequest:
         if not leg.is_open:
             await self.reply.relay(leg.response)
             return
-        server, kind, goes_on = leg.server, leg.server.kind.value, self._losses.may_go_on
+        server, kind, goes_on = (
+            leg.server,
+            leg.server.kind.value,
+            self._losses.may_go_on,
+        )
         event, params = None, None
         try:
             relaying = self.reply.relay(leg.response)
@@ -401,7 +435,11 @@ class PDRequest:
                 event, params = broken.event, broken.params
             if params is None:
                 self.upstreams.failed(server, failure, str(broken), None)
-            told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost
+            told = (
+                DecodeServerTimeout
+                if isinstance(broken, TimedOut)
+                else DecodeServerLost
+            )
             error = told(f"the {kind} server broke off its answer: {broken}")
         finally:
             self.upstreams.end(leg)
@@ -413,7 +451,9 @@ class PDRequest:
         self._trace.num_moved += params is not None
         self._trace.num_lost += params is None
         has_begun = self.reply.status is not None
-        if params is not None and not self.reply.kept:  # of tokens that nobody can name any more
+        if (
+            params is not None and not self.reply.kept
+        ):  # of tokens that nobody can name any more
             self.upstreams.give_back(server, self.headers, params)
             params = None
         raise Loss(error, failure, server, event, has_begun, params)
@@ -425,7 +465,10 @@ class PDRequest:
             foreign = partial(bodies.decode_leg, self._plain, params, foreign=True)
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
-        options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
+        options |= {
+            "deadline": self.deadline,
+            "priority": bodies.priority(self._plain) or 0,
+        }
         options |= {"computes": params is None, "is_admitted": self._losses.num > 0}
         return UpstreamCall(kind, *asked, leg, self._pool, self._ask, **options)
 

@@ -59,20 +59,28 @@ class RequestIdMiddleware:
             try:
                 visit = self._access.admit(scope)
             except RequestError as error:
-                log.info("%s status=%d: %s", scope["path"][:200], error.status, error.message)
+                log.info(
+                    "%s status=%d: %s", scope["path"][:200], error.status, error.message
+                )
                 await error_response(error)(scope, receive, send_with_id)
                 return
-            own += [(name.encode(), text.encode()) for name, text in visit.headers.items()]
+            own += [
+                (name.encode(), text.encode()) for name, text in visit.headers.items()
+            ]
             try:
                 with visit:
-                    is_counted = scope["method"] == "POST" and scope["path"] in ENDPOINTS
+                    is_counted = (
+                        scope["method"] == "POST" and scope["path"] in ENDPOINTS
+                    )
                     refused = None if is_counted else refusal(scope)
                     app = error_response(refused) if refused else self._app
                     await app(scope, receive, send_with_id)
             except asyncio.CancelledError:  # by uvicorn, at the end of its grace time
                 if begun:
                     raise
-                ending = error_response(NoServerAvailable("This server is shutting down."))
+                ending = error_response(
+                    NoServerAvailable("This server is shutting down.")
+                )
                 await ending(scope, receive, send_with_id)
 
 
@@ -102,7 +110,9 @@ class _Offered(msgspec.Struct):
 
 def _check_size(body: bytes, max_bytes: int) -> None:
     try:
-        added = b"".join(msgspec.structs.astuple(msgspec.json.decode(body, type=_Offered)))
+        added = b"".join(
+            msgspec.structs.astuple(msgspec.json.decode(body, type=_Offered))
+        )
     except (msgspec.DecodeError, RecursionError):
         added = b""
     if len(body) - len(added) > max_bytes:
@@ -150,9 +160,13 @@ class _HttpError(RequestError, code="http_error"): ...  # any other that the fra
 # fmt: on
 
 
-def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    error: BatonError, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error as an HTTP response in OpenAI's shape."""
-    return JSONResponse(error.to_openai(), error.status, {**error.headers, **(headers or {})})
+    return JSONResponse(
+        error.to_openai(), error.status, {**error.headers, **(headers or {})}
+    )
 
 
 def refusal_of(raised: BatonError | RecursionError) -> BatonError:
@@ -178,11 +192,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
             told = _WrongMethod(f"{path} does not take {request.method}.")
             return error_response(told, error.headers)
         case HTTPException():
-            return JSONResponse(_HttpError(str(error.detail)).to_openai(), error.status_code)
+            return JSONResponse(
+                _HttpError(str(error.detail)).to_openai(), error.status_code
+            )
     log.exception("unexpected error", exc_info=error)
     return error_response(InternalError("The server failed on this request."))
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
-    (BatonError, RecursionError, ClientDisconnected, HTTPException, Exception), _on_error
+    (BatonError, RecursionError, ClientDisconnected, HTTPException, Exception),
+    _on_error,
 )

@@ -22,8 +22,17 @@ from protocol.settings.options import AccessOptions, ListenOptions
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")  # begin so
-BARE = {"details": "are for admin keys"}  # of an answer that says no more than yes or no
+ADMIN_PATHS = (
+    "/metrics",
+    STATS_PATH,
+    "/ui/state",
+    "/admin/",
+    "/drain",
+    "/migrate",
+)  # begin so
+BARE = {
+    "details": "are for admin keys"
+}  # of an answer that says no more than yes or no
 
 
 def rate_headers(unit: str) -> list[str]:
@@ -34,8 +43,14 @@ RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
-_OF_OTHERS = {b"origin", b"forwarded", b"x-forwarded-for"}  # headers that a page or a proxy adds
-_ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)  # no site's name
+_OF_OTHERS = {
+    b"origin",
+    b"forwarded",
+    b"x-forwarded-for",
+}  # headers that a page or a proxy adds
+_ADDRESS = re.compile(
+    rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE
+)  # no site's name
 
 
 def check(options: ListenOptions) -> None:
@@ -80,7 +95,9 @@ class Visit:
         self.has_key, self.name = key is not None, key.name if key else NOBODY
         self.is_admin = is_admin
         self.min_priority = None if key is None else key.min_priority
-        self.salting_key = b""  # digest of the key, where keys salt caches; see cache_salt.py
+        self.salting_key = (
+            b""  # digest of the key, where keys salt caches; see cache_salt.py
+        )
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
 
@@ -117,7 +134,9 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     is_ours = is_direct and is_local((scope.get("client") or ("",))[0])
     is_named = _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     if not (visit_of(scope).has_key or (is_ours and is_named)):
-        raise Forbidden(f"{scope['path']} is for clients at localhost, no browser, or --admin-key")
+        raise Forbidden(
+            f"{scope['path']} is for clients at localhost, no browser, or --admin-key"
+        )
 
 
 def digest(key: str | bytes) -> bytes:
@@ -128,7 +147,9 @@ def option_keys(options: AccessOptions) -> dict[bytes, Key]:
     """By digest."""
     kinds = {"api-key": options.api_key, "admin-key": options.admin_key}
     return {
-        digest(secret.get_secret_value()): Key(f"{kind}-{n}", is_admin=kind == "admin-key")
+        digest(secret.get_secret_value()): Key(
+            f"{kind}-{n}", is_admin=kind == "admin-key"
+        )
         for kind, secrets in kinds.items()
         for n, secret in enumerate(secrets, 1)
     }
@@ -138,7 +159,10 @@ class Access:
     """The keys of a process, and what it serves HTTPS with. Raises ValueError as `check`."""
 
     def __init__(
-        self, options: AccessOptions, metrics: Metrics, open_paths: Collection[str] = OPEN_PATHS
+        self,
+        options: AccessOptions,
+        metrics: Metrics,
+        open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._metrics, self._open_paths = metrics, open_paths
         self.certificate = Certificate(options)
@@ -194,10 +218,14 @@ class Access:
             if key is None:
                 told = "the API key is unknown" if given else "this needs an API key"
                 told += ": send the header `Authorization: Bearer KEY`"
-                raise Unauthorized(told, headers={"www-authenticate": 'Bearer realm="baton"'})
+                raise Unauthorized(
+                    told, headers={"www-authenticate": 'Bearer realm="baton"'}
+                )
             outcome = "forbidden"
             if path.startswith(ADMIN_PATHS) and not key.is_admin:
-                raise Forbidden(f"{path[:80]} is for admin keys alone; {key.name} is none")
+                raise Forbidden(
+                    f"{path[:80]} is for admin keys alone; {key.name} is none"
+                )
             outcome = "limited"
             visit.headers, visit.begun = key.begin(), key
             outcome = "accepted"

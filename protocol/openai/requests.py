@@ -43,7 +43,9 @@ class Strict(BaseModel):
         keeps_null: members whose null differs from their absence.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False
+    )
     endpoint: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     must_be: ClassVar[str] = "an object"
@@ -69,15 +71,20 @@ class Strict(BaseModel):
         for name, value in given.items():
             if value is None and name not in cls.keeps_null:
                 continue
-            if name in used or (name not in neutrals and cls.model_config["extra"] != "forbid"):
+            if name in used or (
+                name not in neutrals and cls.model_config["extra"] != "forbid"
+            ):
                 kept[name] = value
             elif name not in neutrals:
                 near = f"is not supported{suggestion(name[:80], used)}; leave it out"
                 raise fault(name, f"{_elsewhere(cls, name) or near}.")
             elif not any(
-                value == v and type(value) in _LIKE.get(type(v), (type(v),)) for v in neutrals[name]
+                value == v and type(value) in _LIKE.get(type(v), (type(v),))
+                for v in neutrals[name]
             ):
-                allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
+                allowed = " or ".join(
+                    short_repr(candidate) for candidate in neutrals[name]
+                )
                 told = f"is {short_repr(value)}, which is not implemented"
                 raise fault(name, f"{told}; send {allowed} or leave it out.")
         return kept
@@ -93,7 +100,9 @@ class Read:
     def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
         self.kind, self.into = kind, into
 
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, _: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         given = handler.generate_schema(self.kind)
         if self.into is None:
             return core_schema.no_info_wrap_validator_function(_checked, given)
@@ -149,7 +158,11 @@ def neutral(*values: Any) -> Any:
 def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
     """The values of each field of `model` that is `neutral`."""
     extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
-    return {name: extra.values for name, extra in extras.items() if isinstance(extra, _Neutral)}
+    return {
+        name: extra.values
+        for name, extra in extras.items()
+        if isinstance(extra, _Neutral)
+    }
 
 
 @cache
@@ -173,7 +186,9 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = exact_json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON ({error}); send a JSON object.") from None
+        raise InvalidRequest(
+            f"The body is not valid JSON ({error}); send a JSON object."
+        ) from None
     finally:
         if rests:
             gc.enable()
@@ -185,9 +200,13 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 def _elsewhere(model: type[Strict], name: str) -> str | None:
     """What to say of a field that other endpoints have and the one of `model` has not."""
     path, used = model.endpoint, used_fields(model)
-    if alike := sorted(set().union(*(names for names in _ALIKE if name in names)) & used):
+    if alike := sorted(
+        set().union(*(names for names in _ALIKE if name in names)) & used
+    ):
         return f"is called `{alike[0]}` at {path}; send that"
-    having = sorted(other for other, body in BODIES.items() if name in used_fields(body))
+    having = sorted(
+        other for other, body in BODIES.items() if name in used_fields(body)
+    )
     if not path or not having:
         return None
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
@@ -199,7 +218,9 @@ def validate(model: type[Model], body: Any) -> Model:
         parsed = model.model_validate(body)
     except ValidationError as error:
         # The one that is told most of: a value may be of none of several kinds.
-        deepest = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
+        deepest = max(
+            error.errors(include_url=False), key=lambda item: len(item["loc"])
+        )
         raise _explained(model, body, deepest) from None
     parsed.check()
     return parsed
@@ -212,7 +233,10 @@ def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReq
         if isinstance(part, int):
             path, value, must_be = f"{path}[{part}]", value[part], shapes[0].must_be
         else:
-            found = next((_fields(shape)[part] for shape in shapes if part in _fields(shape)), None)
+            found = next(
+                (_fields(shape)[part] for shape in shapes if part in _fields(shape)),
+                None,
+            )
             if found is None:
                 continue  # how pydantic calls one of several kinds
             path, value = f"{path}.{part}".lstrip("."), value.get(part)
@@ -223,7 +247,9 @@ def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReq
         if item["type"] == _FAULT:
             name, told = item["ctx"]["name"], item["ctx"]["told"]
             shown = f"{path}.{short_repr(name)[1:-1]}".lstrip(".")
-            return InvalidRequest(f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip("."))
+            return InvalidRequest(
+                f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip(".")
+            )
     return wrong(path, value, must_be)
 
 

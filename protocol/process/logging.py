@@ -49,7 +49,8 @@ def escape(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+        for c in text
     )
 
 
@@ -90,7 +91,11 @@ def is_rank(sender: str) -> bool:
 
 
 def setup_logging(
-    role: str, level: str = "info", *, rank: int | None = None, stream: TextIO | None = None
+    role: str,
+    level: str = "info",
+    *,
+    rank: int | None = None,
+    stream: TextIO | None = None,
 ) -> None:
     """Sends this process's lines to stderr; called once, first thing in main.
 

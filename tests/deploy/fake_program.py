@@ -15,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from protocol.process import lifecycle
 
 kind, mode = sys.argv[1:3]
-options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word)
+options = dict(
+    word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,7 +28,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models" and mode == "slow":
             time.sleep(3)
         answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
-        answer["environ"] = sorted(name for name in os.environ if name.startswith("BATON_"))
+        answer["environ"] = sorted(
+            name for name in os.environ if name.startswith("BATON_")
+        )
         is_waiting = mode == "waiting" and self.path == "/ready"
         if is_waiting:
             answer = {"missing": ["no prefill server is ready"]}
@@ -46,7 +50,9 @@ def main() -> int:
     if mode == "crash":
         raise ValueError("--tp 3 does not divide 4 heads")
     if mode == "fail":
-        lifecycle.report_failure("no model here: see --tp, --model and --hang-timeout-s")
+        lifecycle.report_failure(
+            "no model here: see --tp, --model and --hang-timeout-s"
+        )
         return 1
     if mode == "hang":
         signal.pause()

@@ -97,7 +97,11 @@ def gone(pid: int) -> bool:
 def family(endpoint: str) -> dict[str, Any]:
     """What the proxy and every server say about themselves, by URL."""
     proxy = get(endpoint)
-    urls = [arg.split("=", 1)[1] for arg in proxy["argv"] if re.match("--(prefill|decode)=", arg)]
+    urls = [
+        arg.split("=", 1)[1]
+        for arg in proxy["argv"]
+        if re.match("--(prefill|decode)=", arg)
+    ]
     return {endpoint: proxy, **{url: get(url) for url in urls}}
 
 
@@ -123,7 +127,9 @@ def test_the_page_is_announced_first_then_the_endpoint():
         endpoint = launcher.endpoint()
         launcher.until("curl ")
         page, api = launcher.lines[-3:-1]
-        assert page == f"ready {endpoint}/    (page of this cluster: open it in a browser)"
+        assert (
+            page == f"ready {endpoint}/    (page of this cluster: open it in a browser)"
+        )
         assert api == f"      {endpoint}/v1  (endpoint for OpenAI clients)"
 
 
@@ -155,7 +161,9 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     assert "proxy |" not in told and "ready http" not in told
 
 
-def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(monkeypatch):
+def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(
+    monkeypatch,
+):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("http_proxy", nobody)
@@ -184,7 +192,9 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
         ("serve,serve,fail", "proxy: no model here"),
     ],
 )  # fmt: skip
-def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(modes, reason):
+def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
+    modes, reason
+):
     with launched(modes) as launcher:
         assert launcher.end() == 1
         last = launcher.lines[-1]
@@ -196,9 +206,13 @@ def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(mo
 
 
 def test_waiting_is_explained_and_ends_after_a_while():
-    with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:  # long for the other one
+    with launched(
+        "serve,hang,fail", "--start-timeout-s=5"
+    ) as launcher:  # long for the other one
         assert launcher.end() == 1
-        notes = [line for line in launcher.lines if "waiting for" in line]  # first for both of them
+        notes = [
+            line for line in launcher.lines if "waiting for" in line
+        ]  # first for both of them
         assert notes and re.fullmatch(
             r"baton \| \d+ s, waiting for decode-0 \(starting\)", notes[-1]
         )
@@ -232,8 +246,12 @@ def test_sigkill_of_the_launcher_leaves_no_orphan():
         assert all(gone(member["pid"]) for member in members.values())
 
 
-@pytest.mark.parametrize(("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)])
-def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(grace_s, num_signals, status):
+@pytest.mark.parametrize(
+    ("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)]
+)
+def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(
+    grace_s, num_signals, status
+):
     with launched("serve,stubborn,serve", f"--shutdown-grace-s={grace_s}") as launcher:
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)

@@ -9,7 +9,11 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest
 from tests.rigs.http_server import Server, saying, serving_4k, with_template
 
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS, CHAT, RESPONSES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+)
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
@@ -29,7 +33,9 @@ def prompt(text: str) -> Any:
 def grammar(**members: Any) -> Any:
     def holds(tokenizer: Tokenizer, add: AddRequest) -> bool:
         found = add.sampling.grammar
-        return found is not None and all(getattr(found, n) == v for n, v in members.items())
+        return found is not None and all(
+            getattr(found, n) == v for n, v in members.items()
+        )
 
     return holds
 
@@ -95,7 +101,11 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
 async def _ask(
     server: Server, path: str, fields: dict[str, Any]
 ) -> tuple[int, str, AddRequest | None]:
-    own = {COMPLETIONS: {}, CHAT: {"messages": HISTORY[:1]}, RESPONSES: {"input": "Hi"}}[path]
+    own = {
+        COMPLETIONS: {},
+        CHAT: {"messages": HISTORY[:1]},
+        RESPONSES: {"input": "Hi"},
+    }[path]
     body: dict[str, Any] = {"seed": 7, **own, **fields}
     before = len(server.engine.added)
     if path == RESPONSES:

@@ -21,7 +21,11 @@ def test_the_table_has_one_line_per_name_in_prometheus_style():
 
 @pytest.mark.parametrize(
     ("name", "labels"),
-    [("baton_nothing", {}), ("baton_kv_blocks", {}), ("baton_engine_steps", {"state": "free"})],
+    [
+        ("baton_nothing", {}),
+        ("baton_kv_blocks", {}),
+        ("baton_engine_steps", {"state": "free"}),
+    ],
 )
 def test_a_key_that_the_table_does_not_have_is_our_bug(name, labels):
     with pytest.raises(KeyError):
@@ -59,7 +63,9 @@ def test_the_engine_s_histogram_counts_what_is_at_most_each_bound():
 
 
 @pytest.mark.parametrize("origin", ["server", "proxy"])
-def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(origin):
+def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(
+    origin,
+):
     text = Metrics(origin).expose().decode()
     assert f'baton_build_info{{version="{VERSION}"}}' in text
     assert "\nprocess_resident_memory_bytes " in text
@@ -78,6 +84,8 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
 
 
 def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
     assert project["version"] == VERSION
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")

@@ -1,1 +1,1 @@
-"""The decode server: admits requests, pulls their KV, verifies it, generates, recovers."""
+"""The decode server: pulls the KV of prompts, verifies it and generates."""

@@ -3,7 +3,8 @@
 import os
 import sys
 
-# `python -m` puts the working directory first: a model.py there would hide Baton's own package.
+# `python -m` puts the working directory first. A model.py there would hide Baton's own
+# package.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]

@@ -1,1 +1,1 @@
-"""The prefill server: runs prompts, retains their KV blocks under a lease, releases them."""
+"""The prefill server: runs prompts and leases their KV to other servers."""

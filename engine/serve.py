@@ -10,7 +10,6 @@ No torch here: the engine's processes have it.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import threading
@@ -67,7 +66,7 @@ def run_server(settings: EngineSettings, hooks: HooksFactory, module: str = RANK
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_told(error))
         if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
-            os._exit(1)  # told to end: Python would wait for the threads of a download
+            lifecycle.exit_now(1)  # told to end: Python would wait for the threads of a download
         return 1
 
 
@@ -115,7 +114,7 @@ class _Server:
         if self.stop.done():
             self.processes.kill()
             lifecycle.report_failure("told twice to end: killed")
-            os._exit(_KILLED)
+            lifecycle.exit_now(_KILLED)
         self._end()
 
     def _end(self) -> None:

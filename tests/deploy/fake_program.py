@@ -1,7 +1,8 @@
 """Stands in for a server or the proxy of `baton up`: python fake_program.py KIND MODE [options].
 
 MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
-| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked).
+| slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked)
+| chatty (prints 4 MB before it serves, and a line when it ends).
 """
 
 import json
@@ -44,6 +45,8 @@ def main() -> int:
     if mode == "fail":
         lifecycle.report_failure("no model here: see --tp, --model and --hang-timeout-s")
         return 1
+    if mode == "chatty":
+        print("\n".join(["a line of a hundred bytes".ljust(99, ".")] * 40_000), flush=True)
     if mode == "hang":
         signal.pause()
     if mode == "stubborn":

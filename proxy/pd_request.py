@@ -83,7 +83,7 @@ class PDRequest:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
         if self.data and len(self._fleet.models) > 1:
-            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+            self._pool = self._fleet.pool(bodies.model_of(await bodies.read_body(self.data)))
         elif model is not None:
             self._pool = self._fleet.pool(model)
         asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
@@ -96,7 +96,7 @@ class PDRequest:
             BatonError: what the client is to be told; the reply has not ended.
         """
         least = self.visit.min_priority
-        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
+        self._plain, stripped = bodies.sanitize(await bodies.read_body(self.data), least)
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):

@@ -31,15 +31,13 @@ from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.http.text_encoder import grammar_of
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, within
+from protocol.http.json_bounds import INLINE_BODY_BYTES
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.logging import current_request_id
 
-# Larger bodies are checked off the event loop: one of many small messages takes half a second for
-# a megabyte.
-INLINE_BODY_BYTES = 1 << 16
 _BYTES_OF_TOKEN = 4
 
 
@@ -53,6 +51,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         async with within(deadline):
             members, num_bytes = await read_json(request, api.settings.max_body_bytes)
             call = await _start(request, api, endpoint, members, num_bytes, stats)
+            members.clear()  # an answer may take minutes
         if deadline is not None:
             stats.on_end(call.subscription.fail_at(deadline.at, deadline.error))
         return await call.respond(request.receive)
@@ -90,6 +89,7 @@ async def _start(
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 
+    # One of many small messages takes half a second for a megabyte.
     is_long = num_bytes > INLINE_BODY_BYTES
     parsed, all_guided = await asyncio.to_thread(parse) if is_long else parse()
     adds = await _engine_requests(api, parsed, all_guided, num_bytes, request.receive)
@@ -107,6 +107,7 @@ async def _start(
             api.client.tell(ReleaseRemote(add.remote))
     subscription = api.client.submit([add for add in adds if is_open(add)], place)
     try:  # all else is made while the engine has begun
+        parsed = parsed.without_inputs()
         return HttpRequestState(api, endpoint, parsed, adds, subscription, stats, framing)
     except BaseException:
         subscription.close()

@@ -145,6 +145,10 @@ class ReasoningOptions(Strict):
     generate_summary: UnreadText = None
 
 
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
@@ -169,8 +173,10 @@ class ResponsesRequest(CommonFields):
     )
     parallel_tool_calls: Switch = True
     reasoning: ReasoningOptions = Field(ReasoningOptions(), description="an object with `effort`")
-    metadata: dict[str, str] = Field(
-        default_factory=dict, description="an object of strings; it comes back with the response"
+    metadata: _Metadata = Field(
+        default_factory=dict,
+        description="an object of at most 16 strings of at most 512 characters, whose names have "
+        "at most 64; it comes back with the response",
     )
     client_metadata: Any = UNREAD  # of Codex
 
@@ -190,6 +196,10 @@ class ResponsesChat(ChatRequest):
     format_paths = ("text.format", "text.format")
 
     asked: ResponsesRequest
+
+    def without_inputs(self) -> Self:
+        kept = super().without_inputs()
+        return kept.model_copy(update={"asked": self.asked.model_copy(update={"input": []})})
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:

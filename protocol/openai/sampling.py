@@ -181,8 +181,8 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     no_stop_trim: Any = neutral(False)
     spaces_between_special_tokens: Any = neutral(True)
     detokenize: Any = neutral(True)
-    metadata: dict[str, Any] | None = Field(
-        None, description="an object of strings; it changes nothing here"
+    metadata: Annotated[None, Read(dict[str, Any], lambda _: None)] = Field(
+        None, exclude=True, description="an object of strings; it changes nothing here"
     )
     include_reasoning: Any = neutral(True)
     separate_reasoning: Any = neutral(True)
@@ -231,6 +231,11 @@ class GenerationRequest(SamplingFields, StructuredFields, CommonFields):
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
         return "max_tokens" if self.max_tokens == self.token_limit else self.usual_limit
+
+    def without_inputs(self) -> Self:
+        """This request once its prompts are token ids, without what only they depended on: an
+        answer may take minutes, and some of that takes far more memory than its text."""
+        return self
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""

@@ -174,6 +174,12 @@ def ask(body: Body) -> Ask:
     return ask_of(member(body, "model"), text, _asked_tokens(body) or _USUAL_ANSWER)
 
 
+def num_text_tokens(body: Body) -> int:
+    """The tokens of a body of /tokenize or /detokenize, estimated as a prompt's are."""
+    names = ("tools", "prompt", "messages", "tokens")
+    return ask_of(b"", b"".join(member(body, name) for name in names if name in body), 0).tokens
+
+
 def _asked_tokens(body: Body) -> int:
     limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)

@@ -50,6 +50,7 @@ class Key:
     """A known key. Some have limits; `min_priority` is the most urgent that it may ask for."""
 
     min_priority: int | None = None
+    limits_tokens = False
 
     def __init__(self, name: str, *, is_admin: bool) -> None:
         self.name, self.is_admin = name, is_admin
@@ -61,6 +62,9 @@ class Key:
     def charge(self, tokens: int) -> Mapping[str, str]:
         """It takes so many, as far as one can tell; returns and raises as `begin`."""
         return {}
+
+    def settle(self, tokens: int) -> None:
+        """Its answer has ended: it took so many more than it was charged for, or fewer."""
 
     def end(self) -> None: ...
 
@@ -74,11 +78,25 @@ class Visit:
         self.min_priority = None if key is None else key.min_priority
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
+        self._num_charged = 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the tokens of its answer are to be counted, see `settle`."""
+        return self.begun is not None and self.begun.limits_tokens
 
     def charge(self, tokens: int) -> None:
         """See Key."""
         if self.begun is not None:
             self.headers = {**self.headers, **self.begun.charge(tokens)}
+            self._num_charged = tokens
+
+    def settle(self, tokens: int) -> None:
+        """The answer has ended and took so many tokens: the key is charged for these instead of
+        what `charge` estimated."""
+        if self.begun is not None and self._num_charged:
+            self.begun.settle(tokens - self._num_charged)
+            self._num_charged = tokens
 
     def __enter__(self) -> "Visit":
         return self

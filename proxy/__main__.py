@@ -6,8 +6,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from protocol.http.acceptor import raise_file_limit
 from protocol.http.access import check
-from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
+from protocol.http.connections import HttpServer, bound_clients
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
@@ -19,6 +20,7 @@ from proxy.discovery.sources import BadFile, read_servers
 logger = get_logger("proxy")  # also where this module is called __main__
 
 BACKLOG = 4096
+DESCRIPTORS_EACH = 2  # of a client's connection: its own, and that of its request to a server
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
 GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
 
@@ -32,6 +34,7 @@ class ProxyServer(HttpServer):
             app,
             app.settings,
             app.access.certificate,
+            descriptors_each=DESCRIPTORS_EACH,
             loop="uvloop",
             lifespan="on",
             log_config=None,

@@ -121,6 +121,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     num_prompt_logprobs: int | None = None  # k: logprobs of the prompt's tokens and the top k
     grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
     priority: int = 0  # the smaller is served first
+    share: str = ""  # names the client's key: keys that wait share the engine equally
     known: list[Known] = []  # of each choice, where the request goes on from another server
     retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
     transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to

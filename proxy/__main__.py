@@ -20,7 +20,7 @@ from proxy.discovery.sources import BadFile, read_servers
 logger = get_logger("proxy")  # also where this module is called __main__
 
 BACKLOG = 4096
-DESCRIPTORS_EACH = 2  # of a client's connection: its own, and that of its request to a server
+DESCRIPTORS_EACH = 3  # of a client's connection: its own, and those of its request to two servers
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
 GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
 

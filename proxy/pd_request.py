@@ -30,6 +30,7 @@ from protocol.errors import (
 from protocol.http.access import Visit
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import Offer
+from protocol.openai.token_meter import TokenMeter
 from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
@@ -37,7 +38,6 @@ from proxy.errors import DecodeServerLost, DecodeServerTimeout
 from proxy.membership import Kind, Pool, Server
 from proxy.placement import Ask
 from proxy.relay import HandedBack, Loss, Losses, Reply
-from proxy.token_meter import TokenMeter
 from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
 from proxy.upstream_call import Leg, LegFailed, UpstreamCall, Upstreams
 
@@ -144,9 +144,9 @@ class PDRequest:
         self._ask = bodies.ask(self._body)
         num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
         with self._charged(self._ask.tokens, self._ask.answer * num_answers):
-            await self._have_generated()
+            await self._have_generated(self._ask)
 
-    async def _have_generated(self) -> None:
+    async def _have_generated(self, ask: Ask) -> None:
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
@@ -155,7 +155,7 @@ class PDRequest:
             if alone is not None:
                 await self._generate(alone)
         finally:
-            self.upstreams.knowledge.unplaced(self._ask)
+            self.upstreams.knowledge.unplaced(ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     async def _generate(self, alone: str) -> None:

@@ -15,12 +15,12 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.metrics import Metrics
+from protocol.openai.token_meter import TokenMeter
 from protocol.process.logging import get_logger
 from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, asking
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
-from proxy.token_meter import TokenMeter
 from proxy.upstream import Failure, Headers, Lost, Response, Unended, UpstreamError, as_text
 
 logger = get_logger(__name__)

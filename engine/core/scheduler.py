@@ -28,7 +28,7 @@ from engine.core.pace import Load, Pace
 from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
-from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
+from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones, work_of
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import held
 from kvcache.prefix import PrefixCursor, PrefixIndex
@@ -143,7 +143,9 @@ class Scheduler:
 
     def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
         """Tokens of the step that long prompts leave to short ones, which get their blocks."""
-        found = short_ones(self.waiting, sum(s.num_uncomputed for s in under_way), budget)
+        found = short_ones(
+            self.waiting, sum(work_of(s, s.num_uncomputed) for s in under_way), budget
+        )
         needed = sum(self.tables.num_blocks_for(s, len(s.token_ids)) for s in found)
         has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))
         is_one_too_many = self._num_choices() + len(found) > self.limits.max_num_seqs

@@ -97,6 +97,7 @@ async def _start(
         adds = going_on(resumed, api, endpoint, adds)
     prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
     adds = await asyncio.to_thread(prepare) if is_long else prepare()
+    adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     place.is_of(adds)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
     stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))

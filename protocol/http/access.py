@@ -29,6 +29,8 @@ def rate_headers(unit: str) -> list[str]:
 
 
 RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
+SHARE_HEADER = b"x-baton-share"
+_SHARE_CHARS = 16
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
@@ -111,6 +113,21 @@ _EVERYBODY = Visit(None, is_admin=True)  # where there are no keys
 
 def visit_of(scope: Mapping[str, Any]) -> Visit:
     return cast(Visit, scope.get(_VISIT, _EVERYBODY))
+
+
+def share_header(visit: Visit) -> list[tuple[bytes, bytes]]:
+    """The header by which a proxy tells servers whose request it is, without the key's name."""
+    if not visit.has_key:
+        return []
+    return [(SHARE_HEADER, digest(visit.name).hex()[:_SHARE_CHARS].encode())]
+
+
+def share_of(scope: Mapping[str, Any]) -> str:
+    """Whose request this is, to share a server among keys: as the proxy sent it, or by the key of
+    this process; empty where there are no keys."""
+    given = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
+    visit = visit_of(scope)
+    return given[:_SHARE_CHARS] or (visit.name if visit.has_key else "")
 
 
 def check_operator(scope: Mapping[str, Any]) -> None:

@@ -32,8 +32,8 @@ import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn._types import ASGI3Application
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import STARTUP_FAILURE
 
 from protocol import errors
 from protocol.http.acceptor import Acceptor, max_connections

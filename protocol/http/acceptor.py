@@ -18,6 +18,7 @@ logger = get_logger(__name__)
 
 RETRY_S = 0.05  # between two looks for room at the limit
 MAX_RESERVED = 64  # descriptors for what is no connection: files, logs, health checks
+_BACKLOG = 4096  # connections that wait; the kernel may allow fewer
 _AT_ONCE = 64  # connections accepted in one turn of the loop
 _WARN_INTERVAL_S = 60.0
 
@@ -66,6 +67,7 @@ class Acceptor:
         self._warned_at_s = -_WARN_INTERVAL_S
         self._is_closed = False
         listener.setblocking(False)
+        listener.listen(_BACKLOG)
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:

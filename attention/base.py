@@ -48,8 +48,12 @@ class AttentionBatch:
         num_seqs = len(self.query_lens)
         assert self.context_lens.shape == (num_seqs,), self.context_lens.shape
         assert self.block_tables.shape[:1] == (num_seqs,), self.block_tables.shape
-        assert self.slot_mapping.shape[0] >= int(self.query_lens.sum()), "a query token has no slot"
-        assert bool((self.query_lens <= self.context_lens).all()), "context_lens include the query"
+        assert self.slot_mapping.shape[0] >= int(self.query_lens.sum()), (
+            "a query token has no slot"
+        )
+        assert bool((self.query_lens <= self.context_lens).all()), (
+            "context_lens include the query"
+        )
 
     @property
     def num_seqs(self) -> int:
@@ -75,7 +79,9 @@ class AttentionBatch:
         return Pages(
             indptr,
             self.block_tables[used].astype(np.int32, copy=False),
-            (self.context_lens - (counts - 1) * block_size).astype(np.int32, copy=False),
+            (self.context_lens - (counts - 1) * block_size).astype(
+                np.int32, copy=False
+            ),
         )
 
     def within(self, window: int | None, block_size: int) -> "AttentionBatch":
@@ -94,7 +100,10 @@ class AttentionBatch:
 
     def part(self, first: int, last: int) -> "AttentionBatch":
         """Sequences [first, last) of the step."""
-        start, stop = int(self.query_lens[:first].sum()), int(self.query_lens[:last].sum())
+        start, stop = (
+            int(self.query_lens[:first].sum()),
+            int(self.query_lens[:last].sum()),
+        )
         return AttentionBatch(
             query_lens=self.query_lens[first:last],
             context_lens=self.context_lens[first:last],
@@ -105,7 +114,10 @@ class AttentionBatch:
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
         """A decode step of `num_rows` rows; the added ones read and write the null block only."""
         missing = num_rows - self.num_seqs
-        assert missing >= 0 and self.num_tokens == self.num_seqs, (num_rows, self.num_tokens)
+        assert missing >= 0 and self.num_tokens == self.num_seqs, (
+            num_rows,
+            self.num_tokens,
+        )
         if missing == 0:
             return self
         ones = np.ones(missing, np.int32)
@@ -188,7 +200,10 @@ class AttentionBackend(ABC):
         layers: Sequence[LayerAttention] = (),
     ) -> None:
         assert len(layers) in (0, pool.layout.num_layers), len(layers)
-        assert num_q_heads % pool.layout.num_heads == 0, (num_q_heads, pool.layout.num_heads)
+        assert num_q_heads % pool.layout.num_heads == 0, (
+            num_q_heads,
+            pool.layout.num_heads,
+        )
         assert head_dim == pool.layout.head_dim, (head_dim, pool.layout.head_dim)
         self.pool = pool
         self.num_q_heads = num_q_heads
@@ -218,7 +233,9 @@ class AttentionBackend(ABC):
         Raises:
             NotImplementedError: the backend's `forward` cannot be captured.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot be captured in CUDA graphs")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be captured in CUDA graphs"
+        )
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         """`plan` for a step of single query tokens, padded to `num_rows` rows.
@@ -226,7 +243,9 @@ class AttentionBackend(ABC):
         The `forward` calls that follow may be captured. Replaying them later, after another
         `plan_captured` of the same `num_rows`, runs that plan's batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot be captured in CUDA graphs")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be captured in CUDA graphs"
+        )
 
     @property
     def rotates(self) -> bool:

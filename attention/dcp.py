@@ -38,7 +38,9 @@ class ContextGroup(Protocol):
         """[size, ...], a part for each rank -> [size, ...], the part for this one of each."""
 
 
-MakeBackend = Callable[[KVPool, int], AttentionBackend]  # from a pool and a number of query heads
+MakeBackend = Callable[
+    [KVPool, int], AttentionBackend
+]  # from a pool and a number of query heads
 
 # Of scratch, put together at once: so that a long context needs no memory besides, which sizing a
 # KV pool would have to leave free. Some four times as much is taken in passing.
@@ -87,7 +89,8 @@ class ContextParallelBackend(AttentionBackend):
         self.scratch = KVPool(
             KVLayout(
                 order="LBCHND",
-                num_blocks=1 + -(-scratch_tokens // stripe.tokens_per_block) * stripe.size,
+                num_blocks=1
+                + -(-scratch_tokens // stripe.tokens_per_block) * stripe.size,
                 num_heads=len(needed),
                 num_layers=1,
                 num_components=pool.layout.num_components,
@@ -97,7 +100,9 @@ class ContextParallelBackend(AttentionBackend):
             ),
             pool.device,
         )
-        super().__init__(self.scratch, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale)
+        super().__init__(
+            self.scratch, num_q_heads=num_q_heads, head_dim=head_dim, scale=scale
+        )
         self._stripe = stripe
         self._group = group
         self._own = pool
@@ -131,7 +136,9 @@ class ContextParallelBackend(AttentionBackend):
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         self._shared.reserve_captured(max_seqs, max_blocks)
-        self._captured_absent = torch.zeros(max_seqs, dtype=torch.bool, device=self.pool.device)
+        self._captured_absent = torch.zeros(
+            max_seqs, dtype=torch.bool, device=self.pool.device
+        )
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
@@ -160,7 +167,9 @@ class ContextParallelBackend(AttentionBackend):
         blocks, offsets = np.divmod(slots, self._stripe.block_size)
         rows = np.arange(len(slots))
         kept = (blocks != 0) & (rows >= self._num_decodes)
-        self._stored = [_upload(x[kept], self.pool.device) for x in (rows, blocks, offsets)]
+        self._stored = [
+            _upload(x[kept], self.pool.device) for x in (rows, blocks, offsets)
+        ]
 
     def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
         """The sequences after the decodes, in order, as many at once as scratch holds."""
@@ -175,11 +184,18 @@ class ContextParallelBackend(AttentionBackend):
                 first, free = seq, self.scratch.layout.num_blocks - 1
             free -= room[seq]
         if first < batch.num_seqs:
-            groups.append(self._prompts_of(batch, first, batch.num_seqs, cached_blocks, room))
+            groups.append(
+                self._prompts_of(batch, first, batch.num_seqs, cached_blocks, room)
+            )
         return groups
 
     def _prompts_of(
-        self, batch: AttentionBatch, first: int, last: int, cached_blocks: Int32s, room: Int32s
+        self,
+        batch: AttentionBatch,
+        first: int,
+        last: int,
+        cached_blocks: Int32s,
+        room: Int32s,
     ) -> _Prompts:
         """Sequences [first, last) laid out in scratch one after the other."""
         room = room[first:last]
@@ -199,15 +215,21 @@ class ContextParallelBackend(AttentionBackend):
                 block_tables=tables.astype(np.int32),
                 slot_mapping=self._scratch_slots(part, begins),
             ),
-            cached_blocks=_upload(np.concatenate(cached).astype(np.int64), self.pool.device),
-            targets=_upload(np.concatenate(targets) + np.arange(size)[:, None], self.pool.device),
+            cached_blocks=_upload(
+                np.concatenate(cached).astype(np.int64), self.pool.device
+            ),
+            targets=_upload(
+                np.concatenate(targets) + np.arange(size)[:, None], self.pool.device
+            ),
         )
 
     def _scratch_slots(self, part: AttentionBatch, begins: IntArray) -> IntArray:
         """A sequence's blocks follow each other in scratch, so its tokens do."""
         before = part.context_lens - np.cumsum(part.query_lens)
         firsts = begins * self._stripe.block_size + before
-        return np.repeat(firsts, part.query_lens) + np.arange(int(part.query_lens.sum()))
+        return np.repeat(firsts, part.query_lens) + np.arange(
+            int(part.query_lens.sum())
+        )
 
     # -- attention ---------------------------------------------------------------------------
 
@@ -247,14 +269,22 @@ class ContextParallelBackend(AttentionBackend):
         out = q_latent.new_empty(q_latent.shape)
         if count := self._num_decodes:
             rank = q_latent.shape[-1]
-            queries = self._gather_heads(torch.cat([q_latent[:count], q_rope[:count]], -1))
+            queries = self._gather_heads(
+                torch.cat([q_latent[:count], q_rope[:count]], -1)
+            )
             found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
             part = self._shared.forward_latent(
-                layer, queries[..., :rank], queries[..., rank:], latent[:count], lse=found
+                layer,
+                queries[..., :rank],
+                queries[..., rank:],
+                latent[:count],
+                lse=found,
             )
             out[:count] = self._merge(part, found)
         for rows in self._filled(layer):
-            out[rows] = self._alone.forward_latent(0, q_latent[rows], q_rope[rows], latent[rows])
+            out[rows] = self._alone.forward_latent(
+                0, q_latent[rows], q_rope[rows], latent[rows]
+            )
         self._store(layer, (latent[:, None],))
         return out
 
@@ -267,12 +297,16 @@ class ContextParallelBackend(AttentionBackend):
         [n, heads, D] over all tokens."""
         num_rows, size = len(out), self._group.size
         if out.device.type == "cuda" and out.element_size() == 2:
-            from attention.kernels import dcp  # needs Triton, which only GPU machines have
+            from attention.kernels import (
+                dcp,  # needs Triton, which only GPU machines have
+            )
 
             packed = dcp.pack(out.contiguous(), lse, self._absent_rows, size)
             return dcp.merge(self._group.all_to_all(packed))
         lse = lse.masked_fill(self._absent_rows[:, None], float("-inf"))
-        parts = torch.cat([out.float(), lse.unsqueeze(-1)], -1)  # as float32: merged only once
+        parts = torch.cat(
+            [out.float(), lse.unsqueeze(-1)], -1
+        )  # as float32: merged only once
         parts = parts.view(num_rows, size, self.num_q_heads, -1).transpose(0, 1)
         parts = self._group.all_to_all(parts.contiguous())
         outs, lses = parts[..., :-1], parts[..., -1:]
@@ -293,11 +327,15 @@ class ContextParallelBackend(AttentionBackend):
         stored: to each rank the heads that its queries read."""
         components = range(self._own.layout.num_components)
         self.scratch.scales = tuple(self._own.scale(layer, c) for c in components)
-        at_once = max(1, _EXCHANGED_BYTES // (self._stripe.size * self.scratch.layout.block_bytes))
+        at_once = max(
+            1, _EXCHANGED_BYTES // (self._stripe.size * self.scratch.layout.block_bytes)
+        )
         for start in range(0, len(prompts.cached_blocks), at_once):
             some = slice(start, start + at_once)
             blocks = fp8.addressable(self._own.view(layer))[prompts.cached_blocks[some]]
-            parts = blocks[:, :, self._heads].permute(2, 0, 1, 3, 4, 5)  # of [n, C, H, N, D]
+            parts = blocks[:, :, self._heads].permute(
+                2, 0, 1, 3, 4, 5
+            )  # of [n, C, H, N, D]
             found = self._group.all_to_all(parts.contiguous())
             fp8.addressable(self.scratch.view(0))[prompts.targets[:, some]] = found
 

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from attention import pieces
 from attention.base import AttentionBatch, Int32s, Kind, Pages, Turn, leave_to_sinks
-from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of, pinned
+from attention.flashinfer_base import (
+    LN_2,
+    CapturedBuffers,
+    FlashInferBase,
+    indptr_of,
+    pinned,
+)
 from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
 from attention.kernels.store import store
 from attention.kernels.widen import widen
@@ -35,7 +41,9 @@ from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-_VIEW_ORDER: Final = "HND"  # of the views below; their strides say how the pool really lies
+_VIEW_ORDER: Final = (
+    "HND"  # of the views below; their strides say how the pool really lies
+)
 # Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
 # Several shorter ones fill the GPU better by one launch over the pool.
 _FRESH_TOKENS: Final = 512
@@ -52,7 +60,9 @@ class _Part:
     stop: int
     kernel: Any
     is_fresh: bool = False  # it attends to the step's own keys and values
-    copied: tuple[Tensor, Tensor] | None = None  # blocks of which it reads copies; their number
+    copied: tuple[Tensor, Tensor] | None = (
+        None  # blocks of which it reads copies; their number
+    )
 
 
 @dataclass(eq=False)
@@ -85,14 +95,20 @@ class FlashInferBackend(FlashInferBase):
         is_fp8 = pool.tensor.dtype is fp8.DTYPE
         super().__init__(pool, **options)
         layers = range(pool.layout.num_layers)
-        self._caches = [(pool.component(layer, 0), pool.component(layer, 1)) for layer in layers]
+        self._caches = [
+            (pool.component(layer, 0), pool.component(layer, 1)) for layer in layers
+        ]
         prove_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
         prove_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
         self._wide: Tensor | None = getattr(options.get("beside"), "_wide", None)
-        most = min(self._limits.max_context, _MAX_COPIED) if is_fp8 and self._takes_fresh else 0
+        most = (
+            min(self._limits.max_context, _MAX_COPIED)
+            if is_fp8 and self._takes_fresh
+            else 0
+        )
         if most and self._wide is None:
             cache = self._caches[0][0]
             shape = (2, -(-most // self.block_size), *cache.shape[1:])
@@ -102,12 +118,16 @@ class FlashInferBackend(FlashInferBase):
         self._of_kind = {kind: self._kernels_of(kind, over_pool) for kind in self.kinds}
 
     def _kernels_of(self, kind: Kind, prefill: str) -> _OfKind:
-        options: dict[str, Any] = {}  # so that other models' plans are called as if there were none
+        options: dict[
+            str, Any
+        ] = {}  # so that other models' plans are called as if there were none
         if kind.window is not None:
             options["window_left"] = kind.window - 1  # itself not counted
         if kind.soft_cap:
             options["logits_soft_cap"] = kind.soft_cap
-        make = partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper, self.workspace, _VIEW_ORDER)
+        make = partial(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper, self.workspace, _VIEW_ORDER
+        )
         over_copies = None if self._wide is None else self._roomy(make(backend="fa3"))
         of_prompts = (self._roomy(make(backend=prefill)), over_copies)
         return _OfKind(options, self._decode_kernel(kind), of_prompts)
@@ -159,24 +179,41 @@ class FlashInferBackend(FlashInferBase):
         before it multiplies by zero, values past a prompt's end, which are another's, perhaps NaN.
         """
         while len(kernels.fresh) < len(lens):
-            kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, backend="fa3")
+            kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                self.workspace, backend="fa3"
+            )
             kernels.fresh.append(self._roomy(kernel))
         start = kernels.parts[-1].stop if kernels.parts else 0
         for kernel, num_tokens in zip(kernels.fresh, lens, strict=False):
             indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
-            options = {"q_data_type": self.dtype, "sm_scale": self.scale, **kernels.options}
+            options = {
+                "q_data_type": self.dtype,
+                "sm_scale": self.scale,
+                **kernels.options,
+            }
             kernel.plan(indptr, indptr, *self.heads, causal=True, **options)
-            kernels.parts.append(_Part(start, start + num_tokens, kernel, is_fresh=True))
+            kernels.parts.append(
+                _Part(start, start + num_tokens, kernel, is_fresh=True)
+            )
             start += num_tokens
 
-    def _plan_prefill(self, kernels: _OfKind, start: int, lens: Int32s, pages: Pages) -> None:
+    def _plan_prefill(
+        self, kernels: _OfKind, start: int, lens: Int32s, pages: Pages
+    ) -> None:
         part = _Part(start, start + int(lens.sum()), kernels.prefill[0])
         kv_dtype, count = self.kv_dtype, len(pages.indices)
         if self._wide is not None and count <= self._wide.shape[1]:
             part = replace(part, kernel=kernels.prefill[1], copied=self.listed(pages))
-            kv_dtype, pages = self.dtype, pages._replace(indices=np.arange(count, dtype=np.int32))
+            kv_dtype, pages = (
+                self.dtype,
+                pages._replace(indices=np.arange(count, dtype=np.int32)),
+            )
         indices = (indptr_of(lens), *map(pinned, pages))
-        types = {"q_data_type": self.dtype, "kv_data_type": kv_dtype, "sm_scale": self.scale}
+        types = {
+            "q_data_type": self.dtype,
+            "kv_data_type": kv_dtype,
+            "sm_scale": self.scale,
+        }
         options = {**types, **kernels.options}
         part.kernel.plan(*indices, *self.heads, self.block_size, causal=True, **options)
         kernels.parts.append(part)
@@ -190,7 +227,9 @@ class FlashInferBackend(FlashInferBase):
             widen(stored, wide, blocks, count, 1.0, packed=True)
         return tuple(self._wide)
 
-    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
+    def captured_kernel(
+        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+    ) -> Any:
         return self._decode_kernel(kind, captured=buffers, num_seqs=num_rows)
 
     def plan_captured_kernel(

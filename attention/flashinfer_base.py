@@ -24,7 +24,9 @@ from attention.flashinfer_workspace import Gpu, Workspace, explaining
 from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
 from kvcache.pool import KVPool
 
-LN_2: Final = math.log(2)  # from the kernels' log-sum-exps, in powers of two, to natural ones
+LN_2: Final = math.log(
+    2
+)  # from the kernels' log-sum-exps, in powers of two, to natural ones
 
 
 class CapturedBuffers:
@@ -37,14 +39,21 @@ class CapturedBuffers:
         sizes = [max_seqs, max_seqs, max_seqs + 1, max_seqs * max_blocks]
         self._starts = np.cumsum([0, *sizes]).tolist()
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.slots, self.last_page_lens, self.indptr, self.indices = torch.split_with_sizes(
-            self._all, sizes
+        self.slots, self.last_page_lens, self.indptr, self.indices = (
+            torch.split_with_sizes(self._all, sizes)
         )
 
     def upload(self, slots: Int64s, pages: Pages) -> None:
         """Copies a step's indices to the device without waiting for it."""
-        parts: list[Int32s | Int64s] = [slots, pages.last_page_lens, pages.indptr, pages.indices]
-        host = torch.empty(self._starts[3] + len(pages.indices), dtype=torch.int32, pin_memory=True)
+        parts: list[Int32s | Int64s] = [
+            slots,
+            pages.last_page_lens,
+            pages.indptr,
+            pages.indices,
+        ]
+        host = torch.empty(
+            self._starts[3] + len(pages.indices), dtype=torch.int32, pin_memory=True
+        )
         target = host.numpy()
         for start, part in zip(self._starts, parts, strict=False):
             target[start : start + len(part)] = part
@@ -133,14 +142,20 @@ class FlashInferBase(AttentionBackend):
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         for kind in self.kinds:
-            of_window = max_blocks if kind.window is None else kind.window // self.block_size + 2
+            of_window = (
+                max_blocks
+                if kind.window is None
+                else kind.window // self.block_size + 2
+            )
             most = min(max_blocks, of_window)
             self._buffers[kind] = CapturedBuffers(max_seqs, most, self.device)
         self._captured.clear()  # kernels of other buffers
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         assert self._buffers, "reserve_captured comes first"
-        assert bool((batch.query_lens == 1).all()), "only steps of single tokens are captured"
+        assert bool((batch.query_lens == 1).all()), (
+            "only steps of single tokens are captured"
+        )
         padded = batch.padded_to(num_rows, self.block_size)
         plans = []
         for kind, buffers in self._buffers.items():
@@ -157,7 +172,9 @@ class FlashInferBase(AttentionBackend):
                 self.plan_captured_kernel(*plan)
 
     @abstractmethod
-    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
+    def captured_kernel(
+        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+    ) -> Any:
         """A kernel for a kind's layers in steps of `num_rows` single tokens, that reads `buffers`
         only."""
 

@@ -36,11 +36,23 @@ def modules_for(wanted: Wanted, device: torch.device) -> dict[str, Any]:
     found = {}
     for window, soft_cap in wanted.kinds:
         # No position encoding, and no 16-bit products of queries and keys.
-        options = (torch.int32, wanted.head_dim, wanted.head_dim, 0, window, soft_cap, False)
-        names = [name for name, has in (("window", window), ("soft cap", soft_cap)) if has]
+        options = (
+            torch.int32,
+            wanted.head_dim,
+            wanted.head_dim,
+            0,
+            window,
+            soft_cap,
+            False,
+        )
+        names = [
+            name for name, has in (("window", window), ("soft cap", soft_cap)) if has
+        ]
         suffix = " with " + " and ".join(names) if names else ""
         if not hopper or kv != q:
-            module = generators._gen_batch_prefill_primary_module("fa2", q, kv, q, *options)
+            module = generators._gen_batch_prefill_primary_module(
+                "fa2", q, kv, q, *options
+            )
             found[f"fa2{suffix}"] = module
         if hopper:
             found[f"fa3{suffix}"] = gen_batch_prefill_module("fa3", q, q, q, *options)

@@ -29,7 +29,9 @@ class FlashInferMLABackend(FlashInferBase):
 
     def __init__(self, pool: KVPool, **options: Any) -> None:
         super().__init__(pool, **options)
-        latents = [pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)]
+        latents = [
+            pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)
+        ]
         # [B, 9, N, 64]: as if heads, of which the store kernel knows
         self._parts = [_in_parts(rows).transpose(1, 2) for rows in latents]
         prove_storing((self._parts[0],), (pool.scale(0, 0),), self.dtype)
@@ -39,8 +41,13 @@ class FlashInferMLABackend(FlashInferBase):
             self._wide = _in_parts(wide).transpose(1, 2)
             prove_widening(self._parts[0], self._wide)
             latents = [wide] * len(latents)
-        self._caches = [(rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents]
-        self._read = (torch.empty(0), torch.empty(0))  # the step's blocks and their number
+        self._caches = [
+            (rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents
+        ]
+        self._read = (
+            torch.empty(0),
+            torch.empty(0),
+        )  # the step's blocks and their number
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
@@ -86,7 +93,9 @@ class FlashInferMLABackend(FlashInferBase):
         self._planned = kernel
         self._num_rows = int(batch.query_lens.sum())
 
-    def captured_kernel(self, kind: Kind, num_rows: int, buffers: CapturedBuffers) -> Any:
+    def captured_kernel(
+        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+    ) -> Any:
         return flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace,
             use_cuda_graph=True,

@@ -57,12 +57,16 @@ def workspace_of(
     """For attention to keys and values; heads are those of one rank."""
     group = num_q_heads // num_kv_heads
     fitting = BLOCKS_PER_SM * gpu.num_sms // num_kv_heads  # tiles times pieces
-    rows = max(1, -(-fitting * _tile(limits.max_tokens * group, head_dim, gpu) // group))
+    rows = max(
+        1, -(-fitting * _tile(limits.max_tokens * group, head_dim, gpu) // group)
+    )
     return Workspace(
         floats=_aligned(num_q_heads * rows * head_dim * _FLOAT_BYTES)
         + _aligned(num_q_heads * rows * _FLOAT_BYTES),
         ints=max(
-            LEAST_INT_BYTES, _fa2_ints(group, fitting, limits), _fa3_ints(num_q_heads, limits, gpu)
+            LEAST_INT_BYTES,
+            _fa2_ints(group, fitting, limits),
+            _fa3_ints(num_q_heads, limits, gpu),
         ),
     )
 

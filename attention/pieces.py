@@ -58,12 +58,21 @@ class PieceDecode:
         self, heads: tuple[int, int, int], block_size: int, kind: Kind, scale: float,
         workspace: Tensor, num_sms: int, captured: CapturedBuffers | None = None, num_seqs: int = 0,
     ) -> None:  # fmt: skip
-        from attention.kernels import decode  # needs Triton, which only GPU machines have
+        from attention.kernels import (
+            decode,  # needs Triton, which only GPU machines have
+        )
 
         self._attend = decode.attend
-        self._heads, self._block_size, self._kind, self._scale = heads, block_size, kind, scale
+        self._heads, self._block_size, self._kind, self._scale = (
+            heads,
+            block_size,
+            kind,
+            scale,
+        )
         self._workspace, self._num_sms = workspace.view(torch.float32), num_sms
-        self._tile = min(TILE, TILE * 128 // heads[2])  # larger ones do not fit shared memory
+        self._tile = min(
+            TILE, TILE * 128 // heads[2]
+        )  # larger ones do not fit shared memory
         self._captured: list[Tensor] = []
         if captured is not None:
             size = num_pieces(num_seqs, heads[1], num_sms) + num_seqs + 2
@@ -81,8 +90,12 @@ class PieceDecode:
             self._captured[0].copy_(pinned(plan), non_blocking=True)
             return
         parts = (plan, *pages)
-        uploaded = pinned(np.concatenate(parts)).to(self._workspace.device, non_blocking=True)
-        self._planned = list(torch.split_with_sizes(uploaded, [len(part) for part in parts]))
+        uploaded = pinned(np.concatenate(parts)).to(
+            self._workspace.device, non_blocking=True
+        )
+        self._planned = list(
+            torch.split_with_sizes(uploaded, [len(part) for part in parts])
+        )
 
     def run(
         self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float,

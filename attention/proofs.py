@@ -25,7 +25,10 @@ _NEARLY_ZERO: Final = 1e-20
 
 
 def prove_storing(
-    caches: tuple[Tensor, ...], scales: tuple[float, ...], dtype: torch.dtype, num_q_heads: int = 0
+    caches: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    dtype: torch.dtype,
+    num_q_heads: int = 0,
 ) -> None:
     """By keys and values of `dtype`, rotated where there are query heads; see `store`.
 
@@ -36,7 +39,10 @@ def prove_storing(
 
 
 def prove_decoding(
-    caches: tuple[Tensor, Tensor], dtype: torch.dtype, num_q_heads: int, kinds: Sequence[Kind]
+    caches: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    num_q_heads: int,
+    kinds: Sequence[Kind],
 ) -> None:
     """By queries of `dtype`; see PieceDecode.
 
@@ -45,7 +51,11 @@ def prove_decoding(
     """
 
     def most() -> str | None:
-        errors = [error for kind in kinds for error in _errors(caches, dtype, num_q_heads, kind)]
+        errors = [
+            error
+            for kind in kinds
+            for error in _errors(caches, dtype, num_q_heads, kind)
+        ]
         found = torch.stack(errors).max().item()  # NaN, if one is
         return None if found < _TOLERANCE else f"deviates by {found:.2g}"
 
@@ -60,7 +70,9 @@ def prove_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> Non
     """
 
     def wrongly_read() -> str | None:
-        null, one = (torch.tensor([n], dtype=torch.int32, device=wide.device) for n in (0, 1))
+        null, one = (
+            torch.tensor([n], dtype=torch.int32, device=wide.device) for n in (0, 1)
+        )
         with _borrowed([stored]) as (block,):
             block.copy_(torch.randn(block.shape, device=wide.device))
             widen(stored, wide, null, one, _SCALES[0], packed=packed)
@@ -94,7 +106,10 @@ def _borrowed(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _wrongly_stored(
-    caches: tuple[Tensor, ...], scales: tuple[float, ...], dtype: torch.dtype, num_q_heads: int
+    caches: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    dtype: torch.dtype,
+    num_q_heads: int,
 ) -> str | None:
     num_heads, num_tokens, dim = caches[0].shape[1:]
     device, sizes = caches[0].device, [num_q_heads, *[num_heads] * len(caches)]
@@ -102,14 +117,21 @@ def _wrongly_stored(
     # By a quarter, and norms of what is -1 or 1 by powers of two: nothing is rounded.
     turns: list[Turn | None] = [None]
     if num_q_heads:
-        cos_sin = (torch.arange(dim, device=device) >= dim // 2).float().repeat(num_tokens, 1)
-        norms = tuple(torch.full((dim,), weight, device=device, dtype=dtype) for weight in (2, 0.5))
+        cos_sin = (
+            (torch.arange(dim, device=device) >= dim // 2).float().repeat(num_tokens, 1)
+        )
+        norms = tuple(
+            torch.full((dim,), weight, device=device, dtype=dtype)
+            for weight in (2, 0.5)
+        )
         turns = [Turn(cos_sin), Turn(cos_sin, (norms[0], norms[1]), _NEARLY_ZERO)]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for turn in turns:
         drawn = (torch.randn(num_tokens, n, dim, device=device) for n in sizes)
         factors = (2.0, 0.5) if turn is not None and turn.norms else None
-        q, *new = ((x if factors is None else 1 - 2.0 * (x < 0)).to(dtype) for x in drawn)
+        q, *new = (
+            (x if factors is None else 1 - 2.0 * (x < 0)).to(dtype) for x in drawn
+        )
         turned, kept = q, [*new]
         if turn is not None:
             turned, kept[0] = (
@@ -117,7 +139,15 @@ def _wrongly_stored(
                 for x, factor in zip((q, new[0]), factors or (1.0, 1.0), strict=True)
             )
         with _borrowed(caches) as blocks:
-            store(new[0], new[1] if len(new) > 1 else None, slots, caches, scales, q=q, turn=turn)
+            store(
+                new[0],
+                new[1] if len(new) > 1 else None,
+                slots,
+                caches,
+                scales,
+                q=q,
+                turn=turn,
+            )
             wrong += (q != turned).sum()
             for block, part, scale in zip(blocks, kept, scales, strict=False):
                 stored = fp8.stored_as(part, block.dtype, scale).float()
@@ -133,11 +163,19 @@ def _errors(
     heads, num_seqs = (num_q_heads, num_heads, dim), len(_CONTEXTS)
     counts = -(-np.array(_CONTEXTS, np.int32) // num_tokens)
     indptr = np.cumsum([0, *counts], dtype=np.int32)
-    pages = Pages(indptr, np.zeros(indptr[-1], np.int32), _CONTEXTS - (counts - 1) * num_tokens)
-    workspace = torch.empty(partial_bytes(heads, num_seqs, _SMS), dtype=torch.uint8, device=device)
-    decode = PieceDecode(heads, num_tokens, kind, dim**-0.5 / _SCALES[0], workspace, _SMS)
+    pages = Pages(
+        indptr, np.zeros(indptr[-1], np.int32), _CONTEXTS - (counts - 1) * num_tokens
+    )
+    workspace = torch.empty(
+        partial_bytes(heads, num_seqs, _SMS), dtype=torch.uint8, device=device
+    )
+    decode = PieceDecode(
+        heads, num_tokens, kind, dim**-0.5 / _SCALES[0], workspace, _SMS
+    )
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
-    runs = [(torch.empty_like(q), torch.empty(q.shape[:2], device=device)) for _ in range(2)]
+    runs = [
+        (torch.empty_like(q), torch.empty(q.shape[:2], device=device)) for _ in range(2)
+    ]
     errors = []
     with _borrowed(caches) as (key, value):
         for block in (key, value):
@@ -150,7 +188,9 @@ def _errors(
             )  # fmt: skip
         for row, length in enumerate(_CONTEXTS):  # the block again and again
             tokens = torch.arange(length, device=device) % num_tokens
-            scores = q[row].float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
+            scores = (
+                q[row].float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
+            )
             if kind.soft_cap:
                 scores = (scores / kind.soft_cap).tanh() * kind.soft_cap
             scores = scores[..., tokens]
@@ -159,7 +199,9 @@ def _errors(
             shares.index_add_(-1, tokens, scores.softmax(-1))
             values = shares @ value.float() * _SCALES[1]
             expected = (values, scores.logsumexp(-1) / np.log(2))
-            pairs = [(run[i][row], right) for run in runs for i, right in enumerate(expected)]
+            pairs = [
+                (run[i][row], right) for run in runs for i, right in enumerate(expected)
+            ]
             for found, right in pairs:
                 difference = found.float() - right.view(found.shape)
                 errors.append(difference.norm() / right.norm())

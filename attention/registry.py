@@ -41,7 +41,9 @@ def create_backend(
     return make(pool, **options, limits=limits, beside=beside)
 
 
-def backend_class(name: str, device: str, num_components: int) -> Callable[..., AttentionBackend]:
+def backend_class(
+    name: str, device: str, num_components: int
+) -> Callable[..., AttentionBackend]:
     """What makes the backend `name` over pools on `device`: see create_backend.
 
     Args:
@@ -68,7 +70,9 @@ def backend_class(name: str, device: str, num_components: int) -> Callable[..., 
     return FlashInferBackend
 
 
-def compile_modules(name: str, wanted: Wanted, device: torch.device, *, free_bytes: int) -> None:
+def compile_modules(
+    name: str, wanted: Wanted, device: torch.device, *, free_bytes: int
+) -> None:
     """Compiles what the backend `name` needs of a library's kernels and is not there yet: minutes,
     the first time. See flashinfer_jit.py for the rest."""
     if chosen(name, wanted.device) == "flashinfer":

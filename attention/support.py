@@ -11,8 +11,12 @@ QUERY_TILE: Final = 128  # rows: heads that do not divide it lose keys at tile b
 
 _HEAD_DIMS: Final = (64, 128, 256)
 _DTYPES: Final = ("bfloat16", "float16")
-_MLA_WORKS: Final = 16384  # tiles of queries times pieces of contexts that a plan has room for
-_MLA_TILE: Final = 128  # queries times heads; half of it where sequences have 64 or fewer
+_MLA_WORKS: Final = (
+    16384  # tiles of queries times pieces of contexts that a plan has room for
+)
+_MLA_TILE: Final = (
+    128  # queries times heads; half of it where sequences have 64 or fewer
+)
 _MOST_SMS: Final = 256  # of any GPU
 
 
@@ -66,25 +70,35 @@ def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
     if chosen(name, wanted.device) == "torch":
         return
     if wanted.device != "cuda":
-        raise _refused(f"reads GPU memory only, and the KV pool is on {wanted.device}: use")
+        raise _refused(
+            f"reads GPU memory only, and the KV pool is on {wanted.device}: use"
+        )
     _check_dtypes(wanted)
     if wanted.is_latent:
         _check_latents(wanted, limits)
     elif wanted.head_dim not in _HEAD_DIMS:
         dims = ", ".join(map(str, _HEAD_DIMS))
-        raise _refused(f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use")
+        raise _refused(
+            f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use"
+        )
 
 
 def copied_bytes(name: str, wanted: Wanted, block_size: int) -> int:
     """Of a block of a pool, what the backend `name` keeps besides: one layer's latents of FP8 in
     the queries' 16 bits."""
-    if not wanted.is_latent or wanted.kv_dtype != FP8 or chosen(name, wanted.device) == "torch":
+    if (
+        not wanted.is_latent
+        or wanted.kv_dtype != FP8
+        or chosen(name, wanted.device) == "torch"
+    ):
         return 0
     return 2 * block_size * wanted.head_dim
 
 
 def _refused(why: str) -> UnsupportedPool:
-    return UnsupportedPool(f"attention_backend flashinfer {why} --attention-backend torch")
+    return UnsupportedPool(
+        f"attention_backend flashinfer {why} --attention-backend torch"
+    )
 
 
 def _check_dtypes(wanted: Wanted) -> None:
@@ -108,7 +122,9 @@ def _check_latents(wanted: Wanted, limits: StepLimits) -> None:
     seqs = min(limits.max_seqs, limits.max_tokens)
     long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + seqs
     short = 2 * seqs + 2 * seqs // _MLA_TILE + 1
-    works = max(long, short) + _MOST_SMS  # so many pieces are cut beyond one for each tile
+    works = (
+        max(long, short) + _MOST_SMS
+    )  # so many pieces are cut beyond one for each tile
     if works > _MLA_WORKS:
         raise _refused(
             f"splits a step over latents into {_MLA_WORKS} parts at most; {limits.max_tokens} "

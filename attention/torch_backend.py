@@ -21,7 +21,9 @@ from attention.torch_plan import RowMap, decode_groups, prefill_chunks
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-_MAX_SPARSE_GROUP = 4  # query heads per KV head up to which reading in place beats a copy
+_MAX_SPARSE_GROUP = (
+    4  # query heads per KV head up to which reading in place beats a copy
+)
 
 
 class _Cache(NamedTuple):
@@ -50,7 +52,9 @@ class _Plan:
 class TorchBackend(AttentionBackend):
     """See AttentionBackend. `dtype` is that of the queries; the pool's may differ."""
 
-    def __init__(self, pool: KVPool, *, dtype: torch.dtype | None = None, **sizes: Any) -> None:
+    def __init__(
+        self, pool: KVPool, *, dtype: torch.dtype | None = None, **sizes: Any
+    ) -> None:
         super().__init__(pool, **sizes)
         self._dtype = dtype or pool.tensor.dtype
         self._device = str(pool.tensor.device)
@@ -72,14 +76,22 @@ class TorchBackend(AttentionBackend):
     def _make_decode(self, soft_cap: float) -> SparseDecode | GatherDecode:
         has_few_heads = self.num_q_heads <= _MAX_SPARSE_GROUP * self.num_kv_heads
         is_plain = self._dtype == self.pool.tensor.dtype == torch.float32
-        if has_few_heads and is_plain and self._device == "cpu" and sparse_decode_works():
+        if (
+            has_few_heads
+            and is_plain
+            and self._device == "cpu"
+            and sparse_decode_works()
+        ):
             return SparseDecode(
                 num_q_heads=self.num_q_heads,
                 num_shared_rows=self._rows.num_shared_rows,
                 soft_cap=soft_cap,
             )
         return GatherDecode(
-            head_dim=self.head_dim, dtype=self._dtype, device=self._device, soft_cap=soft_cap
+            head_dim=self.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+            soft_cap=soft_cap,
         )
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -100,14 +112,20 @@ class TorchBackend(AttentionBackend):
             is_in_order = np.array_equal(rows, np.arange(batch.num_tokens))
         return _Plan(kind, chunks, decode, decode_rows, is_in_order)
 
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+    def _to_device(
+        self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    ) -> Tensor:
         return torch.from_numpy(array.reshape(-1)).to(self._device)
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor,
         *, turn: Turn | None = None, lse: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert turn is None and q.shape == (self._num_tokens, self.num_q_heads, self.head_dim)
+        assert turn is None and q.shape == (
+            self._num_tokens,
+            self.num_q_heads,
+            self.head_dim,
+        )
         cache = self._caches[layer]
         k_scale, v_scale = self.pool.scale(layer, 0), self.pool.scale(layer, -1)
         k = self._write(cache.k_rows, k, k_scale)
@@ -143,13 +161,17 @@ class TorchBackend(AttentionBackend):
             lse.zero_()
         if (rows := plan.decode_rows) is not None:
             found = None if lse is None else lse[rows]
-            part = decode.attend(q[rows], cache.k_rows, cache.v_rows, scale=scale, lse=found)
+            part = decode.attend(
+                q[rows], cache.k_rows, cache.v_rows, scale=scale, lse=found
+            )
             out.index_copy_(0, rows, part)
             if lse is not None and found is not None:
                 lse.index_copy_(0, rows, found)
         for chunk, context_rows in plan.chunks:
             own = q[chunk], k[chunk], v[chunk]
-            part, part_lse = self._attend_chunk(plan.kind, *own, cache, context_rows, scale)
+            part, part_lse = self._attend_chunk(
+                plan.kind, *own, cache, context_rows, scale
+            )
             out[chunk] = part.flatten(0, 1).transpose(0, 1)
             if lse is not None:
                 lse[chunk] = part_lse.flatten(0, 1).transpose(0, 1)
@@ -157,7 +179,9 @@ class TorchBackend(AttentionBackend):
 
     def _write(self, rows: Tensor, new: Tensor, scale: float) -> Tensor:
         """Stores [T, H, D] by slot; returns it as a later step will read it, not yet scaled."""
-        stored = fp8.stored_as(new.reshape(-1, self.head_dim), self.pool.tensor.dtype, scale)
+        stored = fp8.stored_as(
+            new.reshape(-1, self.head_dim), self.pool.tensor.dtype, scale
+        )
         rows.index_copy_(0, self._slots, fp8.addressable(stored))
         return stored.view(new.shape).to(self._dtype)
 
@@ -167,7 +191,9 @@ class TorchBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output [H, Hq/H, chunk, D] and log-sum-exp [H, Hq/H, chunk] of one prompt chunk."""
         # Heads by KV head: [chunk, H, Hq/H, D] -> [H, Hq/H, chunk, D].
-        queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
+        queries = q.reshape(len(q), self.num_kv_heads, -1, self.head_dim).permute(
+            1, 2, 0, 3
+        )
 
         parts = [(k.transpose(0, 1), v.transpose(0, 1))]
         if context_rows is not None:
@@ -177,9 +203,14 @@ class TorchBackend(AttentionBackend):
             keys, values = (torch.cat(each, 1) for each in zip(*parts, strict=True))
             return causal_attention(queries, keys, values, scale=scale, kind=kind)
 
-        def attend(keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        def attend(
+            keys: Tensor, values: Tensor, *, causal: bool
+        ) -> tuple[Tensor, Tensor]:
             # [H, n, D] -> [H, Hq/H, n, D], the same memory for each query head
-            each = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
+            each = (
+                x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)
+                for x in (keys, values)
+            )
             return dense_attention(queries, *each, scale=scale, causal=causal)
 
         out, lse = attend(*parts[-1], causal=True)

@@ -28,7 +28,9 @@ class SparseDecode:
 
     grouping = Grouping(max_padding=0.2, max_tokens=1 << 62)
 
-    def __init__(self, *, num_q_heads: int, num_shared_rows: int, soft_cap: float = 0.0) -> None:
+    def __init__(
+        self, *, num_q_heads: int, num_shared_rows: int, soft_cap: float = 0.0
+    ) -> None:
         self._num_q_heads, self._soft_cap = num_q_heads, soft_cap
         self._num_rows = num_shared_rows
 
@@ -37,7 +39,9 @@ class SparseDecode:
         # A row of scores is a query head of a sequence: those of all groups, one after the other.
         self._shapes = [(len(g.pool_rows), self._num_q_heads, g.width) for g in groups]
         self._biases = [_padding_bias(g, torch.float32, "cpu") for g in groups]
-        self._indices = torch.from_numpy(np.concatenate([self._each_head(g) for g in groups]))
+        self._indices = torch.from_numpy(
+            np.concatenate([self._each_head(g) for g in groups])
+        )
         lengths = np.repeat(
             [shape[2] for shape in self._shapes], [g * h for g, h, _ in self._shapes]
         )
@@ -59,7 +63,13 @@ class SparseDecode:
         return group.pool_rows.repeat(repeats, axis=1).reshape(-1)
 
     def attend(
-        self, q: Tensor, k_rows: Tensor, v_rows: Tensor, *, scale: float, lse: Tensor | None
+        self,
+        q: Tensor,
+        k_rows: Tensor,
+        v_rows: Tensor,
+        *,
+        scale: float,
+        lse: Tensor | None,
     ) -> Tensor:
         """Attention of a query token for each sequence.
 
@@ -103,7 +113,9 @@ class GatherDecode:
     ) -> None:
         is_cpu = torch.device(device).type == "cpu"
         # On a GPU launches cost more than padding, and the kernel wants biases of 16 elements.
-        self.grouping = Grouping(0.2, 1 << 15, 16) if is_cpu else Grouping(0.5, 1 << 19, 16)
+        self.grouping = (
+            Grouping(0.2, 1 << 15, 16) if is_cpu else Grouping(0.5, 1 << 19, 16)
+        )
         self._head_dim, self._soft_cap = head_dim, soft_cap
         self._dtype = dtype  # of the queries
         self._device = device
@@ -111,12 +123,20 @@ class GatherDecode:
 
     def plan(self, groups: list[DecodeGroup]) -> None:
         self._shapes = [g.pool_rows.shape for g in groups]  # [G, H, width]
-        self._indices = [torch.from_numpy(g.pool_rows.reshape(-1)).to(self._device) for g in groups]
+        self._indices = [
+            torch.from_numpy(g.pool_rows.reshape(-1)).to(self._device) for g in groups
+        ]
         biases = (_padding_bias(g, self._dtype, self._device) for g in groups)
         self._biases = [None if bias is None else bias.unsqueeze(1) for bias in biases]
 
     def attend(
-        self, q: Tensor, k_rows: Tensor, v_rows: Tensor, *, scale: float, lse: Tensor | None
+        self,
+        q: Tensor,
+        k_rows: Tensor,
+        v_rows: Tensor,
+        *,
+        scale: float,
+        lse: Tensor | None,
     ) -> Tensor:
         outs, start = [], 0
         for (num_seqs, heads, width), indices, bias in zip(
@@ -126,7 +146,9 @@ class GatherDecode:
             k = self._gather(0, k_rows, indices).view(shape)
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
             # The query heads of one KV head become query positions: no KV is repeated.
-            group_q = q[start : start + num_seqs].reshape(num_seqs, heads, -1, self._head_dim)
+            group_q = q[start : start + num_seqs].reshape(
+                num_seqs, heads, -1, self._head_dim
+            )
             out, found = dense_attention(
                 group_q, k, v, scale=scale, bias=bias, soft_cap=self._soft_cap
             )
@@ -153,7 +175,11 @@ def _padding_bias(group: DecodeGroup, dtype: torch.dtype, device: str) -> Tensor
         return None
     is_padding = np.arange(group.width) >= group.context_lens[:, None]
     bias = torch.zeros(is_padding.shape, dtype=dtype)
-    return bias.masked_fill_(torch.from_numpy(is_padding), float("-inf")).unsqueeze(1).to(device)
+    return (
+        bias.masked_fill_(torch.from_numpy(is_padding), float("-inf"))
+        .unsqueeze(1)
+        .to(device)
+    )
 
 
 @functools.cache
@@ -161,9 +187,13 @@ def sparse_decode_works() -> bool:
     """Whether this torch build has the sparse kernels (it may lack them without MKL)."""
     offsets, rows = torch.tensor([0, 1]), torch.ones(2, 4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state", once
+        warnings.simplefilter(
+            "ignore"
+        )  # "Sparse CSR tensor support is in beta state", once
         try:
-            one = torch.sparse_csr_tensor(offsets, offsets[1:], torch.zeros(1), size=(1, 2))
+            one = torch.sparse_csr_tensor(
+                offsets, offsets[1:], torch.zeros(1), size=(1, 2)
+            )
             torch.sparse.sampled_addmm(one, rows[:1], rows.t(), beta=0.0, out=one)
         except RuntimeError:
             return False

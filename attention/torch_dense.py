@@ -10,7 +10,9 @@ from torch import Tensor
 from attention.base import Kind
 
 _MAX_SCORES: Final = 2**24  # that are held at once, of all heads
-_MAX_QUERIES: Final = 512  # of a piece in a window: the more, the more scores are hidden
+_MAX_QUERIES: Final = (
+    512  # of a piece in a window: the more, the more scores are hidden
+)
 _ALIGNMENT: Final = 16  # elements, of the rows of a bias that fused kernels take
 
 
@@ -40,8 +42,12 @@ def dense_attention(
         rows = q.shape
         if k.stride(1) == 0:  # one memory for all of B: their queries make one product
             q, k, v = q.flatten(1, 2)[:, None], k[:, :1], v[:, :1]
-        scores = q.float() @ k.float().mT  # in 16 bits they would be rounded before they are capped
-        scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).view(*rows[:3], -1)
+        scores = (
+            q.float() @ k.float().mT
+        )  # in 16 bits they would be rounded before they are capped
+        scores = (
+            scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).view(*rows[:3], -1)
+        )
         scores = scores if bias is None else scores.add_(bias)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype)
@@ -71,7 +77,9 @@ def merge_attention(
         The merged output in out_a's dtype and its log-sum-exp.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b))
+    weight_a, weight_b = (
+        torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b)
+    )
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 

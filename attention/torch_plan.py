@@ -43,7 +43,9 @@ class RowMap:
     """Pool rows of tokens, for one layout."""
 
     def __init__(self, layout: KVLayout) -> None:
-        rows = {axis: stride // layout.head_dim for axis, stride in layout.strides.items()}
+        rows = {
+            axis: stride // layout.head_dim for axis, stride in layout.strides.items()
+        }
         self.block_size = layout.block_size
         self._block, self._token = rows["B"], rows["N"]
         self._heads = np.arange(layout.num_heads, dtype=np.int64) * rows["H"]
@@ -60,13 +62,19 @@ class RowMap:
 
     def of_slots(self, slots: Indices) -> Indices:
         """[T] slots -> [T, H] rows."""
-        tokens = slots // self.block_size * self._block + slots % self.block_size * self._token
+        tokens = (
+            slots // self.block_size * self._block
+            + slots % self.block_size * self._token
+        )
         return tokens[:, None] + self._heads
 
     def of_context(self, tables: npt.NDArray[np.int32], positions: Indices) -> Indices:
         """[G, max_blocks] block tables and [G, W] token positions -> [G, H, W] rows."""
         blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
-        tokens = blocks.astype(np.int64) * self._block + positions % self.block_size * self._token
+        tokens = (
+            blocks.astype(np.int64) * self._block
+            + positions % self.block_size * self._token
+        )
         return tokens[:, None, :] + self._heads[:, None]
 
 
@@ -88,7 +96,9 @@ def prefill_chunks(
 class Grouping(NamedTuple):
     """How sequences of one query token are put into groups."""
 
-    max_padding: float  # a sequence shorter than this part of the longest starts a new group
+    max_padding: (
+        float  # a sequence shorter than this part of the longest starts a new group
+    )
     max_tokens: int  # of a group: sequences x width
     multiple: int = 1  # of tokens, which a group's width is
 
@@ -98,18 +108,26 @@ def decode_groups(
 ) -> list[DecodeGroup]:
     """Groups the sequences of one query token, longest first."""
     seqs = np.flatnonzero(batch.query_lens == 1)
-    seen = batch.context_lens if window is None else np.minimum(batch.context_lens, window)
+    seen = (
+        batch.context_lens if window is None else np.minimum(batch.context_lens, window)
+    )
     seqs = seqs[np.argsort(-seen[seqs], kind="stable")]
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     groups = []
     lens = [int(n) for n in seen[seqs]]
     for first, last, width in _split(lens, grouping):
-        members = np.sort(seqs[first:last])  # so that a step of one group keeps its order
+        members = np.sort(
+            seqs[first:last]
+        )  # so that a step of one group keeps its order
         context_lens = seen[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)
         positions += (batch.context_lens[members] - context_lens)[:, None]
         pool_rows = rows.of_context(batch.block_tables[members], positions)
-        groups.append(DecodeGroup(starts[members].astype(np.int64), pool_rows, context_lens, width))
+        groups.append(
+            DecodeGroup(
+                starts[members].astype(np.int64), pool_rows, context_lens, width
+            )
+        )
     return groups
 
 
@@ -122,7 +140,9 @@ def _split(lens: list[int], grouping: Grouping) -> Iterator[tuple[int, int, int]
     for i in range(1, len(lens) + 1):
         width = -(-lens[first] // grouping.multiple) * grouping.multiple
         if i < len(lens):
-            shortest = min(width * (1 - grouping.max_padding), width - _SMALL_PADDING_TOKENS)
+            shortest = min(
+                width * (1 - grouping.max_padding), width - _SMALL_PADDING_TOKENS
+            )
             if lens[i] >= shortest and (i + 1 - first) * width <= grouping.max_tokens:
                 continue
         yield first, i, width

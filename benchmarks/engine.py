@@ -118,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = args.shape
         if source in SHAPES:
-            source, shape = folder, {"architectures": ["LlamaForCausalLM"], **SHAPES[source]}
+            source, shape = (
+                folder,
+                {"architectures": ["LlamaForCausalLM"], **SHAPES[source]},
+            )
             Path(source, "config.json").write_text(json.dumps(shape))
         config = load_config(source, quantization=args.quantization)
         spawn, meeting = multiprocessing.get_context("spawn"), f"{folder}/ranks"
@@ -134,25 +137,40 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(1)
 
 
-def _run(args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str) -> None:
+def _run(
+    args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str
+) -> None:
     """One rank; the first tells."""
     if rank:
         sys.stdout = open(os.devnull, "w")
-    torch.set_num_threads(max(1, available_cores() // args.tp))  # as a server's rank has
+    torch.set_num_threads(
+        max(1, available_cores() // args.tp)
+    )  # as a server's rank has
     started_s = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
     ranks = Parallel.connect(
-        rank, args.tp, meeting=meeting, device=device, ep=args.ep, timeout_s=_RANKS_TIMEOUT_S
+        rank,
+        args.tp,
+        meeting=meeting,
+        device=device,
+        ep=args.ep,
+        timeout_s=_RANKS_TIMEOUT_S,
     )
     runner, figures = _start(args, config, ranks)
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
-    figures["prefill"] = [_prefill(runner, args, ceilings, tokens) for tokens in args.prompt]
+    figures["prefill"] = [
+        _prefill(runner, args, ceilings, tokens) for tokens in args.prompt
+    ]
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
-    print(json.dumps({"benchmark": "engine", "args": vars(args), **figures}), flush=True)
+    print(
+        json.dumps({"benchmark": "engine", "args": vars(args), **figures}), flush=True
+    )
     if args.tp > 1:
-        os._exit(0)  # as a rank of an engine ends: leaving a group that graphs refer to blocks
+        os._exit(
+            0
+        )  # as a rank of an engine ends: leaving a group that graphs refer to blocks
 
 
 def _told(name: str, **figures: float) -> dict[str, float]:
@@ -163,9 +181,15 @@ def _told(name: str, **figures: float) -> dict[str, float]:
 
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     add = parser.add_argument
-    add("--shape", default="llama-3.1-8b", help=f"{', '.join(SHAPES)}, or a config.json's folder")
+    add(
+        "--shape",
+        default="llama-3.1-8b",
+        help=f"{', '.join(SHAPES)}, or a config.json's folder",
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--dtype", default="bfloat16")
     add("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
@@ -217,7 +241,10 @@ def mean_s(call: Callable[[], object], repeats: int) -> float:
 def _start(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
 ) -> tuple[ModelRunner, dict[str, Any]]:
-    started_s, runner = time.perf_counter(), ModelRunner(_engine_config(args), config, ranks)
+    started_s, runner = (
+        time.perf_counter(),
+        ModelRunner(_engine_config(args), config, ranks),
+    )
     size = size_pool(
         runner.config,
         block_bytes=block_bytes(runner.config, config),
@@ -258,7 +285,9 @@ def _tables(
     places = groups.missing([], groups.spans(0, num_tokens, reach), layout.block_size)
     needed = num_seqs * len(places)
     if needed >= layout.num_blocks:
-        raise SystemExit(f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch")
+        raise SystemExit(
+            f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch"
+        )
     order = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)[:needed]
     width = -(-num_tokens // layout.block_size) * groups.count
     tables = np.full((num_seqs, width), NULL_BLOCK, np.int32)
@@ -298,9 +327,13 @@ def _decode(
     for _ in range(3):
         runner.execute(_step(runner, tables, 1, next(lens)))
     step_s = statistics.median(_periods(runner, tables, list(lens)))
-    device_s = mean_s(partial(runner.graphs.replay, batch), 50) if runner.graphs else step_s
+    device_s = (
+        mean_s(partial(runner.graphs.replay, batch), 50) if runner.graphs else step_s
+    )
     layout, on_gpu = runner.layout(num_blocks=2), runner.device.type == "cuda"
-    kv_bytes = batch * num_seen(config, args.context) * layout.token_bytes / layout.num_layers
+    kv_bytes = (
+        batch * num_seen(config, args.context) * layout.token_bytes / layout.num_layers
+    )
     weights = read_weight_bytes(config, batch, itemsize, keeps=on_gpu) / args.tp
     floor_s = (weights + kv_bytes) / ceilings.copy_bytes_per_s
     return _told(
@@ -323,7 +356,10 @@ def _periods(
     for context_len in context_lens[1:]:
         if not runner.depth:
             last.result()
-        before, last = last, runner.launch(_step(runner, tables, 1, context_len, follows=True))
+        before, last = (
+            last,
+            runner.launch(_step(runner, tables, 1, context_len, follows=True)),
+        )
         if runner.depth:
             before.result()
         ended_s.append(time.perf_counter())
@@ -355,7 +391,9 @@ def _prefill(
     )
 
 
-def read_weight_bytes(config: ModelConfig, batch: int, itemsize: int, *, keeps: bool) -> int:
+def read_weight_bytes(
+    config: ModelConfig, batch: int, itemsize: int, *, keeps: bool
+) -> int:
     """Bytes of weights that a decode step reads: all but the input embedding's other rows, and of
     experts those that so many tokens hit on average, if all are equally likely. `itemsize` and
     `keeps`: of weights that are not kept quantised, and whether any are."""
@@ -393,7 +431,11 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     if config.mla:  # absorbed: over latents, whose rope part is in the keys alone
         dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     attention = 2.0 * pairs * config.num_heads * dims
-    return 2.0 * num_tokens * weights + attention + 2.0 * config.vocab_size * config.hidden_size
+    return (
+        2.0 * num_tokens * weights
+        + attention
+        + 2.0 * config.vocab_size * config.hidden_size
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ from benchmarks.serve import connected, get_model
 # loglikelihood of a whole document.
 Answer = str | tuple[float, bool] | float
 _MOST_SHOWN = 20  # of a task's differences
-_SETTINGS = ("limit", "max_length", "chat")  # that a saved reference must have been made with
+_SETTINGS = (
+    "limit",
+    "max_length",
+    "chat",
+)  # that a saved reference must have been made with
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,14 +49,32 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="documents of each task (default: all)")
     add("--model", help="directory, GGUF file or hub name of the model that the endpoint serves, "
         "for its tokenizer and the reference (default: the default model)")  # fmt: skip
-    add("--chat", action="store_true", help="ask /v1/chat/completions; for generating tasks")
-    add("--text-prompts", action="store_true", help="send prompts as text, not as token ids")
+    add(
+        "--chat",
+        action="store_true",
+        help="ask /v1/chat/completions; for generating tasks",
+    )
+    add(
+        "--text-prompts",
+        action="store_true",
+        help="send prompts as text, not as token ids",
+    )
     add("--concurrency", type=int, default=4, help="requests in flight")
-    add("--max-length", type=int, default=2048, help="longest prompt and output together (tokens)")
+    add(
+        "--max-length",
+        type=int,
+        default=2048,
+        help="longest prompt and output together (tokens)",
+    )
     add("--reference", default="hf", help="`hf`, `none`, or a file that --save wrote")
     add("--save", type=Path, help="keeps the answers of hf, or with --reference none of the "
         "endpoint")  # fmt: skip
-    add("--tolerance", type=float, default=1e-3, help="largest difference of loglikelihoods (nats)")
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="largest difference of loglikelihoods (nats)",
+    )
     add("--accuracy", type=float, help="compare scores instead: their mean difference and two "
         "standard errors of it are together at most this (0.05: five points)")  # fmt: skip
     add("--include", action="append", default=[], help="folder of further task files")
@@ -92,10 +114,14 @@ def documents_of(samples: Sequence[Mapping[str, Any]]) -> list[Document]:
     found: dict[int, Document] = {}
     for sample in samples:
         doc_id = sample["doc_id"]
-        requests = [[a for a in given if isinstance(a, str)] for given in sample["arguments"]]
+        requests = [
+            [a for a in given if isinstance(a, str)] for given in sample["arguments"]
+        ]
         answers = [_answer(responses[0]) for responses in sample["resps"]]
         scores = found[doc_id].scores if doc_id in found else {}
-        scores |= _metrics({f"{m},{sample['filter']}": sample[m] for m in sample["metrics"]})
+        scores |= _metrics(
+            {f"{m},{sample['filter']}": sample[m] for m in sample["metrics"]}
+        )
         found[doc_id] = Document(doc_id, requests, answers, scores)
     return [found[doc_id] for doc_id in sorted(found)]
 
@@ -110,7 +136,11 @@ def _answer(given: Any) -> Answer:
 
 
 def compare(
-    reference: TaskAnswers, got: TaskAnswers, tolerance: float, *, same_prompts: bool = True
+    reference: TaskAnswers,
+    got: TaskAnswers,
+    tolerance: float,
+    *,
+    same_prompts: bool = True,
 ) -> dict[str, Any]:
     """Compares document by document: texts and greediness exactly, loglikelihoods to `tolerance`.
     Returns figures; `max_difference` is the largest of loglikelihoods (nats).
@@ -122,7 +152,9 @@ def compare(
     Raises:
         ValueError: these are not answers to the same documents.
     """
-    ids = [[document.doc_id for document in side.documents] for side in (reference, got)]
+    ids = [
+        [document.doc_id for document in side.documents] for side in (reference, got)
+    ]
     if ids[0] != ids[1]:
         raise ValueError(f"the reference answered documents {ids[0]}, not {ids[1]}")
     gaps, different, documents = [0.0], [], set()
@@ -136,7 +168,9 @@ def compare(
         for index, (want, have) in enumerate(pairs):
             gaps.append(gap := _gap(want, have))
             if not gap <= tolerance:  # NaN is no answer
-                different.append(f"document {doc_id}, request {index}: {want!r}, got {have!r}")
+                different.append(
+                    f"document {doc_id}, request {index}: {want!r}, got {have!r}"
+                )
                 documents.add(doc_id)
     return {
         "hf_metrics": reference.metrics,
@@ -148,7 +182,9 @@ def compare(
     }
 
 
-def compare_scores(reference: TaskAnswers, got: TaskAnswers, most: float) -> dict[str, Any]:
+def compare_scores(
+    reference: TaskAnswers, got: TaskAnswers, most: float
+) -> dict[str, Any]:
     """The mean of the documents' differences in each score, and its standard error.
 
     An accuracy, 0 or 1 of a document, may differ by `most` with two standard errors added; other
@@ -169,7 +205,9 @@ def compare_scores(reference: TaskAnswers, got: TaskAnswers, most: float) -> dic
         mean, _ = means[name] = statistics.fmean(gaps), error
         is_accuracy = all(score in (0, 1) for pair in pairs for score in pair)
         if is_accuracy and not abs(mean) + 2 * error <= most:
-            different.append(f"{name} differs by {mean:+.4f}, standard error {error:.4f}")
+            different.append(
+                f"{name} differs by {mean:+.4f}, standard error {error:.4f}"
+            )
     return {"score_differences": means, "differences": different}
 
 
@@ -214,14 +252,20 @@ def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     for name, task in tasks.items():
         ours, theirs = (
-            ", ".join(f"{metric} {value:.4g}" for metric, value in task.get(key, {}).items())
+            ", ".join(
+                f"{metric} {value:.4g}" for metric, value in task.get(key, {}).items()
+            )
             for key in ("metrics", "hf_metrics")
         )
         differing = task.get("differing_documents", "")
         worst = f"{task['max_difference']:.1e}" if task.get("max_difference") else ""
         means = task.get("score_differences", {}).items()
-        worst = ", ".join(f"{m} {x:+.4f} ± {error:.4f}" for m, (x, error) in means) or worst
-        rows.append(f"| {name} | {task['documents']} | {ours} | {theirs} | {differing} | {worst} |")
+        worst = (
+            ", ".join(f"{m} {x:+.4f} ± {error:.4f}" for m, (x, error) in means) or worst
+        )
+        rows.append(
+            f"| {name} | {task['documents']} | {ours} | {theirs} | {differing} | {worst} |"
+        )
     return "\n".join(rows)
 
 
@@ -237,13 +281,19 @@ class Runner:
         self._options, self._model = options, model
         # The backends have unlike defaults, and a chat template writes the token itself.
         self._adds_bos = not options.chat and adds_bos(model)
-        self._names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+        self._names = [
+            name.strip() for name in options.tasks.split(",") if name.strip()
+        ]
         self._tasks = TaskManager(include_path=options.include, include_defaults=False)
         if any(name not in self._tasks.all_tasks for name in self._names):
-            self._tasks = TaskManager(include_path=options.include)  # slow: thousands of files
+            self._tasks = TaskManager(
+                include_path=options.include
+            )  # slow: thousands of files
         unknown = [name for name in self._names if name not in self._tasks.all_tasks]
         if unknown or not self._names:
-            raise ValueError(f"--tasks {options.tasks}: no task is called {', '.join(unknown)!r}")
+            raise ValueError(
+                f"--tasks {options.tasks}: no task is called {', '.join(unknown)!r}"
+            )
 
     def reference(self) -> dict[str, TaskAnswers]:
         """lm_eval's hf backend, in float32 on the CPU."""
@@ -299,7 +349,9 @@ class Runner:
             (samples,) = results["samples"].values()
             (metrics,) = results["results"].values()
             seconds = round(time.perf_counter() - began, 1)
-            answers[name] = TaskAnswers(documents_of(samples), _metrics(metrics), seconds)
+            answers[name] = TaskAnswers(
+                documents_of(samples), _metrics(metrics), seconds
+            )
         return answers
 
 
@@ -308,7 +360,9 @@ def adds_bos(model: Path) -> bool:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
-    return len(tokenizer("a").input_ids) > len(tokenizer("a", add_special_tokens=False).input_ids)
+    return len(tokenizer("a").input_ids) > len(
+        tokenizer("a", add_special_tokens=False).input_ids
+    )
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, float]:
@@ -375,8 +429,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.evaluate: error: {error}", file=sys.stderr)
         return 2
     tasks = figures["tasks"]
-    different = [f"{name}: {d}" for name in tasks for d in tasks[name].get("differences", [])]
-    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {figures['model']}, {options.url}\n")
+    different = [
+        f"{name}: {d}" for name in tasks for d in tasks[name].get("differences", [])
+    ]
+    print(
+        f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {figures['model']}, {options.url}\n"
+    )
     print(table(tasks), *different, json.dumps(figures), sep="\n")
     return 1 if different else 0
 

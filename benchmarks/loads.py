@@ -81,11 +81,20 @@ class _Blocks:
         return tuple(itertools.islice(self._next, count))
 
     def request(
-        self, at: float, tokens: int, answer: int, known: tuple[int, ...] = (), turn: int = 0
+        self,
+        at: float,
+        tokens: int,
+        answer: int,
+        known: tuple[int, ...] = (),
+        turn: int = 0,
     ) -> Request:
         """Its prompt begins with what is known."""
         return Request(
-            at, tokens, answer, known + self.take(tokens // BLOCK - len(known)), turn=turn
+            at,
+            tokens,
+            answer,
+            known + self.take(tokens // BLOCK - len(known)),
+            turn=turn,
         )
 
 
@@ -134,10 +143,14 @@ def documents(load: float, _most: int) -> Loaded:
     rng, new = random.Random(1), _Blocks()
 
     def then(before: Request, now: float) -> Request | None:
-        return new.request(now, 128, 256) if before.tokens == 128 and now < 25.0 else None
+        return (
+            new.request(now, 128, 256) if before.tokens == 128 and now < 25.0 else None
+        )
 
     streams = [new.request(0.02 * each, 128, 256) for each in range(32)]
-    long = [new.request(at, 8192, 8) for at in _arrivals(rng, 2.0 * load, int(50 * load))]
+    long = [
+        new.request(at, 8192, 8) for at in _arrivals(rng, 2.0 * load, int(50 * load))
+    ]
     return [*streams, *(each for each in long if each.arrival < 25.0)], then
 
 
@@ -154,7 +167,9 @@ def open_loop(load: float, most: int) -> Loaded:
 def burst(load: float, most: int) -> Loaded:
     """All at once: 256 prompts of 1,024 tokens, 256 to generate."""
     new = _Blocks()
-    return [new.request(0.0, 1024, 256) for _ in range(min(most, int(256 * load)))], _nothing
+    return [
+        new.request(0.0, 1024, 256) for _ in range(min(most, int(256 * load)))
+    ], _nothing
 
 
 MIXES: dict[str, Callable[[float, int], Loaded]] = {

@@ -26,12 +26,18 @@ from benchmarks.loads import BLOCK, MIXES, Request, Then, azure, mooncake
 from engine.core import pace
 from engine.core.waiting import LONG_TOKENS
 from proxy.knowledge import Disaggregate, Knowledge, Routing, Totals, Work
-from proxy.placement import USUAL_STEP_S, Ask, Depths, Load, PrefixIndex, cheapest_decode, place
+from proxy.placement import (
+    USUAL_STEP_S,
+    Ask,
+    Depths,
+    Load,
+    PrefixIndex,
+    cheapest_decode,
+    place,
+)
 
 POLL_S = 1.0  # between two health checks
-HEAD = (
-    "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good  computed  alone"
-)
+HEAD = "shape load policy        TTFT p50     p99 s  ITL p50   p99 ms  TPOT ms  good  computed  alone"
 ROW = "{:5} {:4} {:13} {:8.3f} {:9.3f} {:8.1f} {:8.1f} {:8.1f} {:5.3f} {:9.3f} {:6.2f}"
 
 
@@ -51,7 +57,9 @@ class Times:
     streams: int = 256
     batch: int = 8192  # tokens of prompts in one step of a prefill server
     mixed: int = 2048  # the same of a decode server
-    prompts: float = 13e-3  # least of a step with prompts: it is launched kernel by kernel
+    prompts: float = (
+        13e-3  # least of a step with prompts: it is launched kernel by kernel
+    )
     least: float = 0.25  # of the streams' time that prompts get in any case
 
 
@@ -63,10 +71,17 @@ class Engine:
     """
 
     def __init__(self, index: int, prefills: bool, times: Times, limit: float) -> None:
-        self.index, self.prefills, self.times, self.limit = index, prefills, times, limit
+        self.index, self.prefills, self.times, self.limit = (
+            index,
+            prefills,
+            times,
+            limit,
+        )
         self._cache = PrefixIndex(times.capacity // 2 // BLOCK)  # of one server, 0
         self.waiting: deque[Request] = deque()
-        self.parked: deque[Request] = deque()  # computed elsewhere; there is no room for their KV
+        self.parked: deque[Request] = (
+            deque()
+        )  # computed elsewhere; there is no room for their KV
         self.streams: list[Request] = []
         self.held = 0
         self.busy, self.until = False, 0.0
@@ -84,7 +99,9 @@ class Engine:
     def queued_s(self) -> float:
         """What the prompts that wait will take."""
         seconds = sum(each.left for each in self.waiting) * Load(0).token_s
-        return seconds * max(1.0, self.limit / self.room_s()) if self.streams else seconds
+        return (
+            seconds * max(1.0, self.limit / self.room_s()) if self.streams else seconds
+        )
 
     def base_s(self) -> float:
         t = self.times
@@ -99,7 +116,12 @@ class Engine:
         that are under way. What is cached is found when its turn comes."""
         request.left = self._uncached(request)
         at = len(self.waiting)
-        while at and request.tokens * 4 <= (before := self.waiting[at - 1]).tokens >= LONG_TOKENS:
+        while (
+            at
+            and request.tokens * 4
+            <= (before := self.waiting[at - 1]).tokens
+            >= LONG_TOKENS
+        ):
             if before.overtaken + request.tokens > before.tokens:
                 break
             before.overtaken += request.tokens
@@ -124,7 +146,10 @@ class Engine:
                 if not self.prefills and not self._has_room(first, len(ended)):
                     break
             count = min(room, first.left)
-            seconds += count * t.token + count * (first.tokens - first.left + count / 2) * t.pair
+            seconds += (
+                count * t.token
+                + count * (first.tokens - first.left + count / 2) * t.pair
+            )
             first.computed += count
             first.left -= count
             room -= count
@@ -134,11 +159,15 @@ class Engine:
         if room < most:
             seconds = max(seconds, t.prompts)
         if self.streams and not self.prefills:
-            self.pace.measured(pace.Load(len(self.streams), self.held, most - room), seconds)
+            self.pace.measured(
+                pace.Load(len(self.streams), self.held, most - room), seconds
+            )
         prompts = most - room
         step = 1, len(self.streams) + prompts, prompts, seconds
         mixed = (1, step[1], seconds) if prompts else (0, 0, 0)
-        self.totals = Totals(*(a + b for a, b in zip(self.totals, (*step, *mixed), strict=True)))
+        self.totals = Totals(
+            *(a + b for a, b in zip(self.totals, (*step, *mixed), strict=True))
+        )
         return now + seconds, ended
 
     def generate(self, now: float) -> list[Request]:
@@ -278,14 +307,18 @@ class Knowing:
         step_s: float = USUAL_STEP_S,
         pulls: bool = False,
     ):
-        self.knowledge = Knowledge(routing, disaggregate, step_s=step_s, clock=lambda: fleet.now)
+        self.knowledge = Knowledge(
+            routing, disaggregate, step_s=step_s, clock=lambda: fleet.now
+        )
         self.knowledge.pulls = pulls
         self.lender: Engine | None = None
         for each in fleet.engines:
             self.knowledge.lends(each, True)
         self._fleet = fleet
         self._in_turn = [list(fleet.prefills), list(fleet.decodes)]
-        self._works: dict[int, tuple[Work, Engine, Work]] = {}  # the prompt's, and the answer's
+        self._works: dict[
+            int, tuple[Work, Engine, Work]
+        ] = {}  # the prompt's, and the answer's
         self._polled = 0.0
 
     def computes(self, request: Request) -> Engine:
@@ -299,7 +332,9 @@ class Knowing:
         """Both legs begin at once."""
         self.lender = None
         engine, work = self._take(ask, self._in_turn[alone], True, alone)
-        stream = (engine, work) if alone else self._take(ask, self._in_turn[1], False, True)
+        stream = (
+            (engine, work) if alone else self._take(ask, self._in_turn[1], False, True)
+        )
         self._works[id(request)] = work, *stream
         return engine
 
@@ -311,9 +346,13 @@ class Knowing:
     def _take(
         self, ask: Ask, servers: list[Engine], computes: bool, generates: bool
     ) -> tuple[Engine, Work]:
-        engine = self.knowledge.first(servers, ask, computes=computes, generates=generates)
+        engine = self.knowledge.first(
+            servers, ask, computes=computes, generates=generates
+        )
         lenders = self.knowledge.lenders(engine, ask) if computes else []
-        self.lender = self.lender or next((e for e, _ in lenders if isinstance(e, Engine)), None)
+        self.lender = self.lender or next(
+            (e for e, _ in lenders if isinstance(e, Engine)), None
+        )
         servers.append(servers.pop(servers.index(engine)))
         work = self.knowledge.begin(engine, ask, computes=computes, generates=generates)
         return engine, work
@@ -343,7 +382,9 @@ class Known:
     def computes(self, request: Request) -> Engine:
         ask, depths, prefills, decodes = self._seen(request)
         found = place(ask, prefills, decodes, depths)
-        return self._fleet.engines[found.decode if found.prefill is None else found.prefill]
+        return self._fleet.engines[
+            found.decode if found.prefill is None else found.prefill
+        ]
 
     def generates(self, request: Request) -> Engine:
         ask, _, _, decodes = self._seen(request)
@@ -356,13 +397,22 @@ class Known:
         fleet = self._fleet
         depths: Depths = {e.index: e.depth(request.hashes) for e in fleet.engines}
         ask = Ask(request.tokens, request.hashes, BLOCK, request.answer, fleet.now)
-        prefills, decodes = (list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes))
+        prefills, decodes = (
+            list(map(self._load, e)) for e in (fleet.prefills, fleet.decodes)
+        )
         return ask, depths, prefills, decodes
 
     def _load(self, e: Engine) -> Load:
         streams, free_at = len(e.streams), self._fleet.now + e.queued_s()
         step_s = e.base_s() / (1 + streams / 96)
-        load = Load(e.index, len(e.waiting), free_at, running=streams, held=e.held, step_s=step_s)
+        load = Load(
+            e.index,
+            len(e.waiting),
+            free_at,
+            running=streams,
+            held=e.held,
+            step_s=step_s,
+        )
         for each in e.waiting:
             load.queued_s[Ask(each.tokens).size] += each.left * load.token_s
         load.queue(0, 0.0)
@@ -387,10 +437,14 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
     first = sorted(each.first - each.arrival for each in requests)
     means = [(each.last - each.first) / max(each.done - 1, 1) for each in requests]
     pairs = zip(requests, means, strict=True)
-    good = sum(r.first - r.arrival <= args.ttft_s and mean <= args.tpot_s for r, mean in pairs)
+    good = sum(
+        r.first - r.arrival <= args.ttft_s and mean <= args.tpot_s for r, mean in pairs
+    )
     gaps = sum((each.gaps for each in fleet.engines), Counter[int]())
     itl = [_level(gaps, share) * 0.1 for share in (0.5, 0.99)]
-    p50, p99 = (min(int(share * len(requests)), len(requests) - 1) for share in (0.5, 0.99))
+    p50, p99 = (
+        min(int(share * len(requests)), len(requests) - 1) for share in (0.5, 0.99)
+    )
     return {
         "ttft_p50_s": first[p50],
         "ttft_p99_s": first[p99],
@@ -398,7 +452,8 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
         "itl_p99_ms": itl[1],
         "tpot_mean_ms": statistics.mean(means) * 1e3,
         "good": good / len(requests),
-        "computed": sum(each.computed for each in requests) / sum(r.tokens for r in requests),
+        "computed": sum(each.computed for each in requests)
+        / sum(r.tokens for r in requests),
         "alone": sum(each.alone for each in requests) / len(requests),
         "requests": len(requests),
         "total_s": max(each.last for each in requests),
@@ -416,15 +471,23 @@ def _level(counts: Counter[int], share: float) -> int:
 
 
 def simulate(
-    policy: str, shape: str, requests: list[Request], then: Then, args: argparse.Namespace
+    policy: str,
+    shape: str,
+    requests: list[Request],
+    then: Then,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    num_prefills, num_decodes = (int(n or 0) for n in shape.rstrip("D").rpartition("P")[::2])
+    num_prefills, num_decodes = (
+        int(n or 0) for n in shape.rstrip("D").rpartition("P")[::2]
+    )
     step_s, times = args.itl_target_s, Times()
     count = num_prefills + num_decodes
     engines = [Engine(i, i < num_prefills, times, step_s) for i in range(count)]
     fleet = Fleet(engines, times, then)
     given = POLICIES[policy]
-    fleet.router = Knowing(fleet, *given[:2], step_s, given[2]) if given else Known(fleet, step_s)
+    fleet.router = (
+        Knowing(fleet, *given[:2], step_s, given[2]) if given else Known(fleet, step_s)
+    )
     fleet.run(requests)
     return figures(fleet, args)
 

@@ -63,12 +63,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="model name (default: the first of /v1/models)")
     add("--endpoint", choices=("completions", "chat"), default="completions")
     add("--num-requests", type=_positive, default=64, help="requests to measure")
-    add("--warmup", type=int, default=1, help="requests sent before, one after the other")
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        help="requests sent before, one after the other",
+    )
     add("--rate", type=float, help="arrivals per second (default: closed loop)")
     add("--concurrency", type=_positive, help="most requests in flight (default: 8 "
         f"without --rate, else {_MOST_IN_FLIGHT})")  # fmt: skip
     add("--input-len", type=_positive, default=256, help="prompt length (tokens)")
-    add("--shared-len", type=int, default=0, help="of these, the first that all share (tokens)")
+    add(
+        "--shared-len",
+        type=int,
+        default=0,
+        help="of these, the first that all share (tokens)",
+    )
     add("--output-len", type=_positive, default=64, help="output length (tokens)")
     add("--prompt", choices=("token-ids", "words"), help="how prompts are written "
         "(default: token-ids, words for chat)")  # fmt: skip
@@ -77,11 +87,35 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of prompts and arrivals; take another for the next "
         "run on the same servers, whose prefix caches know these prompts")  # fmt: skip
     add("--no-ignore-eos", action="store_true", help="outputs may end early")
-    add("--schema", action="store_true", help="outputs are JSON by a schema (a list of objects)")
-    add("--slo-ttft-ms", type=float, default=1000.0, help="longest good time to first token (ms)")
-    add("--slo-itl-ms", type=float, default=100.0, help="longest good mean time per token (ms)")
-    add("--timeout-s", type=float, default=120.0, help="longest silence of the endpoint (s)")
-    add("--max-duration-s", type=float, default=600.0, help="requests not ended by then fail (s)")
+    add(
+        "--schema",
+        action="store_true",
+        help="outputs are JSON by a schema (a list of objects)",
+    )
+    add(
+        "--slo-ttft-ms",
+        type=float,
+        default=1000.0,
+        help="longest good time to first token (ms)",
+    )
+    add(
+        "--slo-itl-ms",
+        type=float,
+        default=100.0,
+        help="longest good mean time per token (ms)",
+    )
+    add(
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        help="longest silence of the endpoint (s)",
+    )
+    add(
+        "--max-duration-s",
+        type=float,
+        default=600.0,
+        help="requests not ended by then fail (s)",
+    )
     add("--api-key", help="sent as bearer token")
     return parser
 
@@ -98,19 +132,27 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.url = options.url.rstrip("/").removesuffix("/v1")
     url = urlsplit(options.url)
     if url.scheme not in ("http", "https") or url.path:
-        parser.error(f"--url {options.url} is no URL of a server; write http://host:port")
+        parser.error(
+            f"--url {options.url} is no URL of a server; write http://host:port"
+        )
     if options.rate is not None and not 0 < options.rate < float("inf"):
-        parser.error(f"--rate {options.rate} must be above 0; leave it out for a closed loop")
+        parser.error(
+            f"--rate {options.rate} must be above 0; leave it out for a closed loop"
+        )
     if not 0 <= options.shared_len <= options.input_len:
         parser.error(f"--shared-len {options.shared_len} must be from 0 to --input-len")
     if options.vocab_size <= FIRST_TOKEN_ID:
-        parser.error(f"--vocab-size {options.vocab_size} must be above {FIRST_TOKEN_ID}")
+        parser.error(
+            f"--vocab-size {options.vocab_size} must be above {FIRST_TOKEN_ID}"
+        )
     is_chat = options.endpoint == "chat"
     options.path = "/v1/chat/completions" if is_chat else "/v1/completions"
     options.prompt = options.prompt or ("words" if is_chat else "token-ids")
     if is_chat and options.prompt == "token-ids":
         parser.error("--prompt token-ids: a chat message has no token ids; use words")
-    options.concurrency = options.concurrency or (_MOST_IN_FLIGHT if options.rate else 8)
+    options.concurrency = options.concurrency or (
+        _MOST_IN_FLIGHT if options.rate else 8
+    )
 
 
 # -- what is offered
@@ -123,10 +165,15 @@ def arrivals_s(rate: float, count: int, seed: int) -> list[float]:
     return list(itertools.accumulate(gaps, initial=0.0))
 
 
-def drawn(vocab: Sequence[_T], length: int, seed: int, index: int, *, shared: int = 0) -> list[_T]:
+def drawn(
+    vocab: Sequence[_T], length: int, seed: int, index: int, *, shared: int = 0
+) -> list[_T]:
     """Prompt `index`: `length` ids or words, of which the first `shared` are those of every
     prompt."""
-    common, own = random.Random(f"shared {seed}"), random.Random(f"prompt {seed} {index}")
+    common, own = (
+        random.Random(f"shared {seed}"),
+        random.Random(f"prompt {seed} {index}"),
+    )
     return common.choices(vocab, k=shared) + own.choices(vocab, k=length - shared)
 
 
@@ -140,7 +187,11 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
     }
     length, shared = options.input_len, options.shared_len
-    vocab = WORDS if options.prompt == "words" else range(FIRST_TOKEN_ID, options.vocab_size)
+    vocab = (
+        WORDS
+        if options.prompt == "words"
+        else range(FIRST_TOKEN_ID, options.vocab_size)
+    )
     prompt: Any = drawn(vocab, length, options.seed, index, shared=shared)
     if options.prompt == "words":
         prompt = " ".join(prompt)
@@ -153,7 +204,9 @@ def request_body(options: argparse.Namespace, index: int) -> dict[str, Any]:
     if options.schema:
         body["structured_outputs"] = {"json": SCHEMA}
     if options.is_baton:
-        body["return_token_ids"] = True  # each token shows, also one that completes no character
+        body["return_token_ids"] = (
+            True  # each token shows, also one that completes no character
+        )
     return body
 
 
@@ -165,7 +218,9 @@ class Timeline:
     """What happened to one request. Times are `time.perf_counter` seconds."""
 
     due_at: float  # when it should have been sent: latencies count from here
-    token_at: list[float] = field(default_factory=list)  # one per event that carried tokens
+    token_at: list[float] = field(
+        default_factory=list
+    )  # one per event that carried tokens
     ended_at: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -209,7 +264,11 @@ class Timeline:
             return
         for choice in chunk.get("choices", ()):
             delta = choice.get("delta") or {}
-            texts = choice.get("text"), delta.get("content"), delta.get("reasoning_content")
+            texts = (
+                choice.get("text"),
+                delta.get("content"),
+                delta.get("reasoning_content"),
+            )
             if choice.get("token_ids") or any(texts):
                 self.token_at.append(now)
                 break
@@ -229,8 +288,12 @@ async def connected(
         timeout_s: longest silence of the endpoint.
     """
     connect_s = min(timeout_s, 30.0)
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # servers close after 5 s
+    limits = aiohttp.ClientTimeout(
+        total=None, sock_connect=connect_s, sock_read=timeout_s
+    )
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=1.0
+    )  # servers close after 5 s
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
@@ -265,7 +328,9 @@ async def stream(
                 timeline.error = f"status {response.status}"
             async for line in response.content:
                 if line.startswith(b"data:"):
-                    timeline.observe(line.removeprefix(b"data:").strip(), time.perf_counter())
+                    timeline.observe(
+                        line.removeprefix(b"data:").strip(), time.perf_counter()
+                    )
     except (aiohttp.ClientError, TimeoutError) as error:
         timeline.error = type(error).__name__
     except (ValueError, msgspec.DecodeError):
@@ -291,7 +356,9 @@ async def drive(
         if due_at is not None:
             await asyncio.sleep(due_at - time.perf_counter())
         async with slots:
-            return await stream(session, options.path, body, due_at or time.perf_counter())
+            return await stream(
+                session, options.path, body, due_at or time.perf_counter()
+            )
 
     due: list[float | None] = [None] * options.num_requests
     if options.rate is not None:
@@ -365,7 +432,10 @@ def _levels(seconds: Sequence[float]) -> dict[str, float | None]:
     if not seconds:
         return {f"p{level}": None for level in LEVELS}
     found = np.percentile(seconds, LEVELS)
-    return {f"p{level}": round(float(at) * 1e3, 3) for level, at in zip(LEVELS, found, strict=True)}
+    return {
+        f"p{level}": round(float(at) * 1e3, 3)
+        for level, at in zip(LEVELS, found, strict=True)
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -393,10 +463,14 @@ def table(result: dict[str, Any]) -> str:
         f"with TTFT <= {slo['ttft_ms']:g} ms and mean ITL <= {slo['itl_ms']:g} ms"
     )
     if any(result["baton_kv"].values()):
-        kv = ", ".join(f"{name} {tokens}" for name, tokens in result["baton_kv"].items())
+        kv = ", ".join(
+            f"{name} {tokens}" for name, tokens in result["baton_kv"].items()
+        )
         lines.append(f"prompt tokens: {kv}")
     if result["short_outputs"]:
-        lines.append(f"WARNING: {result['short_outputs']} outputs had another length than asked")
+        lines.append(
+            f"WARNING: {result['short_outputs']} outputs had another length than asked"
+        )
     return "\n".join(lines)
 
 

@@ -111,15 +111,21 @@ def cases(device: str, path: str) -> Iterator[Case]:
 class BareReader:
     """Carries out a rank's READs without a pull, in a thread of its own, into memory of its own."""
 
-    def __init__(self, device: str, reads: list[ReadDescriptors], remote: EngineMetadata) -> None:
+    def __init__(
+        self, device: str, reads: list[ReadDescriptors], remote: EngineMetadata
+    ) -> None:
         self._reads, self._remote = reads, remote
         nbytes = max(int((read.local_offsets + read.lengths).max()) for read in reads)
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._address = self._memory.data_ptr()
         self._device, self._kind = torch.device(device).index or 0, kind_of(device)
         self._agent = new_agent("bare", device)
-        self._agent.register(self._address, nbytes, device_id=self._device, kind=self._kind)
-        self._name = cache(lambda rank: self._agent.add_peer(remote.ranks[rank].agent_metadata))
+        self._agent.register(
+            self._address, nbytes, device_id=self._device, kind=self._kind
+        )
+        self._name = cache(
+            lambda rank: self._agent.add_peer(remote.ranks[rank].agent_metadata)
+        )
         self.thread = ThreadPoolExecutor(1, initializer=self._agent.bind_thread)
 
     def read(self) -> None:
@@ -154,7 +160,9 @@ def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
     for end in case.d.endpoints(size):
         remote = case.p.endpoints(size)
         planner = Planner(end, remote, size.heads, staging_bytes=setup.staging_bytes)
-        transfer = planner.take((0, size.tokens), case.d.blocks(size), case.p.blocks(size))
+        transfer = planner.take(
+            (0, size.tokens), case.d.blocks(size), case.p.blocks(size)
+        )
         found.append(list(planner.plan(transfer, costs).reads))
     return found
 
@@ -175,7 +183,10 @@ class Bench:
         self.args, self.targets = args, tuple(targets)
         self.size = Size(args.layers, args.heads, args.head_dim, args.tokens)
         self.copy_gb_per_s = copy_gb_per_s(source, targets[0], self.size.kv_bytes)
-        print(f"plain copy {source} -> {targets[0]}: {self.copy_gb_per_s:.1f} GB/s", flush=True)
+        print(
+            f"plain copy {source} -> {targets[0]}: {self.copy_gb_per_s:.1f} GB/s",
+            flush=True,
+        )
         self.prefill = Remote(Prefill, source, self.size)
         self.rows: list[Row] = []
         self.num_failed = 0
@@ -223,7 +234,9 @@ class Bench:
         return Setup(self.size, self.targets, path == "mapped", *ours)
 
     @contextmanager
-    def _opened(self, case: Case, setup: Setup) -> Iterator[tuple[Decode, EngineMetadata]]:
+    def _opened(
+        self, case: Case, setup: Setup
+    ) -> Iterator[tuple[Decode, EngineMetadata]]:
         metadata = self.prefill.call("open", case.p)
         with closing(Decode(self.prefill, case.d, setup)) as decode:
             decode.connect()
@@ -237,7 +250,9 @@ class Bench:
     def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
         """A row of READs of all ranks, posted at once, until all have ended."""
         each = planned_reads(case, setup)
-        readers = [BareReader(setup.device(r), reads, metadata) for r, reads in enumerate(each)]
+        readers = [
+            BareReader(setup.device(r), reads, metadata) for r, reads in enumerate(each)
+        ]
         seconds = []
         for _ in range(self.args.repeat + 1):
             started = time.perf_counter()
@@ -308,7 +323,12 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--staging-bytes", type=int, default=512 << 20)
     add("--repeat", type=int, default=5)
     add("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
-    add("--verify", choices=("off", "sample", "all"), default="off", help="as --kv-verify")
+    add(
+        "--verify",
+        choices=("off", "sample", "all"),
+        default="off",
+        help="as --kv-verify",
+    )
     add("--only", default="", help="cases whose name contains this")
     add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
     args = parser.parse_args(argv)
@@ -317,11 +337,15 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.tokens = args.tokens or (8192 if cuda else 2048)
     args.paths = args.paths or ("mapped,nixl" if cuda else "mapped")
     if unknown := set(args.paths.split(",")) - {"mapped", "nixl"}:
-        parser.error(f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both")
+        parser.error(
+            f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both"
+        )
     if args.tokens % 64:
         parser.error(f"--tokens {args.tokens} is no multiple of 64")
     if cuda and "," not in args.devices:
-        parser.error(f"--devices {args.devices} names one GPU; give P's and those of D, as in 0,1")
+        parser.error(
+            f"--devices {args.devices} names one GPU; give P's and those of D, as in 0,1"
+        )
     return args
 
 

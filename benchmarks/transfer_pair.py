@@ -29,7 +29,13 @@ from kvcache.transfer.plan.endpoint import Endpoint, IntArray, heads_of
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import Event, PeerDecided, PullDone, PullFailed
 from kvcache.transfer.worker import TransferWorker
-from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
+from protocol.handshake import (
+    DIGESTS,
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    RankMetadata,
+)
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import FirstToken, RemotePrefill
 
@@ -72,7 +78,10 @@ class Side(NamedTuple):
     scattered: bool = True
 
     def endpoints(self, size: Size) -> list[Endpoint]:
-        heads, blocks = len(heads_of(0, self.tp, size.heads)), size.tokens // self.block_size + 1
+        heads, blocks = (
+            len(heads_of(0, self.tp, size.heads)),
+            size.tokens // self.block_size + 1,
+        )
         sizes = (blocks, heads, size.layers, 2, self.block_size, size.head_dim)
         layout = KVLayout(self.order, *sizes, "bfloat16")
         return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
@@ -172,12 +181,17 @@ class Prefill:
         pairs = [socketpair() for _ in self._ranks[1:]]
         ours, compat = [end for end, _ in pairs], self._size.compat
         coordinator = PullCoordinator(ours, compat, _SECRET, block_size=side.block_size)
-        links: list[PullCoordinator | socket] = [coordinator, *(theirs for _, theirs in pairs)]
+        links: list[PullCoordinator | socket] = [
+            coordinator,
+            *(theirs for _, theirs in pairs),
+        ]
         self._workers = list(map(TransferWorker, self._ranks, links))
         for worker in self._workers:
             worker.start()
         digest = coordinator.digest
-        self._server = LeaseServer("127.0.0.1", 0, self._metadata, _SECRET, digest=digest)
+        self._server = LeaseServer(
+            "127.0.0.1", 0, self._metadata, _SECRET, digest=digest
+        )
         self._server.start()
         return self._metadata
 
@@ -222,7 +236,9 @@ class Prefill:
 class DecodeRank:
     """One rank of D: its pool and its worker."""
 
-    def __init__(self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket) -> None:
+    def __init__(
+        self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket
+    ) -> None:
         device = setup.device(rank)
         use_device(device)
         memory = _RankMemory(side, setup.size, rank, device)
@@ -297,7 +313,10 @@ class Decode:
         return event
 
     def check(self) -> None:
-        found = [self._first.is_filled(), *(other.call("is_filled") for other in self._others)]
+        found = [
+            self._first.is_filled(),
+            *(other.call("is_filled") for other in self._others),
+        ]
         if not all(found):
             raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
 
@@ -330,7 +349,9 @@ class Remote:
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])  # whose import takes seconds, once for all
+        context.set_forkserver_preload(
+            ["torch"]
+        )  # whose import takes seconds, once for all
         self._process = context.Pool(1, _make, (make, *args))
         try:
             self.call("__str__")  # once it is made
@@ -341,7 +362,9 @@ class Remote:
     def call(self, method: str, *args: Any) -> Any:
         """Its method's result."""
         try:
-            error, result = self._process.apply_async(_call, (method, *args)).get(_WAIT_S)
+            error, result = self._process.apply_async(_call, (method, *args)).get(
+                _WAIT_S
+            )
         except multiprocessing.TimeoutError:
             error, result = f"no answer from another process within {_WAIT_S:g} s", None
         if error:

@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 130
     from protocol.near_names import suggestion
 
-    print(f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}", file=sys.stderr)
+    print(
+        f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}",
+        file=sys.stderr,
+    )
     print(USAGE, file=sys.stderr)
     return 2
 

@@ -46,12 +46,16 @@ def server_commands(
         key: the proxy's, where the cluster has API keys.
     """
     commands = []
-    keys = _environment(admin_key=(*([key] if key else ()), *_revealed(settings.admin_key)))
+    keys = _environment(
+        admin_key=(*([key] if key else ()), *_revealed(settings.admin_key))
+    )
     for kind in SERVERS:
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         env, group = {"BATON_CLUSTER_SECRET": secret, **keys}, getattr(settings, kind)
         for index in range(group.count):
-            devices = group.devices  # one server's, or of several that share; else a share of them
+            devices = (
+                group.devices
+            )  # one server's, or of several that share; else a share of them
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
             own = (f"--devices={device}" for device in devices)
@@ -84,7 +88,10 @@ def user_option(settings: UpSettings, kind: Kind, option: str) -> str | None:
     name = option.replace("-", "_")
     if kind in SERVERS and name in _own(getattr(settings, kind)):
         return f"{kind}.{option}"
-    if name in SETTINGS[f"baton {kind}"].model_fields and name not in type(settings).model_fields:
+    if (
+        name in SETTINGS[f"baton {kind}"].model_fields
+        and name not in type(settings).model_fields
+    ):
         return f"{option} of `baton {kind}`"
     return None
 
@@ -103,7 +110,10 @@ def _changed(options: BaseModel, names: Iterable[str]) -> list[str]:
 
 
 def proxy_command(
-    settings: UpSettings, urls: Mapping[Kind, Sequence[str]], secret: str, key: str | None = None
+    settings: UpSettings,
+    urls: Mapping[Kind, Sequence[str]],
+    secret: str,
+    key: str | None = None,
 ) -> Command:
     """The proxy in front of servers that already serve, have this secret and want this API key."""
     shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
@@ -124,7 +134,9 @@ def _revealed(keys: Iterable[SecretStr]) -> list[str]:
 
 def _environment(**keys: Sequence[str]) -> dict[str, str]:
     """Options for a process as variables, which other users cannot read."""
-    return {variable_name((name,)): ",".join(given) for name, given in keys.items() if given}
+    return {
+        variable_name((name,)): ",".join(given) for name, given in keys.items() if given
+    }
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:

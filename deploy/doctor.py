@@ -20,14 +20,19 @@ _BLOCK_TOKENS, _SIZES = 64, (8, 8, 64)  # layers, heads, elements of one
 # Over NVLink or between GPUs of one PCIe switch it is more, by way of host memory less.
 _SLOW_GPU_BYTES_PER_S = 15e9
 _GPU_BYTES = 1 << 30  # beside which its fence takes little
-_MIN_SHM_BYTES, _MIN_MEMLOCK_BYTES = 64 << 20, 64 << 30  # with RDMA the whole KV pool is locked
+_MIN_SHM_BYTES, _MIN_MEMLOCK_BYTES = (
+    64 << 20,
+    64 << 30,
+)  # with RDMA the whole KV pool is locked
 
 
 class DoctorSettings(BatonSettings):
     """How KV would move between servers of this machine, how fast, and what is missing."""
 
     measure: bool = Field(True, description="move bytes; otherwise only look")
-    nbytes: int = Field(64 << 20, ge=1 << 20, le=1 << 34, description="to move each way (bytes)")
+    nbytes: int = Field(
+        64 << 20, ge=1 << 20, le=1 << 34, description="to move each way (bytes)"
+    )
     as_json: bool = Field(False, description="print one JSON line instead of text")
 
 
@@ -40,7 +45,9 @@ class Link:
     target: str
     bytes_per_s: float | None
     reason: str = ""
-    way: UcxRead | None = None  # by which UCX says that it read; None: it does not, or is not used
+    way: UcxRead | None = (
+        None  # by which UCX says that it read; None: it does not, or is not used
+    )
 
 
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
@@ -74,8 +81,12 @@ def links(host: Host, nbytes: int) -> list[Link]:
     """All ways between the devices that servers would use, measured: two GPUs, else one GPU with
     itself, else the CPU."""
     least = _GPU_BYTES if host.gpus else 0
-    source, target = ([f"cuda:{n}" for n in range(len(host.gpus))] * 2 or ["cpu", "cpu"])[:2]
-    return [measure(path, source, target, max(nbytes, least)) for path in ("mapped", "nixl")]
+    source, target = (
+        [f"cuda:{n}" for n in range(len(host.gpus))] * 2 or ["cpu", "cpu"]
+    )[:2]
+    return [
+        measure(path, source, target, max(nbytes, least)) for path in ("mapped", "nixl")
+    ]
 
 
 def advice(host: Host, found: Sequence[Link]) -> list[str]:
@@ -121,21 +132,32 @@ def _judged(link: Link) -> tuple[str, str | None]:
         return f"{rate} by {link.way}", warning and f"{warning} It was {rate}."
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
         slow = f"{way}: {rate} goes through host memory. {GPU_FIX}"
-    silent = "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
+    silent = (
+        "" if link.path == "mapped" else "; UCX does not say by what, judge by the rate"
+    )
     return rate + silent, slow
 
 
 def used(transfer: str, found: Sequence[Link]) -> str:
     """What `--transfer auto` or `nixl` takes on this machine."""
     wanted = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
-    works = (link.path for link in found if link.path in wanted and link.bytes_per_s is not None)
+    works = (
+        link.path
+        for link in found
+        if link.path in wanted and link.bytes_per_s is not None
+    )
     return next(works, "nothing: every pull would fail and be computed again")
 
 
 def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
     pairs = len(host.gpus) * (len(host.gpus) - 1)
-    installed = (f"{name} {version or 'not installed'}" for name, version in host.packages.items())
-    memlock = "unlimited" if host.memlock_bytes < 0 else f"{host.memlock_bytes >> 20} MiB"
+    installed = (
+        f"{name} {version or 'not installed'}"
+        for name, version in host.packages.items()
+    )
+    memlock = (
+        "unlimited" if host.memlock_bytes < 0 else f"{host.memlock_bytes >> 20} MiB"
+    )
     default = DecodeOptions().transfer_for("cuda" if host.gpus else "cpu")
     lines = [
         f"{host.cores} cores, GPUs: {', '.join(host.gpus) or 'none'}",
@@ -144,8 +166,12 @@ def text(host: Host, found: Sequence[Link], notes: Sequence[str]) -> str:
         f"UCX modules: {', '.join(host.ucx_modules) or 'the built-in ones only'}",
         host.rdma_devices and f"RDMA devices: {', '.join(host.rdma_devices)}",
         f"/dev/shm: {host.shm_bytes >> 20} MiB, locked memory: {memlock}",
-        *(f"{link.path:7} {link.source} -> {link.target}: {_judged(link)[0]}" for link in found),
-        found and f"--transfer {default} (the default here) uses: {used(default, found)}",
+        *(
+            f"{link.path:7} {link.source} -> {link.target}: {_judged(link)[0]}"
+            for link in found
+        ),
+        found
+        and f"--transfer {default} (the default here) uses: {used(default, found)}",
         *([f"WARNING: {note}" for note in notes] or ["nothing needs fixing"]),
     ]
     return "\n".join(str(line) for line in lines if line)
@@ -157,6 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = look()
     found = links(host, settings.nbytes) if settings.measure else []
     notes = advice(host, found)
-    report = {"host": asdict(host), "links": [asdict(link) for link in found], "notes": notes}
+    report = {
+        "host": asdict(host),
+        "links": [asdict(link) for link in found],
+        "notes": notes,
+    }
     print(json.dumps(report) if settings.as_json else text(host, found, notes))
     return 1 if found and all(link.bytes_per_s is None for link in found) else 0

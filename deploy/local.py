@@ -21,6 +21,7 @@ from deploy.commands import Command, Kind, proxy_command, server_commands, user_
 from deploy.healthcheck import LOOPBACK, fetch, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
+from protocol.process.output import queue_standard_streams
 from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import renamed, unread_variables
@@ -55,6 +56,11 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
     Args:
         only_warm: end once the servers are ready: what they make once is kept for the next start.
     """
+    queue_standard_streams(
+        lambda num_lines: (
+            f"baton | {num_lines} lines were dropped: nothing read them in time"
+        )
+    )
     cluster = LocalCluster(settings)
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):
@@ -122,7 +128,9 @@ class LocalCluster:
         for variable in unread_variables(type(self.settings)):
             say(f"not read here, but by other programs: {variable}")
         cores = available_cores()
-        commands = server_commands(self.settings, secret=self._secret, cores=cores, key=self._key)
+        commands = server_commands(
+            self.settings, secret=self._secret, cores=cores, key=self._key
+        )
         urls: dict[Kind, list[str]] = {"prefill": [], "decode": []}
         for command, port in zip(commands, self._start(*commands), strict=True):
             urls[command.kind].append(f"http://{LOOPBACK}:{port}")
@@ -131,14 +139,19 @@ class LocalCluster:
     def serve(self, urls: Mapping[Kind, list[str]]) -> None:
         """Starts the proxy in front of these servers. Once a request would be disaggregated, prints
         `ready` with the addresses and a command to paste. Never returns."""
-        (port,) = self._start(proxy_command(self.settings, urls, self._secret, self._key))
+        (port,) = self._start(
+            proxy_command(self.settings, urls, self._secret, self._key)
+        )
         scheme = "https" if self.settings.tls_cert else "http"
         endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
         self._wait(lambda: _unready(endpoint), PROBE_INTERVAL_S)
         command = example(endpoint, urls["decode"][0], self._key)
-        print(f"{announcement(endpoint, has_page=self.settings.ui)}\n{command}", flush=True)
+        print(
+            f"{announcement(endpoint, has_page=self.settings.ui)}\n{command}",
+            flush=True,
+        )
         while True:
-            self._take_event(None)
+            self._take_event(lifecycle.SIGNAL_LOOK_S)
 
     def _start(self, *commands: Command) -> list[int]:
         """The ports of these processes, once all are ready."""
@@ -150,15 +163,23 @@ class LocalCluster:
                 name=command.name,
                 env=command.env,
                 on_event=self._events.put,
-                worded=partial(renamed, name_of=partial(user_option, self.settings, command.kind)),
+                worded=partial(
+                    renamed, name_of=partial(user_option, self.settings, command.kind)
+                ),
             )
             self.children.append(child)
             children.append(child)
         self._starting = dict.fromkeys(children, "starting")
-        self._wait(lambda: ", ".join(f"{c.name} ({does})" for c, does in self._starting.items()))
+        self._wait(
+            lambda: ", ".join(
+                f"{c.name} ({does})" for c, does in self._starting.items()
+            )
+        )
         return [self._ports[child] for child in children]
 
-    def _wait(self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S) -> None:
+    def _wait(
+        self, missing: Callable[[], str], look_s: float = NOTE_INTERVAL_S
+    ) -> None:
         """Until nothing is missing. The user is told what is after a second, on news, and now and
         then.
 
@@ -170,16 +191,18 @@ class LocalCluster:
         while what := missing():
             now = time.monotonic()
             if now >= self._deadline:
-                raise ClusterFailed(f"not ready in time (--start-timeout-s), waited for {what}")
+                raise ClusterFailed(
+                    f"not ready in time (--start-timeout-s), waited for {what}"
+                )
             if now >= due or (told and what != told):
                 say(f"{now - started:.0f} s, waiting for {what}")
                 told, due = what, now + NOTE_INTERVAL_S
             self._take_event(min(look_s, due - now, self._deadline - now))
 
-    def _take_event(self, timeout_s: float | None) -> None:
+    def _take_event(self, timeout_s: float) -> None:
         """Waits for an event, which is not to be the end of the cluster."""
         try:
-            event = self._events.get(timeout=timeout_s)
+            event = self._events.get(timeout=min(timeout_s, lifecycle.SIGNAL_LOOK_S))
         except queue.Empty:
             return
         match event:
@@ -214,7 +237,9 @@ def _unready(endpoint: str) -> str:
     if status == 200:
         return ""
     try:
-        missing = json.loads(body).get("missing", [])  # none to a client without an admin key
+        missing = json.loads(body).get(
+            "missing", []
+        )  # none to a client without an admin key
     except (ValueError, AttributeError):
         missing = []
     details = f" ({'; '.join(map(str, missing))})" if missing else ""

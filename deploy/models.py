@@ -13,9 +13,13 @@ from protocol.settings.settings import BatonSettings, parse
 class ModelsSettings(BatonSettings):
     """The architectures that are served, each with its test; or whether one model is."""
 
-    model: str | None = Field(None, description="directory or hub id of a model to look at")
+    model: str | None = Field(
+        None, description="directory or hub id of a model to look at"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
-    hf_overrides: str | None = Field(None, description="JSON of values instead of config.json's")
+    hf_overrides: str | None = Field(
+        None, description="JSON of values instead of config.json's"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked, options = settings.model, (settings.revision, settings.hf_overrides)
     try:
         if any(options) and not asked:
-            raise ValueError("--revision and --hf-overrides are of a model: name it by --model")
+            raise ValueError(
+                "--revision and --hf-overrides are of a model: name it by --model"
+            )
         print(load_config(asked, *options).summary if asked else served())
     except ValueError as error:
         print(f"baton models: error: {error}", file=sys.stderr)

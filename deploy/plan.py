@@ -20,7 +20,13 @@ from kvcache.transfer.plan.endpoint import Endpoint, IntArray, PlanError, heads_
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from model.config import load_config
 from model.sizes import check_parallelism
-from protocol.settings.options import DType, GeometryOptions, LinkOptions, ModelName, PartOfRanks
+from protocol.settings.options import (
+    DType,
+    GeometryOptions,
+    LinkOptions,
+    ModelName,
+    PartOfRanks,
+)
 from protocol.settings.settings import BatonSettings, parse
 
 
@@ -62,25 +68,35 @@ class Geometry(GeometryOptions):
         next to each other, as after long use."""
         groups = len(model.windows)
         count = -(-tokens // (self.block_size * self.shared_by)) * groups
-        odd_then_even = np.concatenate((np.arange(2, count + 1, 2), np.arange(1, count + 1, 2)))
+        odd_then_even = np.concatenate(
+            (np.arange(2, count + 1, 2), np.arange(1, count + 1, 2))
+        )
         return [odd_then_even[group::groups] for group in range(groups)]
 
 
 class DecodeGeometry(Geometry):
     """How the engine that reads lays out its KV."""
 
-    dcp: PartOfRanks = Field(1, description="ranks that share tokens, a part of --decode.tp")
+    dcp: PartOfRanks = Field(
+        1, description="ranks that share tokens, a part of --decode.tp"
+    )
 
 
 class PlanSettings(LinkOptions, ModelName, BatonSettings):
     """What would move from a prefill to a decode server, how, and why."""
 
-    device: Literal["cpu", "cuda"] = Field("cpu", description="whose links and dtype to assume")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="whose links and dtype to assume"
+    )
     tokens: int = Field(1000, ge=1, description="length of the prompt (tokens)")
-    hit_tokens: int = Field(0, ge=0, description="prefix already on the decode server (tokens)")
+    hit_tokens: int = Field(
+        0, ge=0, description="prefix already on the decode server (tokens)"
+    )
     as_json: bool = Field(False, description="print one JSON line instead of text")
     prefill: Geometry = Field(Geometry(), description="geometry of the prefill server")
-    decode: DecodeGeometry = Field(DecodeGeometry(), description="geometry of the decode server")
+    decode: DecodeGeometry = Field(
+        DecodeGeometry(), description="geometry of the decode server"
+    )
 
 
 def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, Any]:
@@ -96,7 +112,10 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
         for side in (settings.prefill, settings.decode)
     )
-    owners, tables = p.endpoints(model, tokens), (d.tables(model, tokens), p.tables(model, tokens))
+    owners, tables = (
+        p.endpoints(model, tokens),
+        (d.tables(model, tokens), p.tables(model, tokens)),
+    )
     configured = CostModel.configured(settings.transfer_costs, settings.device)
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
@@ -104,10 +123,16 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         nbytes, converts = settings.staging_bytes, settings.kv_convert
         planner = Planner(end, owners, heads, staging_bytes=nbytes, convert=converts)
         parts = zip(end.groups.spans(hit, tokens, tokens), *tables, strict=True)
-        transfers = (planner.take((span.start, span.stop), *own) for span, *own in parts)
+        transfers = (
+            planner.take((span.start, span.stop), *own) for span, *own in parts
+        )
         plan = joined([planner.plan(each, costs) for each in transfers])
         before, whole = end.stripe.num_local(np.array([hit, tokens])).tolist()
-        told = {"rank": end.rank, "heads": _listed(end.heads(heads)), "tokens": whole - before}
+        told = {
+            "rank": end.rank,
+            "heads": _listed(end.heads(heads)),
+            "tokens": whole - before,
+        }
         ranks.append(told | _facts(plan))
     used = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
@@ -125,14 +150,20 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
 
 def _facts(plan: TransferPlan) -> dict[str, Any]:
     reads = list(plan.reads)
-    lengths = np.concatenate([read.lengths for read in reads]) if reads else np.zeros(1, np.int64)
+    lengths = (
+        np.concatenate([read.lengths for read in reads])
+        if reads
+        else np.zeros(1, np.int64)
+    )
     told = ("path", "descriptors", "bytes_read", "useful_bytes", "estimated_s", "why")
     return {
         "remote_ranks": sorted({read.remote_rank for read in reads}),
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        "chunks": sum(step.slot is not None for step in plan.steps),  # of the staged path
+        "chunks": sum(
+            step.slot is not None for step in plan.steps
+        ),  # of the staged path
         **{name: getattr(plan, name) for name in told},
     }
 
@@ -141,7 +172,10 @@ def text(found: dict[str, Any]) -> str:
     """What `explain` found, for people."""
     windows = [window or "all" for window in found["model"]["windows"]]
     lines = [
-        *(_SIDE.format(**{"name": name.upper(), "dcp": 1, **found[name]}) for name in "pd"),
+        *(
+            _SIDE.format(**{"name": name.upper(), "dcp": 1, **found[name]})
+            for name in "pd"
+        ),
         f"model  {len(windows)} group(s), which see {', '.join(map(str, windows))} tokens, of "
         "{num_layers} layers, {total_kv_heads} KV heads of {head_dim} elements, "
         "{num_components} component(s)".format(**found["model"]),
@@ -151,13 +185,17 @@ def text(found: dict[str, Any]) -> str:
     for rank in found["ranks"]:
         sized = {name: value for name, value in rank.items() if "bytes" in name}
         sizes = {n: ByteSize(v).human_readable(separator=" ") for n, v in sized.items()}
-        lines.append(_RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"])))
+        lines.append(
+            _RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"]))
+        )
     idle = f"P ranks without a reader: {_listed(found['idle_p_ranks'])}"
     took = f"{found['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
     return "\n".join([*lines, idle, took])
 
 
-_SIDE = "{name}      tp {tp}, dcp {dcp}, {kv_layout}, {block_size}-token blocks, {dtype}"
+_SIDE = (
+    "{name}      tp {tp}, dcp {dcp}, {kv_layout}, {block_size}-token blocks, {dtype}"
+)
 _RANK = """\
 D rank {rank}: {tokens} tokens of head(s) {heads} from P rank(s) {owners}, {path}
   {descriptors} descriptors, {bytes_read} read for {useful_bytes} wanted; runs of \
@@ -179,9 +217,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for side in (settings.prefill, settings.decode):
             check_parallelism(config, side.tp, side.shared_by)
         groups, dealt = kv_groups(config)
-        sizes = max(map(len, dealt)), config.kv_heads_total, config.kv_components, config.kv_dim
+        sizes = (
+            max(map(len, dealt)),
+            config.kv_heads_total,
+            config.kv_components,
+            config.kv_dim,
+        )
         model = Model(*sizes, groups.windows)
-        found = explain(settings, model, "float32" if settings.device == "cpu" else config.dtype)
+        found = explain(
+            settings, model, "float32" if settings.device == "cpu" else config.dtype
+        )
     except ValueError as error:
         print(f"baton plan: error: {error}", file=sys.stderr)
         return 1

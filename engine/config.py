@@ -29,7 +29,9 @@ class EngineConfig(KVOptions, ModelOptions):
     model_dir: str
     scales: tuple[float, ...] = ()  # of FP8 KV, by layer and component
     threads: int | None = None
-    meeting: str = ""  # the path of a file by which the ranks' collectives find each other
+    meeting: str = (
+        ""  # the path of a file by which the ranks' collectives find each other
+    )
     side_channel_host: str = "127.0.0.1"  # bound here
     side_channel_advertise: str = "127.0.0.1"  # told to peers; empty: none is known
     side_channel_port: int = 0

@@ -10,7 +10,13 @@ from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import heads_of
 from kvcache.transfer.plan.plan import least_staging_bytes
 from model.config import ModelConfig, load_config
-from model.sizes import check_files, check_parallelism, largest, stored_elements, weight_bytes
+from model.sizes import (
+    check_files,
+    check_parallelism,
+    largest,
+    stored_elements,
+    weight_bytes,
+)
 from protocol.handshake import ITEMSIZE
 from protocol.settings.machine import free_host_bytes
 from protocol.settings.settings import EngineSettings
@@ -23,7 +29,9 @@ class InvalidGeometry(ValueError):
     """Options that contradict each other; the message names them, their values and the fix."""
 
 
-def read_config(model_dir: str | Path, options: EngineSettings | EngineConfig) -> ModelConfig:
+def read_config(
+    model_dir: str | Path, options: EngineSettings | EngineConfig
+) -> ModelConfig:
     """What the options make of a model's config.json."""
     return load_config(
         model_dir,
@@ -33,7 +41,9 @@ def read_config(model_dir: str | Path, options: EngineSettings | EngineConfig) -
     )
 
 
-def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | None = None) -> None:
+def check_weights(
+    config: EngineConfig, model: ModelConfig, free_bytes: int | None = None
+) -> None:
     """Refuses weights that the files do not have (ModelLoadError), or that no memory can hold
     (InvalidGeometry): the sizes of all that follows are the model's.
 
@@ -46,12 +56,18 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
     if config.load_format != "dummy":
         check_files(model, Path(config.model_dir))
     if config.device == "cpu":
-        most, told = free_host_bytes() if free_bytes is None else free_bytes, "are free here"
+        most, told = (
+            free_host_bytes() if free_bytes is None else free_bytes,
+            "are free here",
+        )
         if config.load_format != "dummy":
             elements, fix = _elements_beside_files(config, model)
             needed = elements * itemsize
     else:
-        most, told = config.tp * _MOST_BYTES_OF_A_GPU, f"is more than {config.tp} GPU(s) have"
+        most, told = (
+            config.tp * _MOST_BYTES_OF_A_GPU,
+            f"is more than {config.tp} GPU(s) have",
+        )
     if needed > most:
         raise InvalidGeometry(
             f"the model's weights take {needed / 2**30:,.1f} GiB in {config.dtype}, and "
@@ -63,16 +79,21 @@ def check_weights(config: EngineConfig, model: ModelConfig, free_bytes: int | No
 def _elements_beside_files(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
     """Elements of weights that cannot be used where files are mapped, and what helps."""
     stored = stored_elements(Path(config.model_dir))
-    mapped = sum(stored[name] for name, dtype in _STORED.items() if dtype == config.dtype)
+    mapped = sum(
+        stored[name] for name, dtype in _STORED.items() if dtype == config.dtype
+    )
     copied, fix = stored.total() - mapped, "use --no-pack-weights"
     if model.quantization:  # to be dequantised, and words hold several of them
         copied = max(copied, weight_bytes(model, 1, keeps=False) - mapped)
     if copied > mapped:
         kept = max(_STORED, key=lambda name: stored[name])
         fix = f"use --dtype {_STORED[kept]}, as which the files can be mapped"
-    if model.moe or (config.pack_weights and config.dtype == "float32"):  # experts are stacked
+    if model.moe or (
+        config.pack_weights and config.dtype == "float32"
+    ):  # experts are stacked
         copied = max(
-            copied, weight_bytes(model, 1, keeps=False) - model.vocab_size * model.hidden_size
+            copied,
+            weight_bytes(model, 1, keeps=False) - model.vocab_size * model.hidden_size,
         )
     return copied, f"{fix}, or more memory: experts are copied" if model.moe else fix
 
@@ -144,7 +165,11 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     own = model.num_heads // config.tp
     for num_q_heads, of_group in {own: False, own * config.dcp: config.dcp > 1}.items():
         wanted = wanted_of(config, model, num_q_heads)
-        check(config.attention_backend, wanted, step_limits(config, model, of_group=of_group))
+        check(
+            config.attention_backend,
+            wanted,
+            step_limits(config, model, of_group=of_group),
+        )
 
 
 def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wanted:
@@ -158,12 +183,16 @@ def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wan
         num_q_heads=num_q_heads,
         kinds=tuple(
             (has_window, bool(model.score_cap))
-            for has_window in sorted({each is not None for each in model.layer_windows or (None,)})
+            for has_window in sorted(
+                {each is not None for each in model.layer_windows or (None,)}
+            )
         ),
     )
 
 
-def step_limits(config: EngineConfig, model: ModelConfig, *, of_group: bool) -> StepLimits:
+def step_limits(
+    config: EngineConfig, model: ModelConfig, *, of_group: bool
+) -> StepLimits:
     """The largest steps of a rank's attention backend; `of_group`: of that for the heads of all
     ranks that share tokens, which only decodes attend with."""
     seqs, longest = config.max_num_seqs, config.max_model_len or model.max_position

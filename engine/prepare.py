@@ -76,7 +76,9 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
             raise  # else there is more to say: that there is no GPU, say the ranks
     check_staging(config, layout)  # better known before weights are loaded, as the next
     bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
-    config = config.model_copy(update={"scales": _kv_scales(settings, model_dir, model_config)})
+    config = config.model_copy(
+        update={"scales": _kv_scales(settings, model_dir, model_config)}
+    )
     check_scales(config, model_config)
     return Prepared(config, model_config, defaults)
 
@@ -232,7 +234,9 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
 def _has_gpu() -> bool:
     """Whether an NVIDIA GPU is here, without loading torch."""
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
+        found = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return found.returncode == 0 and b"GPU" in found.stdout

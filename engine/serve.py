@@ -10,7 +10,6 @@ No torch here: the engine's processes have it.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import threading
@@ -28,7 +27,8 @@ from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
-from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
+from protocol.http.acceptor import raise_file_limit
+from protocol.http.connections import HttpServer, bound_clients
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
@@ -46,7 +46,9 @@ _RESOLVER = "resolve-model"  # the thread that finds, downloads or converts the 
 HooksFactory = Callable[[bytes], ServerHooks]  # from the cluster secret
 
 
-def run_server(settings: EngineSettings, hooks: HooksFactory, module: str = RANK) -> int:
+def run_server(
+    settings: EngineSettings, hooks: HooksFactory, module: str = RANK
+) -> int:
     """Serves until told to end. Returns the process's exit status.
 
     Args:
@@ -67,7 +69,9 @@ def run_server(settings: EngineSettings, hooks: HooksFactory, module: str = RANK
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_told(error))
         if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
-            os._exit(1)  # told to end: Python would wait for the threads of a download
+            lifecycle.exit_now(
+                1
+            )  # told to end: Python would wait for the threads of a download
         return 1
 
 
@@ -80,7 +84,9 @@ def _told(error: Exception) -> str:
 class _Server:
     """One server, on the running event loop."""
 
-    def __init__(self, settings: EngineSettings, module: str, hooks: HooksFactory) -> None:
+    def __init__(
+        self, settings: EngineSettings, module: str, hooks: HooksFactory
+    ) -> None:
         self.settings = settings
         self.secret = cluster_secret(settings.cluster_secret)
         client = EngineClient(settings, caches_prefixes=settings.enable_prefix_caching)
@@ -88,7 +94,9 @@ class _Server:
         self.api.client.on_progress = self._tell_progress
         self.api.on_drain = self._end
         how = settings, self.api.access.certificate, KV_PARAMS_BYTES
-        self.server = HttpServer(create_app(self.api), *how, log_level="warning", lifespan="off")
+        self.server = HttpServer(
+            create_app(self.api), *how, log_level="warning", lifespan="off"
+        )
         self.processes = EngineProcesses(module, self._engine_ended)
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -116,7 +124,7 @@ class _Server:
         if self.stop.done():
             self.processes.kill()
             lifecycle.report_failure("told twice to end: killed")
-            os._exit(_KILLED)
+            lifecycle.exit_now(_KILLED)
         self._end()
 
     def _end(self) -> None:
@@ -135,17 +143,23 @@ class _Server:
         logger.info("%s", text)
         lifecycle.report_progress(text)
 
-    async def _start_and_serve(self, listener: socket.socket, serving: asyncio.Future[None]) -> int:
+    async def _start_and_serve(
+        self, listener: socket.socket, serving: asyncio.Future[None]
+    ) -> int:
         settings, api, client = self.settings, self.api, self.api.client
         client.progress = "looking for the model"
 
         def tell(text: str) -> None:
             self.loop.call_soon_threadsafe(self._tell_progress, text)
 
-        resolve = partial(resolve_model, settings.model, settings.revision, progress=tell)
+        resolve = partial(
+            resolve_model, settings.model, settings.revision, progress=tell
+        )
         thread = ThreadPoolExecutor(1, thread_name_prefix=_RESOLVER)
         resolving = self.loop.run_in_executor(thread, resolve)
-        thread.shutdown(wait=False)  # it ends with that; nobody waits for it who is told to end
+        thread.shutdown(
+            wait=False
+        )  # it ends with that; nobody waits for it who is told to end
         model_dir = await self._or_stop(resolving)
         prepared = prepare(self.settings, self.secret, model_dir)
         with self.processes.start(prepared.config) as link:
@@ -153,8 +167,12 @@ class _Server:
             # Before the weights are there: what is wrong with these files is known in a second.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             # Not on the event loop: to look through thousands of special tokens takes seconds.
-            await asyncio.to_thread(api.take_model, tokenizer, fingerprint, prepared.defaults)
-            await client.start(link)  # not before: an engine that is ready is asked at once
+            await asyncio.to_thread(
+                api.take_model, tokenizer, fingerprint, prepared.defaults
+            )
+            await client.start(
+                link
+            )  # not before: an engine that is ready is asked at once
             watching = asyncio.create_task(api.access.watch())
             try:
                 await api.grammars.start()
@@ -168,7 +186,9 @@ class _Server:
     async def _or_stop(self, work: Any) -> Any:
         """Awaits `work`, unless the server is told to end or its engine dies first."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {task, self.stop, self.failure}, return_when=asyncio.FIRST_COMPLETED
+        )
         if task.done():
             return task.result()
         task.cancel()
@@ -195,22 +215,32 @@ class _Server:
         ends = {serving, self.failure, handing}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         handing.cancel()
-        self.server.should_exit = True  # accepts nothing more; open requests may finish for a while
+        self.server.should_exit = (
+            True  # accepts nothing more; open requests may finish for a while
+        )
         await self._drain(serving, client, until)
         failed = self.failure.result() if self.failure.done() else None
         if failed is not None:
-            client.fail(failed)  # the clients are told that, not that the server is ending
-        await client.close()  # every request still open gets its one error; the engine ends too
+            client.fail(
+                failed
+            )  # the clients are told that, not that the server is ending
+        await (
+            client.close()
+        )  # every request still open gets its one error; the engine ends too
         await serving
         if failed is not None:
             raise StartFailure(failed)
         return 0
 
-    def _register(self, port: int, client: EngineClient) -> Callable[[], Awaitable[None]]:
+    def _register(
+        self, port: int, client: EngineClient
+    ) -> Callable[[], Awaitable[None]]:
         """Registers with every proxy that the settings name; the result takes that back."""
         if not self.settings.register:
             return partial(asyncio.sleep, 0)
-        from engine.http.registrar import registrar_of  # aiohttp: a fifth of this process's start
+        from engine.http.registrar import (
+            registrar_of,  # aiohttp: a fifth of this process's start
+        )
 
         registrar = registrar_of(self.settings, port, client.ready, self.secret)
         registrar.start()
@@ -242,5 +272,7 @@ class _Server:
         reason = f"the engine has requests and said nothing for {limit_s:g} s (--hang-timeout-s)"
         if client.is_lost:
             await asyncio.sleep(_ENDING_S)
-            reason = client.failure or "the engine hung up, and its process does not end"
+            reason = (
+                client.failure or "the engine hung up, and its process does not end"
+            )
         self._engine_ended(reason)

@@ -47,7 +47,9 @@ class BlockState(IntEnum):
     QUARANTINED = 5
 
 
-_EXPOSED = frozenset({BlockState.RECEIVING, BlockState.QUARANTINED})  # READs may write there
+_EXPOSED = frozenset(
+    {BlockState.RECEIVING, BlockState.QUARANTINED}
+)  # READs may write there
 _HOLDS_BYTES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
 
 
@@ -95,7 +97,9 @@ class BlockAllocator:
         # A stack, and every move releases in reverse: a sequence's blocks are allocated again in
         # their old order, so neighbours stay neighbours (fewer descriptors), on few pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # CACHED, first to go first
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # CACHED, first to go first
 
     @property
     def capacity(self) -> int:
@@ -117,14 +121,18 @@ class BlockAllocator:
         """Blocks that READs of given-up pulls may still write to."""
         return self._counts[BlockState.QUARANTINED]
 
-    def has_room_to_receive(self, num_blocks: int, *, beside_hung: bool = False) -> bool:
+    def has_room_to_receive(
+        self, num_blocks: int, *, beside_hung: bool = False
+    ) -> bool:
         """Whether READs may write to `num_blocks` more blocks. Unless these are the only ones, a
         part of the pool must stay free of READs to compute in, as all of them may hang.
 
         Args:
             beside_hung: count quarantined blocks only, as if all other READs had ended.
         """
-        at_risk = self.num_quarantined + (0 if beside_hung else self._counts[BlockState.RECEIVING])
+        at_risk = self.num_quarantined + (
+            0 if beside_hung else self._counts[BlockState.RECEIVING]
+        )
         return not at_risk or at_risk + num_blocks <= self.capacity * _MAX_AT_RISK_SHARE
 
     def counts(self) -> dict[BlockState, int]:
@@ -169,7 +177,9 @@ class BlockAllocator:
     def release(self, blocks: Iterable[int]) -> None:
         """One use of each block less. Pass a sequence's blocks in order: the last ones, whose
         content helps the fewest others, are then the first to be evicted."""
-        for block in reversed(self._checked("release", blocks, lambda b: self._uses[b] > 0)):
+        for block in reversed(
+            self._checked("release", blocks, lambda b: self._uses[b] > 0)
+        ):
             self._uses[block] -= 1
             self._settle(block)
 
@@ -280,7 +290,11 @@ class BlockAllocator:
         return not self._cached[block] and self._holds_bytes(block)
 
     def _is_exclusively_used(self, block: int) -> bool:
-        return self._uses[block] == 1 and not self._leases[block] and not self._cached[block]
+        return (
+            self._uses[block] == 1
+            and not self._leases[block]
+            and not self._cached[block]
+        )
 
     def _describe(self, block: int) -> str:
         return (
@@ -300,10 +314,17 @@ class BlockAllocator:
         recount = {state: owned.count(state) for state in BlockState}
         if recount != self.counts():
             raise IntegrityError(f"I1: counted {recount}, recorded {self.counts()}")
-        for listed, state in ((self._free, BlockState.FREE), (self._evictable, BlockState.CACHED)):
-            expected = [b for b in range(1, self.num_blocks) if self._states[b] is state]
+        for listed, state in (
+            (self._free, BlockState.FREE),
+            (self._evictable, BlockState.CACHED),
+        ):
+            expected = [
+                b for b in range(1, self.num_blocks) if self._states[b] is state
+            ]
             if sorted(listed) != expected:
-                raise IntegrityError(f"I2: {sorted(listed)} are listed as {state.name}: {expected}")
+                raise IntegrityError(
+                    f"I2: {sorted(listed)} are listed as {state.name}: {expected}"
+                )
 
     def _check_block(self, block: int) -> None:
         """The state must follow from the references; exclusive states and block 0 have none."""
@@ -311,4 +332,6 @@ class BlockAllocator:
         expected = free if state in _EXPOSED or block == NULL_BLOCK else state
         is_negative = self._uses[block] < 0 or self._leases[block] < 0
         if is_negative or self._derived(block) is not expected:
-            raise IntegrityError(f"I2: state contradicts counts: {self._describe(block)}")
+            raise IntegrityError(
+                f"I2: state contradicts counts: {self._describe(block)}"
+            )

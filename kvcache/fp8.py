@@ -12,10 +12,14 @@ DTYPE: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
 
 
-def stored_as(values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def stored_as(
+    values: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> torch.Tensor:
     """`values / scale` in `dtype`, those beyond what FP8 holds as its largest number; NaN stays
     NaN."""
-    if scale != 1.0:  # rounded once, and by a factor: as every kernel and device does it
+    if (
+        scale != 1.0
+    ):  # rounded once, and by a factor: as every kernel and device does it
         values = values.float() * (1.0 / scale)
     if dtype is DTYPE:
         values = values.clamp(-LARGEST, LARGEST)

@@ -45,7 +45,9 @@ class KVGroups:
 
     def to_wire(self) -> tuple[int, ...]:
         """As of CompatRecord."""
-        return tuple(window or 0 for window in self.windows) if self != ONE_GROUP else ()
+        return (
+            tuple(window or 0 for window in self.windows) if self != ONE_GROUP else ()
+        )
 
     @cached_property
     def count(self) -> int:
@@ -64,10 +66,16 @@ class KVGroups:
     def kept_from(self, num_tokens: int, block_size: int) -> list[int]:
         """For each group, the index of the first block that a sequence of `num_tokens` tokens
         keeps: enough also to compute the last token anew."""
-        return [self.first_token(g, num_tokens - 1) // block_size for g in range(self.count)]
+        return [
+            self.first_token(g, num_tokens - 1) // block_size for g in range(self.count)
+        ]
 
     def of_prefix(
-        self, table: Sequence[int], num_tokens: int, block_size: int, reach: int | None = None
+        self,
+        table: Sequence[int],
+        num_tokens: int,
+        block_size: int,
+        reach: int | None = None,
     ) -> list[int]:
         """The table of a prefix of `num_tokens` tokens, with the blocks needed to go on from
         `reach` tokens of it or more; None: from all of them."""
@@ -87,7 +95,9 @@ class KVGroups:
         firsts = (self.first_token(g, reach) for g in range(self.count))
         return [range(min(max(start, first), stop), stop) for first in firsts]
 
-    def missing(self, table: Sequence[int], spans: Sequence[range], block_size: int) -> list[int]:
+    def missing(
+        self, table: Sequence[int], spans: Sequence[range], block_size: int
+    ) -> list[int]:
         """The places in a table that still need a block for these tokens of each group, sorted."""
         count, size = self.count, len(table)
         places = [
@@ -99,7 +109,9 @@ class KVGroups:
         ]
         return sorted(places)
 
-    def fill(self, table: list[int], places: Sequence[int], blocks: Iterable[int]) -> None:
+    def fill(
+        self, table: list[int], places: Sequence[int], blocks: Iterable[int]
+    ) -> None:
         """Puts blocks into these places of a table, which grows if it is too short."""
         needed = (places[-1] // self.count + 1) * self.count if places else 0
         table += [NULL_BLOCK] * (needed - len(table))
@@ -116,7 +128,9 @@ class KVGroups:
         )
         return sum(min(whole, blocks) for blocks in most)
 
-    def longest_in(self, num_blocks: int, max_len: int, step_tokens: int, block_size: int) -> int:
+    def longest_in(
+        self, num_blocks: int, max_len: int, step_tokens: int, block_size: int
+    ) -> int:
         """Tokens of the longest sequence that `num_blocks` can hold; if windows drop blocks, at
         most `max_len`, rounded up to whole blocks."""
         if not self.drops:
@@ -132,7 +146,9 @@ class KVGroups:
 ONE_GROUP = KVGroups()
 
 
-def deal(windows: Sequence[int | None], max_len: int) -> tuple[KVGroups, list[tuple[int, ...]]]:
+def deal(
+    windows: Sequence[int | None], max_len: int
+) -> tuple[KVGroups, list[tuple[int, ...]]]:
     """Deals a model's layers into groups of equal size: the fewest groups whose padding (places
     without a layer) costs at most _MAX_WASTE.
 
@@ -149,11 +165,15 @@ def deal(windows: Sequence[int | None], max_len: int) -> tuple[KVGroups, list[tu
         kinds.setdefault(window, []).append(layer)
 
     def cost(size: int) -> int:
-        return sum(-(-len(of) // size) * size * (w or max_len) for w, of in kinds.items())
+        return sum(
+            -(-len(of) // size) * size * (w or max_len) for w, of in kinds.items()
+        )
 
     longest = max(map(len, kinds.values()))
     sizes = range(longest, 0, -1)
-    few = [s for s in sizes if sum(-(-len(of) // s) for of in kinds.values()) <= MAX_GROUPS]
+    few = [
+        s for s in sizes if sum(-(-len(of) // s) for of in kinds.values()) <= MAX_GROUPS
+    ]
     cheap = (s for s in few if cost(s) <= cost(1) * (1 + _MAX_WASTE))
     size = next(cheap, min(few, key=cost))
     dealt = [
@@ -161,4 +181,6 @@ def deal(windows: Sequence[int | None], max_len: int) -> tuple[KVGroups, list[tu
         for window, of in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
         for at in range(0, len(of), size)
     ]
-    return KVGroups(tuple(window for window, _ in dealt)), [layers for _, layers in dealt]
+    return KVGroups(tuple(window for window, _ in dealt)), [
+        layers for _, layers in dealt
+    ]

@@ -62,7 +62,10 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each axis, by letter, in the canonical order BHLCND."""
-        return {axis: getattr(self, name) for axis, name in zip(AXES, _SIZE_FIELDS, strict=True)}
+        return {
+            axis: getattr(self, name)
+            for axis, name in zip(AXES, _SIZE_FIELDS, strict=True)
+        }
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,7 +95,9 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
     @cached_property
     def token_bytes(self) -> int:
         """Bytes that one token takes: all heads, layers and components of this rank."""
-        elements = self.num_heads * self.num_layers * self.num_components * self.head_dim
+        elements = (
+            self.num_heads * self.num_layers * self.num_components * self.head_dim
+        )
         return elements * self.itemsize
 
     @property

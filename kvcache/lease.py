@@ -62,7 +62,9 @@ class LeaseTable:
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()  # oldest first
-        self._deadlines: list[tuple[float, str]] = []  # a heap; renewed leases leave old entries
+        self._deadlines: list[
+            tuple[float, str]
+        ] = []  # a heap; renewed leases leave old entries
         self._ended: list[EndedLease] = []
         self.ended_counts = Counter[LeaseState]()  # since the start
 
@@ -82,11 +84,18 @@ class LeaseTable:
     ) -> None:
         """Holds the blocks until `now + lease_s`, unless renewed or ended before."""
         assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
-        self._held[lease_id] = _Held(request_id, tuple(block_ids), lease_s, now + lease_s, grows)
+        self._held[lease_id] = _Held(
+            request_id, tuple(block_ids), lease_s, now + lease_s, grows
+        )
         heapq.heappush(self._deadlines, (now + lease_s, lease_id))
 
     def grow(
-        self, lease_id: str, block_ids: Iterable[int], now: float, *, seals: bool = False
+        self,
+        lease_id: str,
+        block_ids: Iterable[int],
+        now: float,
+        *,
+        seals: bool = False,
     ) -> bool:
         """Holds these blocks as well; `seals`: they are the last ones. False when the lease is
         gone: the blocks stay the caller's."""
@@ -159,10 +168,14 @@ class LeaseTable:
         ended, self._ended = self._ended, []
         return ended
 
-    def _end(self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float) -> None:
+    def _end(
+        self, lease_id: str, outcome: LeaseState, attempt_id: str | None, now: float
+    ) -> None:
         lease = self._held.pop(lease_id)
         self.ended_counts[outcome] += 1
-        self._ended.append(EndedLease(lease_id, lease.request_id, lease.block_ids, outcome))
+        self._ended.append(
+            EndedLease(lease_id, lease.request_id, lease.block_ids, outcome)
+        )
         self._tombstones[lease_id] = _Tombstone(attempt_id, now)
         self._bury(now)
 

@@ -38,19 +38,31 @@ from protocol.handshake import (
     open_request,
     seal_reply,
 )
-from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, listen, tune
+from protocol.ipc.wire import (
+    Waker,
+    Wire,
+    WireClosed,
+    await_room,
+    exchange,
+    listen,
+    tune,
+)
 from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # expired leases are collected at most this late
-_MAX_REQUEST_BYTES = 4 << 10  # and bytes read at a time; a request has at most 5 ids of 128
+_MAX_REQUEST_BYTES = (
+    4 << 10
+)  # and bytes read at a time; a request has at most 5 ids of 128
 _MAX_LOOKUPS = 64  # waiting for the engine; others are answered with no prefix
 _MAX_UNSENT_BYTES = 64 << 20  # of answers to one peer
 _MAX_STRANGERS = 256  # connections without an authentic message yet
 _MAX_ACCEPTED = 16  # connections at a time
-_MAX_DIGESTS = 64  # computed at a time; a request beyond is not answered, and comes again
+_MAX_DIGESTS = (
+    64  # computed at a time; a request beyond is not answered, and comes again
+)
 _WARN_S = 10.0  # between warnings of refused requests, which anybody can cause
 _NO_DESCRIPTOR_S = 0.01
 
@@ -75,7 +87,9 @@ class LeaseServer:
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[], None] | None = None,
         bind_host: str | None = None,
-        digest: Callable[[Scope, tuple[int, ...], Sums], None] = lambda *asked: asked[2](b""),
+        digest: Callable[[Scope, tuple[int, ...], Sums], None] = lambda *asked: asked[
+            2
+        ](b""),
         max_tokens: int = 0,
     ) -> None:
         self._host = host
@@ -100,7 +114,9 @@ class LeaseServer:
         self.asked: deque[tuple[Lookup, Wire]] = deque()
         self._calls: deque[Callable[[], None]] = deque()  # of other threads
         self._wires: set[Wire] = set()
-        self._strangers: dict[Wire, None] = {}  # wires without an authentic message, oldest first
+        self._strangers: dict[
+            Wire, None
+        ] = {}  # wires without an authentic message, oldest first
         self._warned_at = float("-inf")
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "lease-server")
@@ -154,9 +170,13 @@ class LeaseServer:
     def counters(self) -> Counter[str]:
         """Events since the start, and `held`, the leases held now. Any thread."""
         with self._lock:
-            ended = {state.value: self._table.ended_counts[state] for state in LeaseState}
+            ended = {
+                state.value: self._table.ended_counts[state] for state in LeaseState
+            }
             held, total = self._table.num_held, self._table.ended_counts.total()
-            return Counter({**self._counters, **ended, "held": held, "granted": held + total})
+            return Counter(
+                {**self._counters, **ended, "held": held, "granted": held + total}
+            )
 
     def close(self) -> None:
         """Stops the thread; leases still held end as ABORTED and can be drained."""
@@ -198,7 +218,9 @@ class LeaseServer:
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._strangers[wire] = None
-            if len(self._strangers) > _MAX_STRANGERS:  # else they could use up the descriptors
+            if (
+                len(self._strangers) > _MAX_STRANGERS
+            ):  # else they could use up the descriptors
                 with self._lock:
                     self._drop(next(iter(self._strangers)))
 
@@ -223,7 +245,9 @@ class LeaseServer:
 
     def _tell_readers(self) -> None:
         """Sends news to readers, in the calling thread: faster than waking the server's."""
-        for wire, reply in self._offers.take(self._clock(), lambda wire: wire.has_unsent):
+        for wire, reply in self._offers.take(
+            self._clock(), lambda wire: wire.has_unsent
+        ):
             self._push(wire, reply)
 
     def _push(self, wire: Wire, reply: Reply) -> None:
@@ -268,7 +292,9 @@ class LeaseServer:
         if wire.unsent_bytes > _MAX_UNSENT_BYTES:
             raise WireClosed("the peer asks but does not read")
         reply = self._answer(message, wire)
-        with suppress(WireClosed):  # messages that it sent before may still have to be read
+        with suppress(
+            WireClosed
+        ):  # messages that it sent before may still have to be read
             if reply is not None:
                 wire.send(seal_reply(reply, self._secret))
         if isinstance(reply, Refused):

@@ -19,7 +19,9 @@ from protocol.handshake import Gone, Ok, Progress, Subscribe
 # remembered so long, as a subscription may be late.
 KNOWN_S = 30.0
 _MAX_KNOWN = 16384  # prompts waited for or remembered
-_MAX_READERS = 8  # of one prompt: a proxy asks a few decode servers, one after the other
+_MAX_READERS = (
+    8  # of one prompt: a proxy asks a few decode servers, one after the other
+)
 
 R = TypeVar("R")
 
@@ -33,14 +35,18 @@ class _Reader(Generic[R]):
 
 @dataclass
 class _Offer(Generic[R]):
-    request_id: str = ""  # of the engine; empty: the prompt has not come, or was withdrawn
+    request_id: str = (
+        ""  # of the engine; empty: the prompt has not come, or was withdrawn
+    )
     prompt_digest: str = ""
     lease_s: float = 0.0
     block_size: int = 0  # tokens
     lease_id: str = ""
     block_ids: list[int] = field(default_factory=list)
     reference: bytes = b""  # once the lease is sealed
-    is_given_up: bool = False  # by its last reader: the lease is aborted once it is sealed
+    is_given_up: bool = (
+        False  # by its last reader: the lease is aborted once it is sealed
+    )
     has_ended: bool = False  # none of its blocks may be read any more
     readers: dict[str, _Reader[R]] = field(default_factory=dict)  # by nonce
 
@@ -51,7 +57,9 @@ class Offers(Generic[R]):
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._offers: dict[str, _Offer[R]] = {}
-        self._known_until: dict[str, float] = {}  # prompts waited for, or ended; oldest first
+        self._known_until: dict[
+            str, float
+        ] = {}  # prompts waited for, or ended; oldest first
         self._by_lease: dict[str, str] = {}
         self._news: set[str] = set()
 
@@ -69,7 +77,11 @@ class Offers(Generic[R]):
         """The prompt has come. An earlier one of the same transfer id is withdrawn."""
         self.withdraw(transfer_id, now)
         offer = self._offers.get(transfer_id)
-        if not self._known_until.pop(transfer_id, None) or offer is None or offer.has_ended:
+        if (
+            not self._known_until.pop(transfer_id, None)
+            or offer is None
+            or offer.has_ended
+        ):
             offer = self._offers[transfer_id] = _Offer()  # no subscription waits for it
         offer.request_id, offer.prompt_digest = request_id, prompt_digest
         offer.lease_s, offer.block_size = lease_s, block_size
@@ -78,7 +90,11 @@ class Offers(Generic[R]):
     def wanted(self, transfer_id: str) -> int | None:
         """Number of leased blocks of the prompt; None: it has no readers."""
         offer = self._offers.get(transfer_id)
-        return len(offer.block_ids) if offer and offer.readers and not offer.has_ended else None
+        return (
+            len(offer.block_ids)
+            if offer and offer.readers and not offer.has_ended
+            else None
+        )
 
     def leased(self, transfer_id: str) -> list[int]:
         """The blocks leased so far of a half computed prompt; the lease may have ended."""
@@ -101,7 +117,9 @@ class Offers(Generic[R]):
         if offer.has_ended:
             return ""
         if not offer.lease_id:
-            self._table.grant(lease_id, offer.request_id, (), offer.lease_s, now, grows=True)
+            self._table.grant(
+                lease_id, offer.request_id, (), offer.lease_s, now, grows=True
+            )
             self._name(transfer_id, offer, lease_id)
         more = list(block_ids)
         if not self._table.grow(offer.lease_id, more, now, seals=seals):
@@ -167,7 +185,9 @@ class Offers(Generic[R]):
         if offer.lease_id:
             self._table.renew(offer.lease_id, now)
         offer.is_given_up = False
-        offer.readers[asked.nonce] = _Reader(reader, asked.prompt_digest, asked.num_blocks)
+        offer.readers[asked.nonce] = _Reader(
+            reader, asked.prompt_digest, asked.num_blocks
+        )
         self._news.add(asked.transfer_id)
         return Ok(nonce=asked.nonce)
 
@@ -188,10 +208,14 @@ class Offers(Generic[R]):
     def leave(self, reader: R) -> None:
         """Ends all subscriptions of a reader."""
         for offer in self._offers.values():
-            for nonce in [n for n, one in offer.readers.items() if one.reader == reader]:
+            for nonce in [
+                n for n, one in offer.readers.items() if one.reader == reader
+            ]:
                 del offer.readers[nonce]
 
-    def take(self, now: float, is_slow: Callable[[R], bool]) -> list[tuple[R, Progress | Gone]]:
+    def take(
+        self, now: float, is_slow: Callable[[R], bool]
+    ) -> list[tuple[R, Progress | Gone]]:
         """The messages to send now. A slow reader gets its news later, in one message."""
         replies: list[tuple[R, Progress | Gone]] = []
         news, self._news = self._news, set()
@@ -206,7 +230,9 @@ class Offers(Generic[R]):
                     replies.append((reader.reader, reply))
             # The offer of a prompt that is still computed stays, with `has_ended`.
             if offer.has_ended and (offer.reference or not offer.request_id):
-                self._offers[transfer_id] = _Offer(has_ended=True, readers=offer.readers)
+                self._offers[transfer_id] = _Offer(
+                    has_ended=True, readers=offer.readers
+                )
                 self._known_until.setdefault(transfer_id, now + KNOWN_S)
         return replies + self._expired(now)
 
@@ -222,7 +248,9 @@ class Offers(Generic[R]):
                 replies.append((reader.reader, Gone(nonce=nonce, reason="unknown")))
         return replies
 
-    def _news_for(self, offer: _Offer[R], nonce: str, reader: _Reader[R]) -> Progress | Gone | None:
+    def _news_for(
+        self, offer: _Offer[R], nonce: str, reader: _Reader[R]
+    ) -> Progress | Gone | None:
         is_other = offer.request_id and reader.prompt_digest != offer.prompt_digest
         if offer.has_ended or is_other:
             del offer.readers[nonce]

@@ -35,22 +35,30 @@ class KVPool:
         scales: Sequence[float] = (),
         groups: KVGroups = ONE_GROUP,
     ) -> None:
-        assert len(scales) in (0, layout.num_layers * layout.num_components), len(scales)
+        assert len(scales) in (0, layout.num_layers * layout.num_components), len(
+            scales
+        )
         self.layout, self.groups = layout, groups
         self.scales = tuple(scales)
         nbytes = layout.nbytes
-        self.shared = SharedMemory(nbytes) if torch.device(device).type == "cpu" else None
+        self.shared = (
+            SharedMemory(nbytes) if torch.device(device).type == "cpu" else None
+        )
         # zeroed uint8[nbytes], the allocation as transfers see it; it keeps the mapping alive
         if self.shared is None:
             self.flat_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         else:
-            self.flat_bytes = torch.frombuffer(self.shared.mapping, dtype=torch.uint8, count=nbytes)
+            self.flat_bytes = torch.frombuffer(
+                self.shared.mapping, dtype=torch.uint8, count=nbytes
+            )
         self.device = self.flat_bytes.device  # with its index
         dtype = getattr(torch, layout.dtype)
         # dtype[...six axes in layout.order]
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
         # dtype[B, H, L, C, N, D] whatever the order
-        self.canonical = self.tensor.permute([layout.order.index(axis) for axis in AXES])
+        self.canonical = self.tensor.permute(
+            [layout.order.index(axis) for axis in AXES]
+        )
         self.highest_block = -1  # of those that steps and pulls have used
 
     @property

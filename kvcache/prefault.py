@@ -45,7 +45,9 @@ class PrefaultThread(threading.Thread):
         ahead = max(1, _AHEAD_BYTES // layout.block_bytes)
         while not self._stopping.is_set():
             stop = min(layout.num_blocks, self._pool.highest_block + 1 + ahead)
-            for part in _slices(self._pool.base_address, layout, self.num_populated, stop):
+            for part in _slices(
+                self._pool.base_address, layout, self.num_populated, stop
+            ):
                 if libc.madvise(*map(ctypes.c_size_t, part), _MADV_POPULATE_WRITE):
                     return  # so will all others be refused
                 is_used = self._pool.highest_block >= 0
@@ -55,7 +57,9 @@ class PrefaultThread(threading.Thread):
             self._stopping.wait(_LOOK_S)
 
 
-def _slices(address: int, layout: KVLayout, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _slices(
+    address: int, layout: KVLayout, begin: int, end: int
+) -> Iterator[tuple[int, int]]:
     """Address and size (bytes) of the pages of blocks [begin, end) of a pool, a slice at a time."""
     block_bytes = layout.byte_strides["B"]  # what lies together of a block
     plane_bytes = layout.num_blocks * block_bytes

@@ -98,7 +98,9 @@ class PrefixIndex:
             cursor: the sequence's own, if it may be looked up again.
             salt: only blocks that were published with the same salt match.
         """
-        limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
+        limit = (
+            len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
+        )
         cursor, stop = cursor or PrefixCursor(), limit // self.block_size
         node = self._reached(cursor, stop)
         for at in range(node.depth_blocks, stop):
@@ -112,7 +114,9 @@ class PrefixIndex:
             node = node.parent
         blocks = [block for of_node in reversed(path) for block in of_node]
         return (
-            self._usable(blocks, limit if reach is None else reach) if self.groups.drops else blocks
+            self._usable(blocks, limit if reach is None else reach)
+            if self.groups.drops
+            else blocks
         )
 
     def _reached(self, cursor: PrefixCursor, most: int) -> _Node:
@@ -128,7 +132,11 @@ class PrefixIndex:
 
     def _usable(self, table: list[int], reach: int) -> list[int]:
         """The longest part of a table whose windows, at its end, have no gap."""
-        groups, size, num = self.groups, self.block_size, len(table) // self.groups.count
+        groups, size, num = (
+            self.groups,
+            self.block_size,
+            len(table) // self.groups.count,
+        )
         while True:
             stop = min(num * size, reach)
             firsts = [groups.first_token(g, stop) // size for g in range(groups.count)]
@@ -177,7 +185,10 @@ class PrefixIndex:
         node = self._reached(cursor, num_full)
         for at in range(node.depth_blocks, num_full):
             key = self._key(token_ids, at, salt)
-            child, blocks = node.children.get(key), list(block_ids[at * count : (at + 1) * count])
+            child, blocks = (
+                node.children.get(key),
+                list(block_ids[at * count : (at + 1) * count]),
+            )
             if child is None:
                 if self._num_nodes >= _MAX_NODES_PER_BLOCK * self.allocator.num_blocks:
                     break
@@ -264,22 +275,32 @@ class PrefixIndex:
             node = pending.pop()
             for key, child in node.children.items():
                 num_bytes = self.block_size * array("q").itemsize
-                is_full = len(key) == num_bytes or (node is self._root and len(key) > num_bytes)
+                is_full = len(key) == num_bytes or (
+                    node is self._root and len(key) > num_bytes
+                )
                 has_gap = any(
                     b == NULL_BLOCK and w is None
                     for b, w in zip(child.blocks, self.groups.windows, strict=True)
                 )
                 is_dead = not (child.children or any(child.blocks))
                 if child.key != key or child.parent is not node or not is_full:
-                    raise IntegrityError(f"prefix index: broken link to blocks {child.blocks}")
+                    raise IntegrityError(
+                        f"prefix index: broken link to blocks {child.blocks}"
+                    )
                 if has_gap or is_dead:
-                    raise IntegrityError(f"prefix index: an entry has blocks {child.blocks} only")
+                    raise IntegrityError(
+                        f"prefix index: an entry has blocks {child.blocks} only"
+                    )
                 reachable |= dict.fromkeys(held(child.blocks), child)
                 num_nodes += 1
                 pending.append(child)
         if reachable != self._nodes or num_nodes != self._num_nodes:
             raise IntegrityError("prefix index: entries and the tree differ")
-        marked = {b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)}
+        marked = {
+            b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)
+        }
         if marked != reachable.keys():
             wrong = sorted(marked ^ reachable.keys())
-            raise IntegrityError(f"prefix index: blocks {wrong} are marked or entered, not both")
+            raise IntegrityError(
+                f"prefix index: blocks {wrong} are marked or entered, not both"
+            )

@@ -40,7 +40,9 @@ class SharedMemory:
             self.mapping = mmap.mmap(self.fd, size)
         except (OSError, OverflowError) as error:
             os.close(self.fd)
-            raise MemoryError(f"a KV pool of {nbytes} bytes does not fit: {error}") from error
+            raise MemoryError(
+                f"a KV pool of {nbytes} bytes does not fit: {error}"
+            ) from error
         self.mapping[size - TOKEN_BYTES :] = self.token
 
     def __del__(self) -> None:
@@ -68,7 +70,9 @@ def open_memory(pid: int, fd: int, token: bytes, nbytes: int) -> mmap.mmap:
     try:
         wanted, size = _file_bytes(nbytes), os.fstat(opened).st_size
         if size != wanted:
-            raise NotMappable(f"its memory has {size} bytes, not the {wanted} it must have")
+            raise NotMappable(
+                f"its memory has {size} bytes, not the {wanted} it must have"
+            )
         if fcntl.fcntl(opened, _GET_SEALS) & _SEALS != _SEALS:
             raise NotMappable("its memory may still be cut short")
         mapping = mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -59,12 +59,16 @@ class Stripe:
                 f"with --block-size {remote_block_size}, or without --dcp"
             )
 
-    def remote_blocks(self, blocks: Sequence[int] | IntArray, remote_block_size: int) -> IntArray:
+    def remote_blocks(
+        self, blocks: Sequence[int] | IntArray, remote_block_size: int
+    ) -> IntArray:
         """Of a peer's block table, from token 0 on, the blocks whose tokens are kept here; in them
         those tokens follow each other as in this rank's own blocks; see `check_remote`."""
         table = np.asarray(blocks, np.int64)
         if self.size == 1:
             return table
-        whose = np.arange(len(table)) // (self.block_size // remote_block_size) % self.size
+        whose = (
+            np.arange(len(table)) // (self.block_size // remote_block_size) % self.size
+        )
         ours: IntArray = table[whose == self.rank]
         return ours

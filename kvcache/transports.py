@@ -31,11 +31,19 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _PREFIX = re.compile(r"^\[\d+\.\d+\]\s+\[[^\]]*\]\s*")
-_TITLE = re.compile(r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)")
+_TITLE = re.compile(
+    r"remote memory read by ucp_get\S*.* into (?P<local>.+) from (?P<remote>.+)"
+)
 _RANGE = re.compile(r"^\d\S*\.\.\S+$")
 _CONFIGURATION = re.compile(r"(?P<where>self|intra-node|inter-node) cfg#\d+")
 _GIVE_BACK = 0x1 | 0x2  # of fallocate: a part of a file, whose size stays
-_RDMA = ("rc", "dc", "ud", "srd", "gga")  # of verbs and EFA, whatever follows: rc_mlx5, dc_x
+_RDMA = (
+    "rc",
+    "dc",
+    "ud",
+    "srd",
+    "gga",
+)  # of verbs and EFA, whatever follows: rc_mlx5, dc_x
 
 GPU_FIX = (
     "Let both servers see both GPUs (no CUDA_VISIBLE_DEVICES that hides one; containers of one "
@@ -92,7 +100,9 @@ def parse(text: str) -> list[UcxRead]:
     found: list[UcxRead] = []
     where, title, row = "", None, None
     for line in text.splitlines():
-        cells = [cell.strip() for cell in _PREFIX.sub("", line).strip().strip("|").split("|")]
+        cells = [
+            cell.strip() for cell in _PREFIX.sub("", line).strip().strip("|").split("|")
+        ]
         if match := _CONFIGURATION.search(cells[0]):
             where = match["where"]
         if " by ucp_" in cells[0]:
@@ -107,7 +117,11 @@ def parse(text: str) -> list[UcxRead]:
 
 def other_lines(text: str) -> list[str]:
     """Warnings and errors."""
-    return [line for line in text.splitlines() if re.search(r"UCX +(WARN|ERROR|FATAL)", line)]
+    return [
+        line
+        for line in text.splitlines()
+        if re.search(r"UCX +(WARN|ERROR|FATAL)", line)
+    ]
 
 
 class UcxLog:
@@ -116,7 +130,9 @@ class UcxLog:
     def __init__(self) -> None:
         self._fd: int | None = None
         self._seen = 0
-        self._reads: dict[tuple[bool, bool], UcxRead] = {}  # the latest, by whether GPUs' memory
+        self._reads: dict[
+            tuple[bool, bool], UcxRead
+        ] = {}  # the latest, by whether GPUs' memory
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -141,7 +157,9 @@ class UcxLog:
             whole = text[: text.rfind(b"\n") + 1]
             self._seen += len(whole)
             lines = whole.decode(errors="replace")
-            self._reads |= {("cuda" in r.local, "cuda" in r.remote): r for r in parse(lines)}
+            self._reads |= {
+                ("cuda" in r.local, "cuda" in r.remote): r for r in parse(lines)
+            }
             libc.fallocate(self._fd, _GIVE_BACK, *map(ctypes.c_long, (0, self._seen)))
         for line in other_lines(lines):
             logger.warning("%s", line)
@@ -167,9 +185,13 @@ class Host:
     ucx_environment: dict[str, str]
     shm_bytes: int
     memlock_bytes: int  # -1: unlimited
-    can_read_peers: bool  # memory of this user's other processes: what mapping on a CPU needs
+    can_read_peers: (
+        bool  # memory of this user's other processes: what mapping on a CPU needs
+    )
     rdma_devices: tuple[str, ...] = ()  # of this host
-    rdma_usable: bool = False  # their device files are here too, as in a container they may not be
+    rdma_usable: bool = (
+        False  # their device files are here too, as in a container they may not be
+    )
 
 
 def look() -> Host:
@@ -184,10 +206,14 @@ def look() -> Host:
         packages={name: installed.get(name) for name in names},
         ucx_modules=_ucx_modules(),
         ucx_environment={k: v for k, v in os.environ.items() if k.startswith("UCX_")},
-        shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
+        shm_bytes=shutil.disk_usage("/dev/shm").free
+        if Path("/dev/shm").exists()
+        else 0,
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         can_read_peers=_ptrace_scope() < 2,
-        rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
+        rdma_devices=tuple(
+            sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+        ),
         rdma_usable=any(Path("/dev/infiniband").glob("uverbs*")),
     )
 
@@ -198,7 +224,9 @@ def _ucx_modules() -> tuple[str, ...]:
     if spec is None or spec.origin is None:
         return ()
     site = Path(spec.origin).parents[1]
-    found = {path.name.split(".")[0] for path in site.glob("*nixl*.libs/**/libuct_*.so*")}
+    found = {
+        path.name.split(".")[0] for path in site.glob("*nixl*.libs/**/libuct_*.so*")
+    }
     return tuple(sorted(name.removeprefix("libuct_").split("-")[0] for name in found))
 
 

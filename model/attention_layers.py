@@ -60,7 +60,9 @@ class Query(NamedTuple):
     def first(self, num_tokens: int) -> "Query":
         """Of so many tokens."""
         turn = self.turn and self.turn._replace(cos_sin=self.turn.cos_sin[:num_tokens])
-        return self._replace(inputs=tuple(x[:num_tokens] for x in self.inputs), turn=turn)
+        return self._replace(
+            inputs=tuple(x[:num_tokens] for x in self.inputs), turn=turn
+        )
 
 
 # A layer that asks, is sent the answer, and returns hidden states.
@@ -101,15 +103,25 @@ class HeadAttention:
         turned = [part._replace(order=order) for part in queries_keys]
         self._qkv = load_columns(loader, [*turned, values], bias=config.attention_bias)
         self._out = load_rows(
-            loader, f"{prefix}.o_proj", q_shape[::-1], q_rows, config.output_bias, parallel, join
+            loader,
+            f"{prefix}.o_proj",
+            q_shape[::-1],
+            q_rows,
+            config.output_bias,
+            parallel,
+            join,
         )
         self._norms = _load_head_norms(loader, prefix, config, turned)
         self._parallel = parallel if config.qk_norm == "row" else None
         sinks, count = None, config.num_heads
         if config.declared.sinks:
             rows = even_share(parallel, count)
-            sinks = loader.load(f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32)
-        self.attends = LayerAttention(Kind(config.window_of(layer), config.score_cap), sinks)
+            sinks = loader.load(
+                f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32
+            )
+        self.attends = LayerAttention(
+            Kind(config.window_of(layer), config.score_cap), sinks
+        )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
         """Adds to hidden [T, hidden], in place, what attention makes of it after the norm; returns
@@ -121,7 +133,9 @@ class HeadAttention:
             (q, k), norms = _norm_rows(norms, (q, k), self._parallel), []
         q, k, v = (part.view(num_tokens, -1, self._head_dim) for part in (q, k, v))
         rope, angles = self._rope, step.angles[self._which or 0]
-        cos_sin = rope.cos_sin(angles) if rope is not None and step.backend_rotates else None
+        cos_sin = (
+            rope.cos_sin(angles) if rope is not None and step.backend_rotates else None
+        )
         turn = None
         if cos_sin is not None:
             weights = (norms[0].weight, norms[1].weight) if norms else None
@@ -145,7 +159,9 @@ def _load_head_norms(
     for part, name in zip(parts, ("q_norm", "k_norm"), strict=True):
         if config.qk_norm:
             of_all = config.qk_norm == "row"
-            width, rows = (part.shape[0], part.rows) if of_all else (config.head_dim, None)
+            width, rows = (
+                (part.shape[0], part.rows) if of_all else (config.head_dim, None)
+            )
             norm = load_norm(loader, f"{prefix}.{name}", width, config, rows=rows)
             found.append(RMSNorm(reordered(norm.weight, part.order), norm.eps))
     return found
@@ -192,11 +208,19 @@ class LatentAttention:
         prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
         rank, width = mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim
-        down = [Part(f"{prefix}.kv_a_proj_with_mqa", (width, config.hidden_size), range(width))]
+        down = [
+            Part(
+                f"{prefix}.kv_a_proj_with_mqa",
+                (width, config.hidden_size),
+                range(width),
+            )
+        ]
         inputs, name, self._query_norm = config.hidden_size, "q_proj", None
         if mla.q_lora_rank is not None:  # queries go by a low rank too
             inputs, name = mla.q_lora_rank, "q_b_proj"
-            down += [Part(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))]
+            down += [
+                Part(f"{prefix}.q_a_proj", (inputs, config.hidden_size), range(inputs))
+            ]
             self._query_norm = load_norm(
                 loader, f"{prefix}.q_a_layernorm", inputs, config, eps=_LATENT_NORM_EPS
             )
@@ -211,19 +235,33 @@ class LatentAttention:
         )
         dim = mla.qk_nope_head_dim + mla.v_head_dim
         up = loader.load(
-            f"{prefix}.kv_b_proj.weight", (config.num_heads * dim, rank), rows=_elements(heads, dim)
+            f"{prefix}.kv_b_proj.weight",
+            (config.num_heads * dim, rank),
+            rows=_elements(heads, dim),
         ).view(len(heads), dim, rank)
         self._key_up = up[:, : mla.qk_nope_head_dim]  # [heads, nope, rank]
-        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [heads, rank, v]
+        self._value_up = up[:, mla.qk_nope_head_dim :].transpose(
+            1, 2
+        )  # [heads, rank, v]
         shape = (config.hidden_size, config.num_heads * mla.v_head_dim)
         columns = _elements(heads, mla.v_head_dim)
         self._out = load_rows(
-            loader, f"{prefix}.o_proj", shape, columns, config.output_bias, parallel, join
+            loader,
+            f"{prefix}.o_proj",
+            shape,
+            columns,
+            config.output_bias,
+            parallel,
+            join,
         )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
         """See HeadAttention."""
-        mla, x, angles = self._mla, hidden if norm is None else norm(hidden), step.angles[0]
+        mla, x, angles = (
+            self._mla,
+            hidden if norm is None else norm(hidden),
+            step.angles[0],
+        )
         compressed, *low = self._down(x)
         (q,) = self._query_up(low[0] if low else x, self._query_norm)
         q = q.view(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -236,5 +274,7 @@ class LatentAttention:
         attended = yield Query(self._layer, (q_latent, q_rope, latent), is_latent=True)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
-        values = torch.bmm(attended.transpose(0, 1), self._value_up)  # [heads, T or R, v]
+        values = torch.bmm(
+            attended.transpose(0, 1), self._value_up
+        )  # [heads, T or R, v]
         return self._out(values.transpose(0, 1).reshape(hidden.shape[0], -1), hidden)

@@ -85,11 +85,17 @@ class ModelConfig:
     activation: str = "silu"  # or "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"
     qk_norm: str = ""  # "head", "row": see Architecture
     other_ropes: tuple[RopeConfig, ...] = ()
-    layer_ropes: tuple[int, ...] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
-    layer_windows: tuple[int | None, ...] = ()  # tokens, see `window_of`; () all see all
+    layer_ropes: tuple[
+        int, ...
+    ] = ()  # 0 is `rope`, then the others, or NOT_ROTATED; () all 0
+    layer_windows: tuple[
+        int | None, ...
+    ] = ()  # tokens, see `window_of`; () all see all
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and feed-forward add
-    score_scale: float | None = None  # of attention scores; None: 1 / sqrt(elements of a query)
+    score_scale: float | None = (
+        None  # of attention scores; None: 1 / sqrt(elements of a query)
+    )
     score_cap: float = 0.0  # tanh(score / cap) * cap, of the scaled ones; 0: none
     logit_divisor: float = 1.0
     logit_cap: float = 0.0  # tanh(logit / cap) * cap; 0: none
@@ -108,7 +114,9 @@ class ModelConfig:
     def summary(self) -> str:
         experts = f", {self.moe.num_experts} experts" if self.moe else ""
         counts = Counter(window for window in self.layer_windows if window)
-        told = ", ".join(f"{count} see {window} tokens" for window, count in counts.items())
+        told = ", ".join(
+            f"{count} see {window} tokens" for window, count in counts.items()
+        )
         layers = f"{self.num_layers} layers" + (f" ({told})" if told else "")
         return f"served: {self.architecture}, {layers}{experts}"
 
@@ -156,7 +164,11 @@ class ModelConfig:
     @property
     def kv_dim(self) -> int:
         """Elements of one head in one component of the cache."""
-        return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return (
+            self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+            if self.mla
+            else self.head_dim
+        )
 
     @property
     def rope_canonical(self) -> str:
@@ -206,7 +218,13 @@ def load_config(
         config = _overridden(raw, json.loads(overrides or "{}"), max_model_len)
     except ModelError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise ModelLoadError(f"{path} has a value of a wrong kind: {error}") from error
     if quantization is None:
         return config
@@ -222,7 +240,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{path} holds a {type(found).__name__}, expected an object")
+        raise ModelLoadError(
+            f"{path} holds a {type(found).__name__}, expected an object"
+        )
     return found
 
 
@@ -236,13 +256,18 @@ def _said_elsewhere(raw: dict[str, Any], path: Path) -> Any:
     return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
 
-def _overridden(raw: dict[str, Any], overrides: dict[str, Any], longest: int | None) -> ModelConfig:
+def _overridden(
+    raw: dict[str, Any], overrides: dict[str, Any], longest: int | None
+) -> ModelConfig:
     """Raises ModelLoadError for a key that changes nothing, as a misspelt one does."""
     config = parse_config(_with_values(raw, overrides), longest)
     for key in overrides:
         others = _with_values(raw, {k: v for k, v in overrides.items() if k != key})
         try:
-            has_effect = raw.get(key) == overrides[key] or parse_config(others, longest) != config
+            has_effect = (
+                raw.get(key) == overrides[key]
+                or parse_config(others, longest) != config
+            )
         except ModelError:  # the model is refused without it
             has_effect = True
         if not has_effect:
@@ -303,7 +328,9 @@ def parse_config(raw: dict[str, Any], max_model_len: int | None = None) -> Model
         mla=mla,
         moe=moe,
         draft_layers=int(raw.get("num_nextn_predict_layers") or 0),
-        quantization=parse_quantization(raw.get("quantization_config") or raw.get("quantization")),
+        quantization=parse_quantization(
+            raw.get("quantization_config") or raw.get("quantization")
+        ),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -332,7 +359,9 @@ def _of_text(raw: dict[str, Any], declared: Architecture) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise wrong(f"text_config is {short_repr(text)}, expected an object")
     if (found := text.get("model_type", declared.text_type)) != declared.text_type:
-        raise unsupported(f"text_config of model_type {short_repr(found)}", declared.text_type)
+        raise unsupported(
+            f"text_config of model_type {short_repr(found)}", declared.text_type
+        )
     top = {name: raw[name] for name in _TOP_KEYS if name in raw}
     return {**text, "tie_word_embeddings": True, **top}
 
@@ -392,10 +421,18 @@ def _scales(raw: dict[str, Any], embedding_scale: float | None) -> dict[str, Any
 
 
 def _activation(raw: dict[str, Any], declared: Architecture) -> str:
-    name = "hidden_activation" if "hidden_activation" in declared.defaults else "hidden_act"
+    name = (
+        "hidden_activation"
+        if "hidden_activation" in declared.defaults
+        else "hidden_act"
+    )
     if (value := raw[name]) not in _ACTIVATIONS:
         raise unsupported(f"{name} {short_repr(value)}", ", ".join(_ACTIVATIONS))
-    return "gelu_tanh" if value == "gelu" and declared.gelu_is_tanh else _ACTIVATIONS[value]
+    return (
+        "gelu_tanh"
+        if value == "gelu" and declared.gelu_is_tanh
+        else _ACTIVATIONS[value]
+    )
 
 
 def _refuse_unsupported(raw: dict[str, Any], declared: Architecture) -> None:

@@ -24,7 +24,10 @@ from model.rope import Rope, mscale_of_scores
 from model.sizes import check_parallelism, read_headers
 from model.weights import DummySource, Upload, WeightLoader
 
-_OF_IMAGES: Final = ("vision_tower", "multi_modal_projector")  # weights that text goes without
+_OF_IMAGES: Final = (
+    "vision_tower",
+    "multi_modal_projector",
+)  # weights that text goes without
 
 
 class _Layer(NamedTuple):
@@ -38,7 +41,9 @@ class CausalLM:
     """Embedding, layers, final norm and head of one rank. Inference only: the caller is in
     torch.inference_mode."""
 
-    def __init__(self, config: ModelConfig, loader: WeightLoader, parallel: Parallel) -> None:
+    def __init__(
+        self, config: ModelConfig, loader: WeightLoader, parallel: Parallel
+    ) -> None:
         self.config = config
         self.parallel = parallel
         head_dim = None if config.mla else config.head_dim
@@ -47,7 +52,9 @@ class CausalLM:
             for rope in config.ropes
         ]
         self._vocab = Vocabulary(loader, config, parallel)
-        self._layers = [self._load_layer(loader, index) for index in range(config.num_layers)]
+        self._layers = [
+            self._load_layer(loader, index) for index in range(config.num_layers)
+        ]
         self._norm = load_norm(loader, "model.norm", config.hidden_size, config)
 
     @property
@@ -68,10 +75,14 @@ class CausalLM:
         feed_forward = MoELayer if config.is_mixed(index) else GatedMLP
         block = config.declared.mixture.prefix if config.declared.mixture else "mlp"
         norm, norm_out, mlp_norm, mlp_norm_out = (
-            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config) if name else None
+            load_norm(loader, f"{prefix}.{name}", config.hidden_size, config)
+            if name
+            else None
             for name in config.declared.norms
         )
-        joins = [Join(after, config.residual_scale) for after in (norm_out, mlp_norm_out)]
+        joins = [
+            Join(after, config.residual_scale) for after in (norm_out, mlp_norm_out)
+        ]
         return _Layer(
             norm,
             attend(loader, config, index, parallel, self._ropes, joins[0]),
@@ -116,7 +127,9 @@ class CausalLM:
     ) -> Asking:
         """`forward`, which leaves attention to who sends the answers."""
         hidden = self._vocab.embed(token_ids)
-        step = Step(tuple(rope.angles(positions) for rope in self._ropes), backend_rotates)
+        step = Step(
+            tuple(rope.angles(positions) for rope in self._ropes), backend_rotates
+        )
         for index, layer in enumerate(self._layers, 1):
             if index == len(self._layers):
                 step = step._replace(rows=rows)
@@ -162,7 +175,9 @@ def load_model(
     source: StoredWeights | DummySource = DummySource(seed, device)
     if load_format != "dummy":
         upload = Upload(torch.device(device))
-        source = StoredWeights(read_headers(Path(model_dir)), config.quantization, upload)
+        source = StoredWeights(
+            read_headers(Path(model_dir)), config.quantization, upload
+        )
     loader = WeightLoader(
         source, dtype=dtype, device=device, pack=pack, quantization=config.quantization,
         on_load=on_load,
@@ -172,6 +187,8 @@ def load_model(
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
     loader.ignore(*(f"model.layers.{layer}." for layer in drafts))
     if config.declared.text_type:
-        loader.ignore(*(f"{prefix}{part}." for prefix in ("", "model.") for part in _OF_IMAGES))
+        loader.ignore(
+            *(f"{prefix}{part}." for prefix in ("", "model.") for part in _OF_IMAGES)
+        )
     loader.finish()
     return model

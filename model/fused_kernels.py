@@ -78,7 +78,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(width, _SILU_COLUMNS))
-    _silu_kernel[grid](gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=PDL)
+    _silu_kernel[grid](
+        gate_up, out, width, COLUMNS=_SILU_COLUMNS, num_warps=4, launch_pdl=PDL
+    )
     return out
 
 
@@ -91,7 +93,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # which would have to go through shared memory to be multiplied by more.
 FOLD: Final = 8
 _MIN_COLUMNS: Final = 128
-_MAX_WHOLE: Final = 16384  # columns of FP8 rows that are loaded at once: more must be under way
+_MAX_WHOLE: Final = (
+    16384  # columns of FP8 rows that are loaded at once: more must be under way
+)
 _HELD_BYTES: Final = 24 << 20  # of smaller matrices programs hold nearly all at once
 _HELD: Final = 1 << 14  # elements of such a one in a program
 _MAX_SHORT: Final = 4096  # columns
@@ -107,11 +111,15 @@ def _one_row(  # type: ignore[no-untyped-def]
     column = tl.arange(0, COLUMNS // FOLD)[:, None] * FOLD + tl.arange(0, FOLD)[None, :]
     at = weight + row[None, :, None].to(tl.int64) * WIDTH + column[:, None, :]
     inside = column < WIDTH
-    tile = tl.load(at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+    tile = tl.load(
+        at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first"
+    )
     scale = tl.load(scales + row) if SCALED else 1.0
     if GATED:
         up_at = at + NUM_OUT * WIDTH
-        up_tile = tl.load(up_at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(
+            up_at, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first"
+        )
         up = tl.zeros((COLUMNS // FOLD, ROWS), tl.float32)
         up_scale = tl.load(scales + NUM_OUT + row) if SCALED else 1.0
     if NORM:
@@ -132,7 +140,9 @@ def _one_row(  # type: ignore[no-untyped-def]
         tile = tl.load(at + after, mask=more, other=0.0, eviction_policy="evict_first")
         if GATED:
             up += tl.sum(up_tile.to(tl.float32) * value[:, None, :], 2)
-            up_tile = tl.load(up_at + after, mask=more, other=0.0, eviction_policy="evict_first")
+            up_tile = tl.load(
+                up_at + after, mask=more, other=0.0, eviction_policy="evict_first"
+            )
     size = 1 / tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
     result = tl.sum(sums, 0) * (scale * size)
     if GATED:
@@ -147,7 +157,9 @@ def one_row_works(weight: Weight, *, gated: bool = False) -> bool:
     """Whether `one_row` can take the matrix [out, in], a contiguous one on a GPU, perhaps of FP8
     with a scale for each row."""
     matrix = weight if isinstance(weight, Tensor) else weight.codes
-    if isinstance(weight, Quantized) and (weight.kind != "fp8" or weight.scales.shape[-1] > 1):
+    if isinstance(weight, Quantized) and (
+        weight.kind != "fp8" or weight.scales.shape[-1] > 1
+    ):
         return False
     fits = weight.shape[1] % _MIN_COLUMNS == 0
     fits = fits and weight.shape[0] % (_tile_of(weight, gated=gated)[0] << gated) == 0
@@ -170,7 +182,11 @@ def _tile_of(weight: Weight, *, gated: bool) -> tuple[int, int, int]:
         return (2, width, 8) if is_short else (2, min(columns, 1024), 4)
     if is_held and is_short:
         most = max(1, num_out // 64)  # so that there are as many programs, or more
-        return min(_HELD // width, num_out & -num_out, 1 << most.bit_length() - 1), width, 4
+        return (
+            min(_HELD // width, num_out & -num_out, 1 << most.bit_length() - 1),
+            width,
+            4,
+        )
     if is_short and num_out > 1 << 16:  # a head
         return 4, width, 8
     return (2, min(columns, 2048), 4) if is_held else (4, min(columns, 1024), 4)
@@ -223,7 +239,9 @@ GATED_MIN_ROWS: Final = 1024  # of fewer the tiles do not fill the GPU evenly
 _TILE_ROWS: Final = 128  # of x
 _TILE_COLUMNS: Final = 128  # of the result
 _TILE_DEPTH: Final = 64  # elements of a row multiplied at a time
-_TILE_GROUP: Final = 8  # tiles of rows whose programs run beside each other, sharing the matrix
+_TILE_GROUP: Final = (
+    8  # tiles of rows whose programs run beside each other, sharing the matrix
+)
 _GATED_STAGES: Final = 3
 _GATED_WARPS: Final = 8
 
@@ -274,8 +292,17 @@ def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, width = x.shape
     num_columns = weight.shape[0] // 2
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
-    programs, rows, columns, depth = _num_programs(x.device), _TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH
-    both = ([2, num_columns, width], [num_columns * width, width, 1], [2, columns, depth])
+    programs, rows, columns, depth = (
+        _num_programs(x.device),
+        _TILE_ROWS,
+        _TILE_COLUMNS,
+        _TILE_DEPTH,
+    )
+    both = (
+        [2, num_columns, width],
+        [num_columns * width, width, 1],
+        [2, columns, depth],
+    )
     _gated_rows_kernel[(programs,)](
         TensorDescriptor(x, [num_rows, width], [width, 1], [rows, depth]),
         TensorDescriptor(weight, *both),

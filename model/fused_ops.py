@@ -51,4 +51,6 @@ def flaw(deviations: Callable[[], Tensor], most: float) -> str:
         found = deviations().max().item()  # no number, if one is none
     except Exception as error:  # of any kind, from compilers and drivers
         return f"raises {type(error).__name__}: {str(error).strip()[:200]}"
-    return "" if found < most else f"deviates by {found:.2g}, and not by less than {most}"
+    return (
+        "" if found < most else f"deviates by {found:.2g}, and not by less than {most}"
+    )

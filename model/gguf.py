@@ -55,12 +55,17 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 _CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS: Final = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS: Final = (
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _REGEXES: Final = {
     "llama-bpe": _CONTRACTIONS + _WORDS % r"\p{N}{1,3}",
     "qwen2": _CONTRACTIONS + _WORDS % r"\p{N}",
 }
-_ENDS: Final = ("<|eot_id|>", "<|eom_id|>")  # of Llama 3's turns; a file names one token only
+_ENDS: Final = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+)  # of Llama 3's turns; a file names one token only
 _SPECIAL: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -85,7 +90,9 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
     except (ModelError, OSError):
         raise
     except Exception as error:  # of any kind: what a file says is taken at its word
-        raise ModelLoadError(f"{source} is not a GGUF file that can be read: {error!r}") from error
+        raise ModelLoadError(
+            f"{source} is not a GGUF file that can be read: {error!r}"
+        ) from error
 
 
 def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> None:
@@ -102,12 +109,20 @@ def _convert(source: Path, target: Path, progress: Callable[[str], None]) -> Non
     factors = tensors.pop(_ROPE_FACTORS, None)
     for key, token_id in fields.unknown_tokens().items():
         progress(f"{key} is {token_id}, which is no token of the file; it is left out")
-    config = _config(fields, tensors, None if factors is None else np.asarray(factors.data))
+    config = _config(
+        fields, tensors, None if factors is None else np.asarray(factors.data)
+    )
     _write_json(target / "config.json", config)
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     # A turn or a message may end with another token than a text does; not all files tell of it.
     ends = {fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
-    ends |= {i for i, token in enumerate(fields.get("tokenizer.ggml.tokens", [])) if token in _ENDS}
+    ends |= {
+        i
+        for i, token in enumerate(fields.get("tokenizer.ggml.tokens", []))
+        if token in _ENDS
+    }
     if more := sorted(ends - {None, ids["eos_token_id"]}):
         ids["eos_token_id"] = [i for i in (ids["eos_token_id"], *more) if i is not None]
     _write_json(target / "generation_config.json", {"_from_model_config": True, **ids})
@@ -141,7 +156,9 @@ class _Fields:
     def unknown_tokens(self) -> dict[str, int]:
         """The keys that name a token beyond the vocabulary, and its id."""
         return {
-            key: field.contents() for key, field in self._fields.items() if not self._is_known(key)
+            key: field.contents()
+            for key, field in self._fields.items()
+            if not self._is_known(key)
         }
 
     def _is_known(self, key: str) -> bool:
@@ -156,7 +173,9 @@ class _Fields:
         return value
 
 
-def _config(fields: _Fields, tensors: dict[str, Any], factors: Array | None) -> dict[str, Any]:
+def _config(
+    fields: _Fields, tensors: dict[str, Any], factors: Array | None
+) -> dict[str, Any]:
     name, model_type = _ARCHITECTURES[fields.architecture]
     num_heads = int(fields.of_model("attention.head_count"))
     hidden_size = int(fields.of_model("embedding_length"))
@@ -176,7 +195,9 @@ def _config(fields: _Fields, tensors: dict[str, Any], factors: Array | None) -> 
         "mlp_bias": False,
         "num_attention_heads": num_heads,
         "num_hidden_layers": int(fields.of_model("block_count")),
-        "num_key_value_heads": int(fields.of_model("attention.head_count_kv", num_heads)),
+        "num_key_value_heads": int(
+            fields.of_model("attention.head_count_kv", num_heads)
+        ),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "rms_norm_eps": _shortest(fields.of_model("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(fields, head_dim, factors),
@@ -193,7 +214,9 @@ def _shortest(value: float) -> float:
 def _rope(fields: _Fields, head_dim: int, factors: Array | None) -> dict[str, Any]:
     base = {"rope_theta": _shortest(fields.of_model("rope.freq_base", 10000.0))}
     if int(fields.of_model("rope.dimension_count", head_dim)) != head_dim:
-        raise UnsupportedModel("a GGUF file that rotates only a part of each head is not supported")
+        raise UnsupportedModel(
+            "a GGUF file that rotates only a part of each head is not supported"
+        )
     if factors is not None:
         return {**base, **_llama3_rope(base["rope_theta"], head_dim, factors)}
     scaling = str(fields.of_model("rope.scaling.type", "none"))
@@ -203,7 +226,11 @@ def _rope(fields: _Fields, head_dim: int, factors: Array | None) -> dict[str, An
         raise UnsupportedModel(
             f"GGUF rope scaling {scaling!r} is not supported; supported: none, linear, llama3"
         )
-    return {**base, "rope_type": "linear", "factor": float(fields.of_model("rope.scaling.factor"))}
+    return {
+        **base,
+        "rope_type": "linear",
+        "factor": float(fields.of_model("rope.scaling.factor")),
+    }
 
 
 def _llama3_rope(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:
@@ -230,7 +257,10 @@ def _write_weights(
     target: Path, tensors: dict[str, Any], architecture: str, config: dict[str, Any]
 ) -> None:
     """A file for each layer and for each tensor of none: no more is in memory at once."""
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
     files: dict[str, dict[str, Callable[[], Array]]] = {}
     for name, tensor in tensors.items():
         match, permuted = _LAYER_NAME.fullmatch(name), 0
@@ -241,14 +271,18 @@ def _write_weights(
             new_name = f"model.layers.{file}.{module}.{match[3]}"
             permuted = heads.get(match[2], 0) if architecture == "llama" else 0
         else:
-            raise ModelLoadError(f"the GGUF file's tensor {name} does not belong to {architecture}")
+            raise ModelLoadError(
+                f"the GGUF file's tensor {name} does not belong to {architecture}"
+            )
         contents = files.setdefault(f"model-{file}.safetensors", {})
         contents[new_name] = partial(_values, tensor, permuted)
     for file, contents in files.items():
         values = {name: make() for name, make in contents.items()}
         save_file(values, target / file, metadata={"format": "pt"})
     where = {name: file for file, contents in files.items() for name in contents}
-    _write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+    _write_json(
+        target / "model.safetensors.index.json", {"metadata": {}, "weight_map": where}
+    )
 
 
 def _values(tensor: Any, permuted_heads: int) -> Array:
@@ -261,7 +295,9 @@ def _values(tensor: Any, permuted_heads: int) -> Array:
 
 def _unpermute(values: Array, num_heads: int) -> Array:
     """llama.cpp rotates neighbours where transformers rotates halves, and reorders q and k."""
-    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
+    pairs = values.reshape(
+        num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:]
+    )
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
@@ -277,14 +313,20 @@ def _write_tokenizer(target: Path, get: _Get, max_length: int) -> None:
     elif kind == "llama":
         tokenizer = _sentencepiece(get, tokens)
     else:
-        raise UnsupportedModel(f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
+        raise UnsupportedModel(
+            f"GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama"
+        )
     _add_specials(tokenizer, get, tokens)
     tokenizer.save(str(target / "tokenizer.json"))
-    _write_json(target / "tokenizer_config.json", _tokenizer_config(get, tokens, max_length))
+    _write_json(
+        target / "tokenizer_config.json", _tokenizer_config(get, tokens, max_length)
+    )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str, Any]:
@@ -300,8 +342,13 @@ def _tokenizer_config(get: _Get, tokens: list[str], max_length: int) -> dict[str
         "model_input_names": ["input_ids", "attention_mask"],
         **special,
     }
-    keys = {"default": "", **{name: f".{name}" for name in get("tokenizer.chat_templates", [])}}
-    named = {name: get(f"tokenizer.chat_template{key}", None) for name, key in keys.items()}
+    keys = {
+        "default": "",
+        **{name: f".{name}" for name in get("tokenizer.chat_templates", [])},
+    }
+    named = {
+        name: get(f"tokenizer.chat_template{key}", None) for name, key in keys.items()
+    }
     found = {name: text for name, text in named.items() if text is not None}
     if list(found) == ["default"]:
         return {**config, "chat_template": found["default"]}
@@ -313,7 +360,9 @@ def _byte_level(get: _Get, tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges", [])]
     split = str(get("tokenizer.ggml.pre", "default"))
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama-bpe"))
+    tokenizer = Tokenizer(
+        BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama-bpe")
+    )
     tokenizer.pre_tokenizer = _splitter(split)
     tokenizer.decoder = decoders.ByteLevel()
     if split == "qwen2":
@@ -349,7 +398,9 @@ def _sentencepiece(get: _Get, tokens: list[str]) -> Tokenizer:
                 found.append((-scores[index], vocab[left], vocab[right], (left, right)))
     unknown = tokens[get("tokenizer.ggml.unknown_token_id", 0)]
     merges = [merge for *_, merge in sorted(found)]
-    model = BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = BPE(
+        vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
     tokenizer = Tokenizer(model)
     space = normalizers.Replace(" ", "▁")
     prefixed = get("tokenizer.ggml.add_space_prefix", True)
@@ -363,9 +414,17 @@ def _sentencepiece(get: _Get, tokens: list[str]) -> Tokenizer:
 
 def _add_specials(tokenizer: Tokenizer, get: _Get, tokens: list[str]) -> None:
     types = get("tokenizer.ggml.token_type", [])
-    controls = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
-    words = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in controls])
+    controls = [
+        token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL
+    ]
+    words = [
+        token
+        for token, kind in zip(tokens, types, strict=False)
+        if kind == _USER_DEFINED
+    ]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in controls]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
     bos = get("tokenizer.ggml.bos_token_id", None)
     kinds = {get("tokenizer.ggml.model", None), get("tokenizer.ggml.pre", None)}

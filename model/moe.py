@@ -15,7 +15,14 @@ from model.errors import ModelLoadError
 from model.layers import GatedMLP, Join, Linear, RMSNorm, gated
 from model.parallel import Parallel
 from model.quantization import products
-from model.quantization.quantized import Quantized, Weight, changed, concatenated, plain, stacked
+from model.quantization.quantized import (
+    Quantized,
+    Weight,
+    changed,
+    concatenated,
+    plain,
+    stacked,
+)
 from model.weights import WeightLoader
 from protocol.process.logging import get_logger
 
@@ -28,7 +35,9 @@ _TOLERANCE = 0.02  # of a proof: twice the norm of what 16 bits make of both sid
 _NEARLY_EQUAL = 1e-3  # times the tolerance: of what experts are chosen by
 _NOT_ZERO = 1e-20  # sums of weights are divided by
 _ALIGNMENT_BYTES = 16  # of the rows that a grouped product reads
-_PROVED: dict[tuple[object, ...], bool] = {}  # whether kernels of ours take experts of a kind
+_PROVED: dict[
+    tuple[object, ...], bool
+] = {}  # whether kernels of ours take experts of a kind
 
 
 class MoELayer:
@@ -52,14 +61,26 @@ class MoELayer:
         gate_up, down, biases = load_experts(loader, prefix, config, parallel, own)
         which = config.activation, own.start, moe.num_experts
         self._experts = Experts(
-            gate_up, down, *which, biases=biases, clamps=moe.clamps, chosen=moe.experts_per_token
+            gate_up,
+            down,
+            *which,
+            biases=biases,
+            clamps=moe.clamps,
+            chosen=moe.experts_per_token,
         )
         self._shared, self._shared_gate = None, None
         if moe.num_shared_experts:
-            width, name = moe.shared_intermediate_size * moe.num_shared_experts, declared.shared
-            self._shared = GatedMLP(loader, f"{prefix}.{name}", config, parallel, width=width)
+            width, name = (
+                moe.shared_intermediate_size * moe.num_shared_experts,
+                declared.shared,
+            )
+            self._shared = GatedMLP(
+                loader, f"{prefix}.{name}", config, parallel, width=width
+            )
         if declared.shared_gate:
-            gate = loader.load(f"{prefix}.{declared.shared_gate}.weight", (1, config.hidden_size))
+            gate = loader.load(
+                f"{prefix}.{declared.shared_gate}.weight", (1, config.hidden_size)
+            )
             self._shared_gate = Linear(gate)
 
         self._takes_one = (
@@ -86,7 +107,10 @@ class Router:
         moe, declared = config.moe, config.declared.mixture
         assert moe is not None and declared is not None
         self._moe, self._group_best = moe, declared.group_best
-        name, shape = f"{prefix}.{declared.router}.weight", (moe.num_experts, config.hidden_size)
+        name, shape = (
+            f"{prefix}.{declared.router}.weight",
+            (moe.num_experts, config.hidden_size),
+        )
         self.weight = loader.load(name, shape)
         self._bias = self._correction = None
         if declared.biased:
@@ -116,17 +140,29 @@ class Router:
         return fused_ops.experts().choose(*which)  # type: ignore[no-any-return]
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        config, num, correction = self._moe, self._moe.experts_per_token, self._correction
-        scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+        config, num, correction = (
+            self._moe,
+            self._moe.experts_per_token,
+            self._correction,
+        )
+        scores = (
+            logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+        )
         choice = scores if correction is None else scores + correction
         if choice is scores and config.scoring == "softmax" and config.num_groups == 1:
-            choice = logits  # the same order, without scores that are too small to differ
+            choice = (
+                logits  # the same order, without scores that are too small to differ
+            )
         if config.num_groups > 1:
             groups = choice.view(len(logits), config.num_groups, -1)
             of_group = groups.topk(self._group_best, dim=-1).values.sum(-1)
             best = of_group.topk(config.topk_groups, dim=-1).indices
-            outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
-            choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(scores)
+            outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(
+                1, best, False
+            )
+            choice = groups.masked_fill(outside[..., None], float("-inf")).view_as(
+                scores
+            )
         experts = choice.topk(num, dim=-1).indices
         weights = scores.gather(1, experts)
         if config.is_normalized:
@@ -135,20 +171,36 @@ class Router:
 
     def _is_proved(self) -> bool:
         """Whether a kernel of ours chooses as it should: see `_proved`."""
-        kind = (self._moe, self._group_best, self._correction is None, self.weight.device)
-        return _proved(kind, "the kernel that chooses experts %s: another is used", self._deviation)
+        kind = (
+            self._moe,
+            self._group_best,
+            self._correction is None,
+            self.weight.device,
+        )
+        return _proved(
+            kind, "the kernel that chooses experts %s: another is used", self._deviation
+        )
 
     def _deviation(self) -> Tensor:
         """By unlike logits: of the kernel's weights, and of what is chosen by, where others are."""
         total, turns = self._moe.num_experts, torch.Generator().manual_seed(0)
         each = (torch.randperm(total, generator=turns) for _ in range(_PROVED_TOKENS))
         logits = (torch.stack([*each]).to(self.weight.device) - total / 2) * (8 / total)
-        (weights, experts), (right, best) = self._by_kernel(logits), self._choose(logits)
-        choice = (
-            logits.sigmoid() if self._correction is None else logits.sigmoid() + self._correction
+        (weights, experts), (right, best) = (
+            self._by_kernel(logits),
+            self._choose(logits),
         )
-        apart = choice.gather(1, experts) - choice.gather(1, best)  # 0, but for ties that round
-        error: Tensor = (weights - right).norm() / right.norm() + apart.norm() / _NEARLY_EQUAL
+        choice = (
+            logits.sigmoid()
+            if self._correction is None
+            else logits.sigmoid() + self._correction
+        )
+        apart = choice.gather(1, experts) - choice.gather(
+            1, best
+        )  # 0, but for ties that round
+        error: Tensor = (
+            weights - right
+        ).norm() / right.norm() + apart.norm() / _NEARLY_EQUAL
         return error
 
 
@@ -181,15 +233,22 @@ class Experts:
     ) -> None:
         self._biases, self._clamps = biases, clamps
         are_grouped = _can_group(gate_up) and _can_group(down)
-        self._gate_up, self._down = (w if are_grouped else plain(w) for w in (gate_up, down))
+        self._gate_up, self._down = (
+            w if are_grouped else plain(w) for w in (gate_up, down)
+        )
         self._activation, self._first = activation, first
         count = down.shape[0]
         self._total, self._num = None if total == count else total, total or count
         self._ids = torch.arange(count, device=down.device)
-        self._are_codes = any(isinstance(w, Quantized) for w in (self._gate_up, self._down))
+        self._are_codes = any(
+            isinstance(w, Quantized) for w in (self._gate_up, self._down)
+        )
         is_plain = activation == "silu" and clamps is None
         self._is_fused = is_plain and fused_ops.works(down.device, down.dtype)
-        self._sum, self._most = self._grouped if are_grouped else self._each, _MAX_TOKENS
+        self._sum, self._most = (
+            self._grouped if are_grouped else self._each,
+            _MAX_TOKENS,
+        )
         self.takes_one = self._is_fused and biases is None and self._are_proved(chosen)
         if self.takes_one and not self._are_codes:
             self._sum, self._most = self._by_kernels, 2 * _MAX_TOKENS  # which copy less
@@ -198,7 +257,10 @@ class Experts:
         """x [T, hidden], float32 weights and int64 expert ids [T, k] -> [T, hidden], new."""
         if self.takes_one and len(x) == 1:
             return self._of_one(x, weights, experts)
-        parts = zip(*(torch.split(each, self._most) for each in (x, weights, experts)), strict=True)
+        parts = zip(
+            *(torch.split(each, self._most) for each in (x, weights, experts)),
+            strict=True,
+        )
         found = [self._sum(*part) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -208,15 +270,29 @@ class Experts:
         gate_up, down, kernels = self._gate_up, self._down, fused_ops.experts()
         works = (kernels.takes_one if self._are_codes else kernels.works)(gate_up, down)
         groups = [w.group for w in (gate_up, down) if isinstance(w, Quantized)]
-        kind = (gate_up.shape, down.shape, down.dtype, down.device, self._num, chosen, *groups)
+        kind = (
+            gate_up.shape,
+            down.shape,
+            down.dtype,
+            down.device,
+            self._num,
+            chosen,
+            *groups,
+        )
         told = "the kernels for mixtures of experts: one %s: others are used"
         return works and _proved(kind, told, lambda: self._deviations(chosen))
 
     def _deviations(self, chosen: int) -> Tensor:
         """Of each tile's sums: norms of differences by those of results."""
-        (count, width, _), kernels, like = self._down.shape, fused_ops.experts(), self._down
+        (count, width, _), kernels, like = (
+            self._down.shape,
+            fused_ops.experts(),
+            self._down,
+        )
         logits = torch.randn(_PROVED_TOKENS, self._num, device=like.device)
-        logits[::2, self._first : self._first + count] += 9  # as many as can be are this rank's
+        logits[::2, self._first : self._first + count] += (
+            9  # as many as can be are this rank's
+        )
         weights, experts = logits.topk(chosen)
         x = torch.randn(_PROVED_TOKENS, width, device=like.device)
         x = F.rms_norm(x, (width,)).to(like.dtype)
@@ -225,28 +301,42 @@ class Experts:
         found = [(self._by_kernels(*routed, tiles), right) for _, tiles in each_tiles]
         few = [*zip(*(torch.split(part[:2], 1) for part in routed), strict=True)]
         alone = [self._of_one(*one) for one in few]
-        added = [self._of_one(*one, norm=torch.ones_like(x[0]), residual=0 * one[0]) for one in few]
+        added = [
+            self._of_one(*one, norm=torch.ones_like(x[0]), residual=0 * one[0])
+            for one in few
+        ]
         found += [(torch.cat(each), right[:2]) for each in (alone, added)]
         errors: list[Tensor] = [
-            (ours.float() - sums.float()).norm() / sums.float().norm() for ours, sums in found
+            (ours.float() - sums.float()).norm() / sums.float().norm()
+            for ours, sums in found
         ]
         return torch.stack(errors)
 
     def of_one(self, x: Tensor, norm: RMSNorm, router: Router) -> Tensor:
         """Adds to one token what these make of it, normed: all there are, without biases."""
         which: dict[str, Any] = {"norm": norm.weight, "eps": norm.eps}
-        logits = fused_ops.kernels().one_row(x, router.weight, dtype=torch.float32, **which)
+        logits = fused_ops.kernels().one_row(
+            x, router.weight, dtype=torch.float32, **which
+        )
         return self._of_one(x, *router.choose(logits), residual=x, **which)
 
-    def _of_one(self, x: Tensor, weights: Tensor, experts: Tensor, **which: Any) -> Tensor:
+    def _of_one(
+        self, x: Tensor, weights: Tensor, experts: Tensor, **which: Any
+    ) -> Tensor:
         """See `mixture_of_one`."""
         routed = weights, self._ids_here(experts)
-        return fused_ops.experts().mixture_of_one(x, self._gate_up, self._down, *routed, **which)  # type: ignore[no-any-return]
+        return fused_ops.experts().mixture_of_one(
+            x, self._gate_up, self._down, *routed, **which
+        )  # type: ignore[no-any-return]
 
-    def _by_kernels(self, x: Tensor, weights: Tensor, experts: Tensor, tiles: Any = None) -> Tensor:
+    def _by_kernels(
+        self, x: Tensor, weights: Tensor, experts: Tensor, tiles: Any = None
+    ) -> Tensor:
         """As `_grouped`, of which the kernels gather, multiply and scatter at once."""
         matrices, chosen = (self._gate_up, self._down), self._ids_here(experts)
-        return fused_ops.experts().mixture(x, *matrices, weights, chosen, self._num, tiles)  # type: ignore[no-any-return]
+        return fused_ops.experts().mixture(
+            x, *matrices, weights, chosen, self._num, tiles
+        )  # type: ignore[no-any-return]
 
     def _grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """One product for all experts, over rows in the order of their experts. Rows of another
@@ -274,7 +364,9 @@ class Experts:
         spread = weights.new_zeros(len(x), self._num)
         spread.scatter_(1, self._ids_here(experts), weights)
         out = torch.zeros_like(x)
-        experts_here = zip(plain(self._gate_up), plain(self._down), spread.t(), strict=False)
+        experts_here = zip(
+            plain(self._gate_up), plain(self._down), spread.t(), strict=False
+        )
         for index, (gate_up, down, weight) in enumerate(experts_here):
             inner = x @ gate_up.t()
             if self._biases is not None:
@@ -299,7 +391,9 @@ class Experts:
         return gated(gate, up, self._activation)
 
 
-def _proved(kind: tuple[object, ...], told: str, deviations: Callable[[], Tensor]) -> bool:
+def _proved(
+    kind: tuple[object, ...], told: str, deviations: Callable[[], Tensor]
+) -> bool:
     """Whether kernels of ours proved themselves, by the first layer of a kind; what is wrong with
     them is told in the log."""
     if kind not in _PROVED:
@@ -324,26 +418,44 @@ def _can_group(weight: Weight) -> bool:
 
 
 def load_experts(
-    loader: WeightLoader, prefix: str, config: ModelConfig, parallel: Parallel, own: range
+    loader: WeightLoader,
+    prefix: str,
+    config: ModelConfig,
+    parallel: Parallel,
+    own: range,
 ) -> tuple[Weight, Weight, tuple[Tensor, Tensor] | None]:
     """What Experts takes, and its biases: of each of this rank's experts, its part of the width.
     Of the ranks that share an expert the first has the bias of its output, which is added once."""
     moe, names = config.moe, config.declared.mixture
     assert moe is not None and names is not None
-    width, count, hidden = moe.expert_intermediate_size, moe.num_experts, config.hidden_size
+    width, count, hidden = (
+        moe.expert_intermediate_size,
+        moe.num_experts,
+        config.hidden_size,
+    )
     ranks = parallel.size // parallel.ep  # that share an expert
     start = parallel.rank % ranks * (width // ranks)
     share = range(start, start + width // ranks)
-    each = [[f"{prefix}.experts.{n}.{name}.weight" for name in names.each] for n in range(count)]
+    each = [
+        [f"{prefix}.experts.{n}.{name}.weight" for name in names.each]
+        for n in range(count)
+    ]
     loader.ignore(*(name for n in range(count) if n not in own for name in each[n]))
     wide, narrow = (width, hidden), (hidden, width)
     turns = torch.arange(2 * width)  # rows of a tensor of all gates and ups
     halves = turns.view(width, 2).t() if names.transposed else turns.view(2, width)
     of_rank = halves[:, share.start : share.stop].flatten()
 
-    def of_stack(which: int, shape: tuple[int, int], expert: int, cols: range | None) -> Weight:
-        name, one = f"{prefix}.{names.stacked_weights[which]}", range(expert, expert + 1)
-        matrix = partial(loader.matrix, rows=one, cols=cols, transposed=names.transposed)
+    def of_stack(
+        which: int, shape: tuple[int, int], expert: int, cols: range | None
+    ) -> Weight:
+        name, one = (
+            f"{prefix}.{names.stacked_weights[which]}",
+            range(expert, expert + 1),
+        )
+        matrix = partial(
+            loader.matrix, rows=one, cols=cols, transposed=names.transposed
+        )
         return changed(matrix(name, (count, *shape)), operator.itemgetter(0))
 
     def gate_up(expert: int) -> Weight:
@@ -352,7 +464,9 @@ def load_experts(
             return changed(both, operator.itemgetter(of_rank))
         parts = [loader.matrix(name, wide, rows=share) for name in each[expert][:2]]
         if (joined := concatenated(parts)) is None:
-            raise ModelLoadError(f"gates and ups of {prefix}.experts are quantised unlike")
+            raise ModelLoadError(
+                f"gates and ups of {prefix}.experts are quantised unlike"
+            )
         return joined
 
     def down(expert: int) -> Weight:
@@ -366,4 +480,8 @@ def load_experts(
         inner = loader.load(both, (count, 2 * width), rows=own)[:, of_rank]
         outer = loader.load(last, (count, hidden), rows=own)
         biases = inner, outer if start == 0 else torch.zeros_like(outer)
-    return stacked(len(own), map(gate_up, own)), stacked(len(own), map(down, own)), biases
+    return (
+        stacked(len(own), map(gate_up, own)),
+        stacked(len(own), map(down, own)),
+        biases,
+    )

@@ -144,5 +144,7 @@ def _make_group(
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout
     # Left alone, gloo binds to what the host name resolves to, which need not be reachable.
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [
+        distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    ]
     return distributed.ProcessGroupGloo(store, rank, size, options)

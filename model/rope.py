@@ -113,7 +113,9 @@ class Rope:
         unrotated = (0, self._half - config.dim // 2)
         self._inverse = F.pad(inverse_frequencies(config), unrotated).to(device)
         scaling = torch.full((config.dim // 2,), attention_scaling(config))
-        self._scaling = None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
+        self._scaling = (
+            None if scaling[0] == 1 else F.pad(scaling, unrotated, value=1.0).to(device)
+        )
         self._dtype = dtype
         self._interleaved = config.interleaved and head_dim is None
         is_served = (head_dim or config.dim) in _FUSED_DIMS
@@ -126,7 +128,9 @@ class Rope:
         """
         turned = positions[:, None] * self._inverse
         joined = turned.new_empty(len(turned), 2, self._half)
-        cos, sin = (f(turned, out=joined[:, i]) for i, f in enumerate((torch.cos, torch.sin)))
+        cos, sin = (
+            f(turned, out=joined[:, i]) for i, f in enumerate((torch.cos, torch.sin))
+        )
         if self._scaling is not None:
             joined *= self._scaling
         if self._is_fused:
@@ -142,7 +146,9 @@ class Rope:
         None where `rotate_pair` is not fused."""
         return angles[0] if self._is_fused else None
 
-    def rotate_pair(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    def rotate_pair(
+        self, q: Tensor, k: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
         """Rotates q and k [T, heads, dim], in place where that is faster."""
         if self._is_fused:
             fused_ops.rotation().rotate(q, k, angles[0], interleaved=self._interleaved)

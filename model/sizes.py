@@ -30,7 +30,15 @@ _SAMPLES_PER_TENSOR: Final = 4
 # Weights of what is never quantised: tables, routers, and MLA's absorbed projection.
 _PLAIN: Final = tuple(
     f"{name}.weight"
-    for name in ("embed_tokens", "lm_head", "kv_b_proj", ".gate", "router", "router.layer", "_gate")
+    for name in (
+        "embed_tokens",
+        "lm_head",
+        "kv_b_proj",
+        ".gate",
+        "router",
+        "router.layer",
+        "_gate",
+    )
 )
 _ROW_BYTES: Final = 16  # of each token's row of an embedding or a head
 
@@ -48,7 +56,11 @@ class Size:
 
     def __str__(self) -> str:
         field, _, rest = self.terms.partition(" ")
-        return f"{field} is {self.value}" if rest.isdigit() else f"{self.terms} is {self.value}"
+        return (
+            f"{field} is {self.value}"
+            if rest.isdigit()
+            else f"{self.terms} is {self.value}"
+        )
 
 
 # Formulas of rows and columns; before them that of experts, where they are in one tensor.
@@ -59,8 +71,12 @@ _GATED: Final = ("gate_proj", "up_proj", "down_proj")
 def _size(formula: str, fields: Mapping[str, int]) -> Size:
     """`formula`: a product of fields, numbers and sums of fields, such as "2 x (a + b)"."""
     factors = (re.findall(r"\w+", factor) for factor in formula.split(" x "))
-    value = math.prod(sum(int(fields.get(name, name)) for name in each) for each in factors)
-    return Size(value, re.sub(r"\w{2,}", lambda name: f"{name[0]} {fields[name[0]]}", formula))
+    value = math.prod(
+        sum(int(fields.get(name, name)) for name in each) for each in factors
+    )
+    return Size(
+        value, re.sub(r"\w{2,}", lambda name: f"{name[0]} {fields[name[0]]}", formula)
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,9 @@ class Weights:
 
     @property
     def elements(self) -> int:
-        return (self.count.value if self.count else 1) * math.prod(s.value for s in self.shape)
+        return (self.count.value if self.count else 1) * math.prod(
+            s.value for s in self.shape
+        )
 
     def __str__(self) -> str:
         sizes = " by ".join(size.terms for size in self.shape)
@@ -91,15 +109,24 @@ def implied_weights(config: ModelConfig) -> list[Weights]:
     """Every matrix of the model."""
     fields, mixture = _fields(config), config.declared.mixture
     layers, num_dense = range(config.num_layers), config.num_dense_layers
-    once = ["model.embed_tokens.weight", *([] if config.tie_embeddings else ["lm_head.weight"])]
+    once = [
+        "model.embed_tokens.weight",
+        *([] if config.tie_embeddings else ["lm_head.weight"]),
+    ]
     vocabulary = _size("vocab_size", fields), _size("hidden_size", fields)
     found = [Weights(name, vocabulary) for name in once]
     fused = "gate_up_proj" in config.declared.fused
-    dense = _gated("mlp", "intermediate_size", ("gate_up_proj", _GATED[2]) if fused else _GATED)
+    dense = _gated(
+        "mlp", "intermediate_size", ("gate_up_proj", _GATED[2]) if fused else _GATED
+    )
     for count, which, shapes in (
         (config.num_layers, iter(layers), _attention(config)),
         (num_dense, (layer for layer in layers if not config.is_mixed(layer)), dense),
-        (config.num_layers - num_dense, filter(config.is_mixed, layers), _mixture(config)),
+        (
+            config.num_layers - num_dense,
+            filter(config.is_mixed, layers),
+            _mixture(config),
+        ),
     ):
         of = {**fields, "num_hidden_layers": count}
         first = next(which) if count else 0
@@ -137,19 +164,32 @@ def _attention(config: ModelConfig) -> Shapes:
         queries = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)"
         each: Shapes = {
             "kv_a_proj_with_mqa": ("(kv_lora_rank + qk_rope_head_dim)", hidden),
-            "kv_b_proj": ("num_attention_heads x (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"),
+            "kv_b_proj": (
+                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+                "kv_lora_rank",
+            ),
             "o_proj": (hidden, "num_attention_heads x v_head_dim"),
         }
         if config.mla.q_lora_rank is None:
             each["q_proj"] = (queries, hidden)
         else:
-            each |= {"q_a_proj": ("q_lora_rank", hidden), "q_b_proj": (queries, "q_lora_rank")}
+            each |= {
+                "q_a_proj": ("q_lora_rank", hidden),
+                "q_b_proj": (queries, "q_lora_rank"),
+            }
     elif "qkv_proj" in config.declared.fused:
         heads = "num_attention_heads + num_key_value_heads + num_key_value_heads"
-        each = {"qkv_proj": (f"({heads}) x head_dim", hidden), "o_proj": (hidden, queries)}
+        each = {
+            "qkv_proj": (f"({heads}) x head_dim", hidden),
+            "o_proj": (hidden, queries),
+        }
     else:
         keys = "num_key_value_heads x head_dim"
-        each = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        each = {
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+        }
         each["o_proj"] = (hidden, queries)
     return {f"self_attn.{name}.weight": shape for name, shape in each.items()}
 
@@ -171,7 +211,9 @@ def _mixture(config: ModelConfig) -> Shapes:
     if names.shared_gate:
         each[f"{names.shared_gate}.weight"] = ("1", hidden)
     if config.moe.num_shared_experts:
-        each |= _gated(names.shared, names.shared_width or f"{width} x n_shared_experts")
+        each |= _gated(
+            names.shared, names.shared_width or f"{width} x n_shared_experts"
+        )
     if not names.stacked:
         each |= _gated("experts.0", width, names.each)
     matrices = (f"2 x {width}", hidden), (hidden, width)
@@ -188,7 +230,9 @@ def bits_of(config: ModelConfig, name: str, itemsize: int, *, keeps: bool) -> fl
     told to be left out of quantisation is not looked for."""
     how = config.quantization if keeps else None
     part = ".experts." if how and how.stored == "mxfp4" else ""
-    return how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
+    return (
+        how.bits if how and part in name and not name.endswith(_PLAIN) else 8 * itemsize
+    )
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, *, keeps: bool) -> int:
@@ -203,7 +247,9 @@ def largest(config: ModelConfig) -> Weights:
     return max(implied_weights(config), key=lambda weights: weights.elements)
 
 
-def check_parallelism(config: ModelConfig, size: int, dcp: int = 1, ep: int = 1) -> None:
+def check_parallelism(
+    config: ModelConfig, size: int, dcp: int = 1, ep: int = 1
+) -> None:
     """Raises InvalidParallelism unless `size` ranks can share the model, the `size / dcp` groups
     of ranks that hold the same KV heads its KV heads, and `ep` groups its experts. `dcp` and `ep`
     divide `size`."""
@@ -246,7 +292,9 @@ def _problem(config: ModelConfig, size: int, ep: int) -> str | None:
     if moe and names:
         shared.append((names.width, size // ep))
         if moe.num_shared_experts:
-            shared.append((names.shared_width or f"{names.width} x n_shared_experts", size))
+            shared.append(
+                (names.shared_width or f"{names.width} x n_shared_experts", size)
+            )
     for widths, ranks in shared:
         if (width := _size(widths, fields).value) % ranks:
             return f"does not divide the model's {widths} {width}"
@@ -273,7 +321,9 @@ class StoredTensor(NamedTuple):
         """Its bytes, mapped; who writes to them has a copy."""
         if self.start >= self.stop:
             return np.empty(0, np.uint8)
-        return np.memmap(self.path, np.uint8, "c", self.start, (self.stop - self.start,))
+        return np.memmap(
+            self.path, np.uint8, "c", self.start, (self.stop - self.start,)
+        )
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -310,7 +360,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ModelLoadError(f"{index} is no index of weights: {error}") from error
     names = sorted(set(where.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelLoadError(f"{index} names {', '.join(missing)}, which {folder} lacks")
+        raise ModelLoadError(
+            f"{index} names {', '.join(missing)}, which {folder} lacks"
+        )
     return where
 
 
@@ -329,12 +381,20 @@ def _header_of(path: Path) -> dict[str, StoredTensor]:
             data = 8 + (size := int.from_bytes(first := file.read(8), "little"))
             header = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()}
+        entries = {
+            n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()
+        }
     except (msgspec.MsgspecError, MemoryError, OverflowError, RecursionError) as error:
-        why = f"{error}" if first != _LFS else "Git LFS left a pointer to it: run `git lfs pull`"
+        why = (
+            f"{error}"
+            if first != _LFS
+            else "Git LFS left a pointer to it: run `git lfs pull`"
+        )
         raise ModelLoadError(f"{path} is not a safetensors file: {why}") from error
     found = {
-        name: StoredTensor(path, entry.dtype, entry.shape, *(data + o for o in entry.data_offsets))
+        name: StoredTensor(
+            path, entry.dtype, entry.shape, *(data + o for o in entry.data_offsets)
+        )
         for name, entry in entries.items()
     }
     wanted = max((data, *(tensor.stop for tensor in found.values())))
@@ -367,7 +427,9 @@ def check_files(config: ModelConfig, folder: Path) -> None:
                 raise ModelLoadError(
                     f"config.json: {size}, but {weights.name} has {actual} {kind} {told}"
                 )
-    indices = {name.split(".")[2] for name in entries if name.startswith("model.layers.")}
+    indices = {
+        name.split(".")[2] for name in entries if name.startswith("model.layers.")
+    }
     drafts = {str(config.num_layers + layer) for layer in range(config.draft_layers)}
     if (indices := indices - drafts) and len(indices) != config.num_layers:
         raise ModelLoadError(
@@ -377,7 +439,11 @@ def check_files(config: ModelConfig, folder: Path) -> None:
 
 
 def fingerprint(
-    config: ModelConfig, model_dir: str | Path, *, load_format: str = "auto", seed: int = 0
+    config: ModelConfig,
+    model_dir: str | Path,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
 ) -> str:
     """32 hex digits, equal for equal config and weights.
 
@@ -395,14 +461,20 @@ def fingerprint(
         return digest.hexdigest()
     for name, tensor in sorted(read_headers(Path(model_dir)).items()):
         described = json.dumps([tensor.dtype, tensor.shape])
-        digest.update(name.encode() + described.encode() + _samples(tensor, config.vocab_size))
+        digest.update(
+            name.encode() + described.encode() + _samples(tensor, config.vocab_size)
+        )
     return digest.hexdigest()
 
 
 def _samples(tensor: StoredTensor, vocab_size: int) -> bytes:
     content = tensor.content()
-    starts = range(0, len(content), math.ceil(max(1, len(content)) / _SAMPLES_PER_TENSOR))
-    found = b"".join(content[start : start + _SAMPLE_BYTES].tobytes() for start in starts)
+    starts = range(
+        0, len(content), math.ceil(max(1, len(content)) / _SAMPLES_PER_TENSOR)
+    )
+    found = b"".join(
+        content[start : start + _SAMPLE_BYTES].tobytes() for start in starts
+    )
     if len(tensor.shape) == 2 and tensor.shape[0] >= vocab_size:
         found += content.reshape(tensor.shape[0], -1)[:, :_ROW_BYTES].tobytes()
     return found

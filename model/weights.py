@@ -29,11 +29,17 @@ _log = get_logger(__name__)
 
 # Buffers that some exporters saved, which follow from the config; scales of FP8 KV are read by
 # kv_scales.py, where they are wanted.
-_IGNORED_SUFFIXES: Final = ("rotary_emb.inv_freq", "self_attn.masked_bias", *kv_scales.SUFFIXES)
+_IGNORED_SUFFIXES: Final = (
+    "rotary_emb.inv_freq",
+    "self_attn.masked_bias",
+    *kv_scales.SUFFIXES,
+)
 # Of an upload: threads, buffers beside one for each, the least part of a tensor, and the largest.
 _THREADS, _MORE_SLOTS, _PART_BYTES, _SLOT_BYTES = 8, 4, 1 << 20, 1 << 23
 _new_event: Any = torch.cuda.Event
-_HASH_CHUNK: Final = 1 << 24  # elements made at a time: bounds the int64 scratch to 128 MiB each
+_HASH_CHUNK: Final = (
+    1 << 24
+)  # elements made at a time: bounds the int64 scratch to 128 MiB each
 
 
 class DummySource:
@@ -53,7 +59,9 @@ class DummySource:
     def quantised(self, *_part: object) -> None:
         return None
 
-    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
+    def part(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> Tensor:
         if "norm" in name:
             return torch.ones(len(rows), device=self._device)
         width = math.prod(shape[1:])
@@ -62,13 +70,21 @@ class DummySource:
         stream = zlib.crc32(f"{self._seed}/{name}".encode())
         step = max(1, _HASH_CHUNK // len(columns))
         parts = [
-            self._uniform(range(start, min(start + step, rows.stop)), columns, width, stream, scale)
+            self._uniform(
+                range(start, min(start + step, rows.stop)),
+                columns,
+                width,
+                stream,
+                scale,
+            )
             for start in range(rows.start, rows.stop, step)
         ]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         return flat.reshape(len(rows), *(shape[1:] if cols is None else (len(cols),)))
 
-    def _uniform(self, rows: range, cols: range, width: int, stream: int, scale: float) -> Tensor:
+    def _uniform(
+        self, rows: range, cols: range, width: int, stream: int, scale: float
+    ) -> Tensor:
         row = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
         col = torch.arange(cols.start, cols.stop, device=self._device)
         bits = (row * width + col).mul_(0x9E3779B1).add_(stream)
@@ -87,9 +103,15 @@ class Upload:
     def __init__(self, device: torch.device, *, copies: bool = False) -> None:
         self._device, on_gpu = device, device.type == "cuda"
         # The stream of whoever uses them; a thread that enters another device would make a context.
-        bind = partial(torch.cuda.set_stream, torch.cuda.current_stream(device)) if on_gpu else None
+        bind = (
+            partial(torch.cuda.set_stream, torch.cuda.current_stream(device))
+            if on_gpu
+            else None
+        )
         self._pool = ThreadPoolExecutor(_THREADS, "weights", bind)
-        self._slots = queue.SimpleQueue[Any]()  # with the end of the last copy out of each
+        self._slots = queue.SimpleQueue[
+            Any
+        ]()  # with the end of the last copy out of each
         for _ in range(_THREADS + _MORE_SLOTS if copies or on_gpu else 0):
             slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
             self._slots.put((slot, _new_event() if on_gpu else None))
@@ -147,7 +169,9 @@ class WeightLoader:
         self._source = source
         self._used: set[str] = set()
         # By reason: bytes of quantised weights, and those that they take instead.
-        self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(
+            lambda: (0, 0)
+        )
 
     def load(
         self,
@@ -167,7 +191,9 @@ class WeightLoader:
         self._note(name)
         rows, dtype = range(shape[0]) if rows is None else rows, dtype or self.dtype
         if (found := self._source.quantised(name, shape, rows, cols)) is not None:
-            return self._dequantised(found, "a kind of product without a kernel").to(dtype)
+            return self._dequantised(found, "a kind of product without a kernel").to(
+                dtype
+            )
         part = self._source.part(name, shape, rows, cols)
         return part.to(self.device, dtype).contiguous()
 
@@ -220,15 +246,15 @@ class WeightLoader:
         for name in names:
             self._note(name)
         if folders := tuple(name for name in names if name.endswith(".")):
-            self._used |= {name for name in self._source.names() if name.startswith(folders)}
+            self._used |= {
+                name for name in self._source.names() if name.startswith(folders)
+            }
 
     def finish(self) -> None:
         """Tells what quantised weights cost that are kept otherwise. Raises ModelLoadError if the
         files hold weights that nobody asked for."""
         for why, (before, after) in self._dequantised_bytes.items():
-            told = (
-                "quantised weights are dequantised at load (%s): in %s they take %.3f GiB, not %.3f"
-            )
+            told = "quantised weights are dequantised at load (%s): in %s they take %.3f GiB, not %.3f"
             dtype = str(self.dtype).removeprefix("torch.")
             _log.warning(told, why, dtype, after / 2**30, before / 2**30)
         unused = sorted(self._source.names() - self._used)

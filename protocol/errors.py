@@ -29,7 +29,11 @@ class BatonError(Exception):
         _BY_CODE.setdefault(cls.code, cls)
 
     def __init__(
-        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

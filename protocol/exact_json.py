@@ -26,7 +26,9 @@ def _float_of(text: str) -> float:
     value = float(text)
     if len(text) <= _ALWAYS_EXACT_CHARS and "e" not in text and "E" not in text:
         return value
-    with contextlib.suppress(ArithmeticError):  # an exponent that Decimal does not have either
+    with contextlib.suppress(
+        ArithmeticError
+    ):  # an exponent that Decimal does not have either
         if Decimal(repr(value)) == Decimal(text):
             return value
     exact = ExactFloat(value)
@@ -60,7 +62,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def dumps(value: Any) -> str:
     """The JSON text of a value that `decode` or `loads` returned, its decimals as they were
     written."""
-    return "".join(_parts(value)) if _has_exact(value) else json.dumps(value, ensure_ascii=False)
+    return (
+        "".join(_parts(value))
+        if _has_exact(value)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _has_exact(value: Any) -> bool:

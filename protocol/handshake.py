@@ -26,7 +26,12 @@ from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 1
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes per element
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+}  # bytes per element
 FP8 = "float8_e4m3fn"
 _CONVERTIBLE = ("kv_dtype", "kv_scales")  # by a reader that is told to
 AXES = "BHLCND"  # of KV: block, head, layer, component, token, element
@@ -39,8 +44,12 @@ def check_order(order: str) -> str:
     """`order`, if it has each of AXES once and ends in D. Raises ValueError."""
     missing = [axis for axis in AXES if axis not in order]
     if missing or len(order) != len(AXES) or not order.endswith("D"):
-        problem = f"lacks axis {', '.join(missing)}" if missing else "is no order of the axes"
-        raise ValueError(f"{short_repr(order)} {problem}: use each of {AXES} once, D last")
+        problem = (
+            f"lacks axis {', '.join(missing)}" if missing else "is no order of the axes"
+        )
+        raise ValueError(
+            f"{short_repr(order)} {problem}: use each of {AXES} once, D last"
+        )
     return order
 
 
@@ -142,12 +151,16 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
         return hashlib.sha256(text).hexdigest()[:12]
 
     form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
-    form = form if compat.kv_windows else form[: form.index("kv_windows")]  # as it ever was
+    form = (
+        form if compat.kv_windows else form[: form.index("kv_windows")]
+    )  # as it ever was
     stored = "*" if converts else digest(*_CONVERTIBLE)
     return ".".join((digest("model_fingerprint"), digest(*form), stored))
 
 
-FOREIGN: Final = "vllm"  # instead of a kv_digest: these see for themselves whether they fit
+FOREIGN: Final = (
+    "vllm"  # instead of a kv_digest: these see for themselves whether they fit
+)
 
 
 @lru_cache(4096)
@@ -179,7 +192,9 @@ def check_consistent(metadata: EngineMetadata) -> None:
             raise PeerIncompatible(told, param=field)
 
 
-_Rule = tuple[str, object, bool, str]  # field, its value, whether that is right, what it must be
+_Rule = tuple[
+    str, object, bool, str
+]  # field, its value, whether that is right, what it must be
 
 
 def _within(field: str, value: int, low: int, high: int) -> _Rule:
@@ -194,18 +209,35 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     """In an order in which each may rely on those before it."""
     version, compat = metadata.protocol_version, metadata.compat
     groups = len(compat.kv_windows)
-    yield "protocol_version", version, version == PROTOCOL_VERSION, f"be {PROTOCOL_VERSION}"
+    yield (
+        "protocol_version",
+        version,
+        version == PROTOCOL_VERSION,
+        f"be {PROTOCOL_VERSION}",
+    )
     yield _one_of("compat.kv_dtype", compat.kv_dtype, ITEMSIZE)
     count = compat.num_layers * compat.num_components if compat.kv_dtype == FP8 else 0
     scales, given = compat.kv_scales, len(compat.kv_scales)
-    yield "compat.kv_scales' length", given, given == count, f"be {count} of {compat.kv_dtype}"
+    yield (
+        "compat.kv_scales' length",
+        given,
+        given == count,
+        f"be {count} of {compat.kv_dtype}",
+    )
     are_scales = all(math.isfinite(scale) and scale > 0 for scale in scales)
     yield "compat.kv_scales", scales, are_scales, "be finite numbers above 0"
     numbers = [rank.rank for rank in metadata.ranks]
-    are_all = numbers == list(range(len(numbers))) and 0 < len(numbers) == metadata.tp_size
+    are_all = (
+        numbers == list(range(len(numbers))) and 0 < len(numbers) == metadata.tp_size
+    )
     is_share = 0 < metadata.dcp_size and metadata.tp_size % metadata.dcp_size == 0
     yield "dcp_size", metadata.dcp_size, is_share, f"divide tp_size {metadata.tp_size}"
-    yield "ranks", numbers[:64], are_all, f"be all of tp_size {metadata.tp_size} in order"
+    yield (
+        "ranks",
+        numbers[:64],
+        are_all,
+        f"be all of tp_size {metadata.tp_size} in order",
+    )
     yield _within("compat.kv_windows' length", groups, 0, MAX_GROUPS)
     are_one = groups < 2 or set(scales) <= {1.0}
     yield "compat.kv_scales", scales, are_one, "be 1 where there are several KV groups"
@@ -214,11 +246,24 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
         yield _one_of(f"{where}.device_kind", rank.device_kind, ("cpu", "cuda"))
         yield _within(f"{where}.device_id", rank.device_id, 0, 1 << 16)
         yield _within(f"{where}.nbytes", rank.nbytes, 1, MAX_BYTES)
-        yield _within(f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes)
+        yield _within(
+            f"{where}.base_address", rank.base_address, 1, (1 << 64) - rank.nbytes
+        )
         is_order = sorted(layout.order) == sorted(AXES) and layout.order.endswith("D")
-        yield f"{where}.layout.order", layout.order, is_order, f"have each of {AXES} once, D last"
+        yield (
+            f"{where}.layout.order",
+            layout.order,
+            is_order,
+            f"have each of {AXES} once, D last",
+        )
         yield _one_of(f"{where}.layout.dtype", layout.dtype, (compat.kv_dtype,))
-        for name in ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim"):
+        for name in (
+            "num_blocks",
+            "num_heads",
+            "num_layers",
+            "num_components",
+            "head_dim",
+        ):
             yield _within(f"{where}.layout.{name}", getattr(layout, name), 1, 1 << 32)
         yield _within(f"{where}.layout.block_size", layout.block_size, 1, 256)
         fits = layout.nbytes <= rank.nbytes
@@ -259,7 +304,9 @@ class AskDigest(LeaseRequest, frozen=True, tag="ask_digest", kw_only=True):
     token_start: _Count
     token_stop: _Count
     samples: bool  # some layers of it
-    reach: Annotated[int, Meta(ge=0)] = 0  # see kvcache/groups.py; of one group it says nothing
+    reach: Annotated[int, Meta(ge=0)] = (
+        0  # see kvcache/groups.py; of one group it says nothing
+    )
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
@@ -282,7 +329,9 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
     block_size: int  # tokens
     first: int  # which block of the prompt the first of these is
     block_ids: list[int]  # all full, unless there is a reference
-    reference: bytes = b""  # with the last ones: kv_transfer_params of the whole, as JSON
+    reference: bytes = (
+        b""  # with the last ones: kv_transfer_params of the whole, as JSON
+    )
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
@@ -384,4 +433,6 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
 def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
     expected = _mac(label, message[_MAC_BYTES:], secret)
     if not hmac.compare_digest(message[:_MAC_BYTES], expected):
-        raise FrameError("the MAC is wrong: the two engines have different cluster secrets")
+        raise FrameError(
+            "the MAC is wrong: the two engines have different cluster secrets"
+        )

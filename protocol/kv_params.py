@@ -36,7 +36,9 @@ _UNSIGNED = ("signature", "checksums")
 _MAX_TRANSFER_ID = 128  # characters
 HINT = "hint"  # the member by which proxies name who may have the KV of a prompt's beginning
 SENDER_RELEASES = "sender_releases"  # see sender_releases
-RELEASE_PATH = "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
+RELEASE_PATH = (
+    "/release_kv"  # of a server: nobody will come for the KV of `kv_transfer_params`
+)
 
 # The field's convention: a prefill server is told by this object that it prefills only.
 REMOTE_DECODE: dict[str, Any] = {
@@ -51,7 +53,9 @@ REMOTE_DECODE: dict[str, Any] = {
 _LOWEST_LOGPROB = -9999.0  # of a token that cannot be: nobody expects an infinity
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-_MAX_SIGNED = 1024  # references of a request, which has no more prompts; of a stranger's as many
+_MAX_SIGNED = (
+    1024  # references of a request, which has no more prompts; of a stranger's as many
+)
 _OFFER_S = 3.0  # of a lease that is not known yet
 _MAX_LOGPROBS = 1000
 _DEPTH = 5  # of an object, at most
@@ -88,7 +92,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     remote_request_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     # Exactly those that hold remote_num_tokens.
     remote_block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], _Size]
-    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]  # of the side channel
+    remote_host: Annotated[
+        str, Meta(min_length=1, max_length=255)
+    ]  # of the side channel
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     tp_size: Annotated[int, Meta(ge=1, le=4096)]
     lease_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -97,14 +103,20 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     incarnation: _Text
     remote_num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]  # the whole prompt
     remote_block_size: Annotated[int, Meta(ge=1, le=256)]  # tokens
-    remote_cached_tokens: _Tokens  # of the prompt, what the prefill server did not compute
-    remote_transferred_tokens: _Tokens = 0  # of those, what it pulled from another server
+    remote_cached_tokens: (
+        _Tokens  # of the prompt, what the prefill server did not compute
+    )
+    remote_transferred_tokens: _Tokens = (
+        0  # of those, what it pulled from another server
+    )
     prompt_digest: _Digest
     sampling_digest: _Digest
     # What the first token was drawn with; the decode server goes on with it.
     seed: Annotated[str, Meta(pattern=r"\A-?[0-9]{1,19}\Z")]
     # One per choice.
-    first_tokens: Annotated[list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)]
+    first_tokens: Annotated[
+        list[FirstTokenBits], Meta(min_length=1, max_length=_MAX_CHOICES)
+    ]
     # One per prompt token, None for the first; None altogether when nobody asked.
     prompt_logprobs: Annotated[list[LogprobBits | None], _Size] | None = None
     # CRC-16s of the signed members, in this order: which of them somebody altered. Not signed.
@@ -114,7 +126,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     def sign(self, secret: bytes) -> "KVTransferParams":
         texts = list(self._signed_texts().values())
         return msgspec.structs.replace(
-            self, checksums="".join(map(_checksum, texts)), signature=_mac(texts, secret)
+            self,
+            checksums="".join(map(_checksum, texts)),
+            signature=_mac(texts, secret),
         )
 
     def verify(self, secret: bytes) -> None:
@@ -140,7 +154,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     def _signed_texts(self) -> dict[str, bytes]:
         """Each signed member in a normal form, which is JSON without fractions."""
         members = msgspec.structs.asdict(self).items()
-        return {name: msgspec.json.encode(v) for name, v in members if name not in _UNSIGNED}
+        return {
+            name: msgspec.json.encode(v) for name, v in members if name not in _UNSIGNED
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The object for the response body: JSON types only."""
@@ -162,12 +178,16 @@ def build(
 ) -> KVTransferParams:
     """Signed params of what an engine lends; `to_remote_prefill` makes it a reference again."""
     found, names = msgspec.structs.asdict(remote), KVTransferParams.__struct_fields__
-    told: dict[str, Any] = {name: found.get(name.removeprefix("remote_")) for name in names}
+    told: dict[str, Any] = {
+        name: found.get(name.removeprefix("remote_")) for name in names
+    }
     told |= {
         "sampling_digest": sampling_digest,
         "lease_ms": max(1, round(remote.lease_s * 1000)),
         "seed": str(seed),
-        "first_tokens": [FirstTokenBits(t.id, _bits_of(t.logprobs)) for t in remote.first_tokens],
+        "first_tokens": [
+            FirstTokenBits(t.id, _bits_of(t.logprobs)) for t in remote.first_tokens
+        ],
         "prompt_logprobs": [*map(_bits_of, remote.prompt_logprobs or ())] or None,
         "signature": "",
     }
@@ -243,9 +263,13 @@ def _said_of(obj: object, name: str, secret: bytes, now_s: float) -> Any:
     if said is None:
         return None
     if not hmac.compare_digest(said.signature, _seal(said, secret)):
-        reject(f"{name}.signature", "does not match: only proxies of this cluster say so")
+        reject(
+            f"{name}.signature", "does not match: only proxies of this cluster say so"
+        )
     if abs(age_s := now_s - said.issued_s) > MAX_AGE_S:
-        told = f"is {age_s:.0f} s old by this server's clock, {MAX_AGE_S:g} are the most"
+        told = (
+            f"is {age_s:.0f} s old by this server's clock, {MAX_AGE_S:g} are the most"
+        )
         reject(f"{name}.issued_s", f"{told}: it is a copy, or a clock is wrong")
     return said
 
@@ -258,7 +282,9 @@ def sealed(told: Offer | KVHint, secret: bytes) -> dict[str, Any]:
 def _seal(told: Offer | KVHint, secret: bytes) -> str:
     fields = told.__struct_fields__
     values = [getattr(told, name) for name in fields if name != "signature"]
-    return hmac.digest(secret, f"baton {type(told).__name__} {values}".encode(), "sha256").hex()
+    return hmac.digest(
+        secret, f"baton {type(told).__name__} {values}".encode(), "sha256"
+    ).hex()
 
 
 def signed(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
@@ -292,7 +318,9 @@ def is_prefill_request(obj: object) -> bool:
     if is_absent(obj) or not (orders := convert(obj, _Orders)).do_remote_decode:
         return False
     if orders.do_remote_prefill:
-        reject("do_remote_prefill", "must be false or null when do_remote_decode is true")
+        reject(
+            "do_remote_prefill", "must be false or null when do_remote_decode is true"
+        )
     for name in KVTransferParams.__struct_fields__:
         if isinstance(obj, dict) and obj.get(name) is not None:
             reject(name, "must be null when do_remote_decode is true")
@@ -309,7 +337,9 @@ def sender_releases(obj: object) -> bool:
     """True when whoever sends the reference will end the lease where the request is not served: a
     decode server that has read nothing leaves it alone, as another one may be asked."""
     items = obj if isinstance(obj, list) else [obj]
-    said = [isinstance(item, dict) and item.get(SENDER_RELEASES) is True for item in items]
+    said = [
+        isinstance(item, dict) and item.get(SENDER_RELEASES) is True for item in items
+    ]
     return bool(said) and all(said)
 
 
@@ -317,7 +347,10 @@ def parse_list(obj: object, num_prompts: int) -> list[KVTransferParams]:
     """The params of every prompt: one object for one prompt, a list for several."""
     items = obj if isinstance(obj, list) else [obj]
     if len(items) != num_prompts:
-        reject("", f"holds {len(items)} objects for {num_prompts} prompts; send one for each")
+        reject(
+            "",
+            f"holds {len(items)} objects for {num_prompts} prompts; send one for each",
+        )
     return [parse(item) for item in items]
 
 
@@ -327,9 +360,14 @@ def parse(obj: object) -> KVTransferParams:
     Raises KVParamsRejected, naming the field, its value and what is allowed."""
     orders = convert(obj, _Orders)
     if orders.do_remote_decode:
-        reject("do_remote_decode", "must be false or null in a request to a decode server")
+        reject(
+            "do_remote_decode", "must be false or null in a request to a decode server"
+        )
     if not orders.do_remote_prefill:
-        reject("do_remote_prefill", "must be true: there is a reference but no order to use it")
+        reject(
+            "do_remote_prefill",
+            "must be true: there is a reference but no order to use it",
+        )
     assert isinstance(obj, dict)
     members = {name: obj.get(name) for name in KVTransferParams.__struct_fields__}
     return convert(members, KVTransferParams)
@@ -344,7 +382,9 @@ def convert(value: object, kind: type[_T]) -> _T:
         path = path.rstrip("`")
         wrong = _at(value, path)
         if isinstance(wrong, float) and isinstance(_with_integers(wrong), int):
-            return convert(_with_integers(value), kind)  # some JSON writers know floats only
+            return convert(
+                _with_integers(value), kind
+            )  # some JSON writers know floats only
         wanted = re.sub("^Expected ", "must be ", problem.partition(", got ")[0])
         reject(path, f"{wanted}, got {short_repr(wrong)}")
 
@@ -356,7 +396,9 @@ def _with_integers(value: Any, depth: int = _DEPTH) -> Any:
         case list() if depth:
             return [_with_integers(item, depth - 1) for item in value]
         case dict() if depth:
-            return {name: _with_integers(item, depth - 1) for name, item in value.items()}
+            return {
+                name: _with_integers(item, depth - 1) for name, item in value.items()
+            }
     return value
 
 
@@ -370,12 +412,16 @@ def _at(value: Any, path: str) -> Any:
 def prompt_digest(token_ids: Sequence[int], cache_salt: bytes = b"") -> str:
     """SHA-256 over the token ids as little-endian int64: the prompt these KV bytes belong to. A
     salted prompt has another digest, so that its KV is used by requests of its salt only."""
-    ids = struct.pack(f"<{len(token_ids)}q", *token_ids)  # in half of the time of an array
+    ids = struct.pack(
+        f"<{len(token_ids)}q", *token_ids
+    )  # in half of the time of an array
     label = b"baton salted prompt\0" + cache_salt if cache_salt else b"baton prompt\0"
     return hashlib.sha256(label + ids).hexdigest()
 
 
-def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()) -> str:
+def sampling_digest(
+    sampling: SamplingParams, stop_token_ids: Sequence[int] = ()
+) -> str:
     """SHA-256 over what the first token depends on, beside the prompt's logits and the seed, which
     travels; tests/engine/test_first_token.py holds it to that. Numbers count as float32.
 
@@ -384,7 +430,9 @@ def sampling_digest(sampling: SamplingParams, stop_token_ids: Sequence[int] = ()
     grammar, which allows only those of them."""
     is_greedy = sampling.temperature <= 0
     drawn_from = (sampling.temperature, sampling.top_p, sampling.min_p)
-    bias = ((token, *float_bits([value])) for token, value in sampling.logit_bias.items())
+    bias = (
+        (token, *float_bits([value])) for token, value in sampling.logit_bias.items()
+    )
     stop = sorted(set(stop_token_ids))
     is_banned = sampling.min_tokens > 0 and bool(stop)
     grammar = sampling.grammar
@@ -406,21 +454,31 @@ def float_bits(values: Sequence[float]) -> tuple[int, ...]:
     return struct.unpack(f"<{len(values)}I", packed)
 
 
-def to_remote_prefill(params: KVTransferParams, *, sender_releases: bool = False) -> RemotePrefill:
+def to_remote_prefill(
+    params: KVTransferParams, *, sender_releases: bool = False
+) -> RemotePrefill:
     """What the decode engine needs of verified params."""
     values = msgspec.structs.asdict(params)
     told: dict[str, Any] = {
         "lease_s": params.lease_ms / 1000,
-        "first_tokens": [FirstToken(t.id, _logprobs_of(t.logprobs)) for t in params.first_tokens],
+        "first_tokens": [
+            FirstToken(t.id, _logprobs_of(t.logprobs)) for t in params.first_tokens
+        ],
         "prompt_logprobs": [*map(_logprobs_of, params.prompt_logprobs or ())] or None,
         "sender_releases": sender_releases,
     }
-    told = {name.removeprefix("remote_"): value for name, value in values.items()} | told
-    known = {name: told[name] for name in RemotePrefill.__struct_fields__ if name in told}
+    told = {
+        name.removeprefix("remote_"): value for name, value in values.items()
+    } | told
+    known = {
+        name: told[name] for name in RemotePrefill.__struct_fields__ if name in told
+    }
     return RemotePrefill(**known)
 
 
-def are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | None) -> bool:
+def are_first_tokens_of(
+    params: KVTransferParams, add: AddRequest, seed: int | None
+) -> bool:
     """Whether this request would draw the same first tokens here, and they tell all that it asks.
 
     Args:
@@ -440,7 +498,9 @@ def are_first_tokens_of(params: KVTransferParams, add: AddRequest, seed: int | N
 def _bits_of(found: TokenLogprobs | None) -> LogprobBits | None:
     if found is None:
         return None
-    values = [max(value, _LOWEST_LOGPROB) for value in (found.logprob, *found.top_logprobs)]
+    values = [
+        max(value, _LOWEST_LOGPROB) for value in (found.logprob, *found.top_logprobs)
+    ]
     logprob, *tops = float_bits(values)
     return LogprobBits(logprob, found.top_ids, tops, found.rank)
 
@@ -449,7 +509,9 @@ def _logprobs_of(found: LogprobBits | None) -> TokenLogprobs | None:
     if found is None:
         return None
     bits = (found.logprob, *found.top_logprobs)
-    logprob, *tops = struct.unpack(f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits))
+    logprob, *tops = struct.unpack(
+        f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits)
+    )
     return TokenLogprobs(logprob, found.top_ids, tops, found.rank)
 
 

@@ -13,7 +13,9 @@ from msgspec import Meta
 from protocol.errors import BatonError, from_code
 from protocol.numbers import PhaseTimes
 
-GrammarKind = Literal["any", "json_object", "json_schema", "regex", "choice", "grammar", "calls"]
+GrammarKind = Literal[
+    "any", "json_object", "json_schema", "regex", "choice", "grammar", "calls"
+]
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -27,7 +29,9 @@ class Grammar(msgspec.Struct, frozen=True):
     # Before it a model may think: "open", it has begun to; "perhaps", it may begin with <think>;
     # "harmony": in messages of gpt-oss, and the output is the final one.
     reasoning: Literal["", "open", "perhaps", "harmony"] = ""
-    banned: tuple[tuple[int, ...], ...] = ()  # rows of tokens that the output must not have
+    banned: tuple[
+        tuple[int, ...], ...
+    ] = ()  # rows of tokens that the output must not have
     # What calls of tools begin with, texts and special tokens: one may come instead, then anything.
     calls: tuple[str | int, ...] = ()
 
@@ -54,7 +58,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int = 0  # signed, 64 bits; always set by the time it gets here
     choice_index: int = 0
-    num_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the top k
+    num_logprobs: int | None = (
+        None  # None: no logprobs; k: the chosen token's and the top k
+    )
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -95,9 +101,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int  # of those, what the prefill server did not compute
     transferred_tokens: int = 0  # of these, what it pulled itself
     tp_size: int
-    first_tokens: list[FirstToken]  # one per choice, or none: the decode server draws them itself
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of every prompt token, if asked for
-    sender_releases: bool = False  # ends the lease itself where nothing was read; kv_params
+    first_tokens: list[
+        FirstToken
+    ]  # one per choice, or none: the decode server draws them itself
+    prompt_logprobs: list[TokenLogprobs | None] | None = (
+        None  # of every prompt token, if asked for
+    )
+    sender_releases: bool = (
+        False  # ends the lease itself where nothing was read; kv_params
+    )
     # Of a prompt that is computed meanwhile: lease, blocks and first tokens come by subscription.
     transfer_id: str | None = None
     prompt_digest: str = ""  # of such a prompt
@@ -118,7 +130,9 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[str, Meta(min_length=1, max_length=128)]
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]  # that it may hold
-    issued_s: Annotated[int, Meta(ge=0)] = 0  # since 1970; for as long as it travels, as the next
+    issued_s: Annotated[int, Meta(ge=0)] = (
+        0  # since 1970; for as long as it travels, as the next
+    )
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
@@ -129,19 +143,36 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     token_ids: list[int]
     sampling: SamplingParams
     max_tokens: int  # 0: nothing is drawn, the prompt is only scored
-    stop_token_ids: list[int] = []  # the client's, and end-of-sequence ids unless ignore_eos
-    num_choices: int = 1  # drawn from one prompt; each has deltas and a terminal one of its own
-    num_prompt_logprobs: int | None = None  # k: logprobs of the prompt's tokens and the top k
+    stop_token_ids: list[
+        int
+    ] = []  # the client's, and end-of-sequence ids unless ignore_eos
+    num_choices: int = (
+        1  # drawn from one prompt; each has deltas and a terminal one of its own
+    )
+    num_prompt_logprobs: int | None = (
+        None  # k: logprobs of the prompt's tokens and the top k
+    )
     grammar_bytes: int = 0  # of memory, that the grammar takes once it is compiled
     priority: int = 0  # the smaller is served first
-    cache_salt: bytes = b""  # shares cached KV with requests of the same salt only; cache_salt.py
-    known: list[Known] = []  # of each choice, where the request goes on from another server
-    retain_kv: bool = False  # prefill role: lease the KV and answer with kv_transfer_params
+    cache_salt: bytes = (
+        b""  # shares cached KV with requests of the same salt only; cache_salt.py
+    )
+    share: str = ""  # names the client's key: keys that wait share the engine equally
+    known: list[
+        Known
+    ] = []  # of each choice, where the request goes on from another server
+    retain_kv: bool = (
+        False  # prefill role: lease the KV and answer with kv_transfer_params
+    )
     transfer_id: str | None = None  # prefill role: by which its KV can be subscribed to
     remote: RemotePrefill | None = None  # decode role: pull the prompt's KV from there
-    hint: KVHint | None = None  # without `remote`: who may hold the KV of the prompt's beginning
+    hint: KVHint | None = (
+        None  # without `remote`: who may hold the KV of the prompt's beginning
+    )
     kv_rejected: str | None = None  # decode role: why the offered params were not used
-    kv_unused: RemotePrefill | None = None  # what they stand for, where a server of ours made them
+    kv_unused: RemotePrefill | None = (
+        None  # what they stand for, where a server of ours made them
+    )
 
 
 def call_of(request_id: str) -> str:

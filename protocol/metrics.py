@@ -21,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from protocol.process.output import num_dropped_lines
 from protocol.version import VERSION
 
 # What an engine has done since its start, as told by GET /ready: steps, tokens in them, those of
@@ -36,8 +37,39 @@ ENGINE_TOTALS = (
 )
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
-_PULL = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_FAST = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+_PULL = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    5.0,
+    30.0,
+)
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 
@@ -58,6 +90,8 @@ TABLE = (
     Spec("baton_key_requests", "counter", "any",
          "Requests by the name of their API key (-: none that is known) and outcome: accepted, "
          "limited (429), forbidden (403), unknown (401).", ("key", "outcome")),
+    Spec("baton_log_lines_dropped", "counter", "any",
+         "Lines of output of this process that were dropped: nothing read or stored them."),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests; outcome: stop, length, tool_calls, abort (client gone), rejected "
@@ -104,6 +138,8 @@ TABLE = (
     Spec("baton_engine_mixed_step_seconds", "counter", "engine", "Time spent in these."),
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels loaded, perhaps compiled, after the server was ready: should stay 0."),
+    Spec("baton_engine_log_lines_dropped", "counter", "engine",
+         "Lines of output of rank 0's process that were dropped."),
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
          "Pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: several of "
@@ -210,7 +246,9 @@ class EngineHistogram(Histogram):
     def values(self) -> dict[str, float]:
         """For EngineStats.values: for each bound how many were at most that, number and sum."""
         (family,) = self.collect()
-        return {_key(sample.name, sample.labels): sample.value for sample in family.samples}
+        return {
+            _key(sample.name, sample.labels): sample.value for sample in family.samples
+        }
 
 
 class _EngineCollector(Collector):
@@ -226,7 +264,9 @@ class _EngineCollector(Collector):
             # Samples of a histogram have its name with _bucket, _count or _sum.
             spec = SPECS.get(name) or SPECS[name.rpartition("_")[0]]
             pairs = (pair.partition("=") for pair in rest.split(",") if pair)
-            family = families.setdefault(spec.name, Metric(spec.name, spec.help, spec.kind))
+            family = families.setdefault(
+                spec.name, Metric(spec.name, spec.help, spec.kind)
+            )
             sample = f"{name}_total" if spec.kind == "counter" else name
             family.add_sample(sample, {label: text for label, _, text in pairs}, value)
         return families.values()
@@ -241,14 +281,23 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
-        ProcessCollector(registry=self._registry)  # memory, CPU time, file descriptors: process_*
-        self._own = {one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")}
+        ProcessCollector(
+            registry=self._registry
+        )  # memory, CPU time, file descriptors: process_*
+        self._own = {
+            one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")
+        }
         self.set("baton_build_info", 1, version=self.version)
+        self._counted_lines = 0
 
     def _make(self, spec: Spec) -> Any:
-        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]
+        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[
+            spec.kind
+        ]
         options = {"buckets": spec.buckets_s} if spec.kind == "histogram" else {}
-        return kind(spec.name, spec.help, spec.labels, registry=self._registry, **options)
+        return kind(
+            spec.name, spec.help, spec.labels, registry=self._registry, **options
+        )
 
     def begin(self, name: str, **labels: str) -> Any:
         """A series, which is exposed from now on: a counter or a gauge with 0 at first."""
@@ -277,8 +326,15 @@ class Metrics:
     def values(self, *names: str) -> dict[str, float]:
         """The current values of some metrics of this process, by the keys of `stat_key`."""
         families = (family for name in names for family in self._own[name].collect())
-        return {_key(one.name, one.labels): one.value for each in families for one in each.samples}
+        return {
+            _key(one.name, one.labels): one.value
+            for each in families
+            for one in each.samples
+        }
 
     def expose(self) -> bytes:
         """The Prometheus text format, to be served as CONTENT_TYPE."""
+        num_lines = num_dropped_lines()
+        self.inc("baton_log_lines_dropped", num_lines - self._counted_lines)
+        self._counted_lines = num_lines
         return generate_latest(self._registry)

@@ -16,7 +16,9 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     admitted: float | None = None  # it has its blocks: it waited for them until now
     read: float | None = None  # a pull's last byte is here; the fence is asked
     pulled: float | None = None  # the fence is passed, or the pull has failed
-    drawn: float | None = None  # the first token was drawn here: its prompt's KV is complete
+    drawn: float | None = (
+        None  # the first token was drawn here: its prompt's KV is complete
+    )
 
     def since(self, start_s: float) -> dict[str, float]:
         """Those that are known, in seconds from `start_s` on."""

@@ -63,7 +63,9 @@ def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
         record = msgspec.json.decode(envelope.record, type=Record)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRecord(f"it is malformed: {error}") from None
-    if not hmac.compare_digest(envelope.mac.encode(), _mac(envelope.record, secret).encode()):
+    if not hmac.compare_digest(
+        envelope.mac.encode(), _mac(envelope.record, secret).encode()
+    ):
         raise BadRecord(
             f"{record.url} has another cluster secret: give it and this proxy one "
             "BATON_CLUSTER_SECRET"

@@ -26,7 +26,10 @@ HEADER = "x-baton-frames"  # of a request, a MAC; of an answer, that there are f
 MEMBER = "baton_resume"  # of a request's body
 MAX_KEPT_BYTES = 1 << 20  # of a stream's texts; one that has more ends with its server
 HANDED_BACK = b"!"
-DIED, BUSY = b"!died", b"!busy"  # the engine has ended; the server does not go on with this one
+DIED, BUSY = (
+    b"!died",
+    b"!busy",
+)  # the engine has ended; the server does not go on with this one
 MOVED = b"!moved "  # and kv_transfer_params: the server has handed its stream over
 _ASKED, _SIGNED = b"baton frames\n", b"baton resume\n"
 _MARK = b":baton "
@@ -58,7 +61,9 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of an answer of which the client has nothing yet
+    logprobs: list[TokenLogprobs] | None = (
+        None  # of an answer of which the client has nothing yet
+    )
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -106,6 +111,24 @@ def text_of(told: Origin | list[Any]) -> bytes:
     return _encode(told)
 
 
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What a proxy reads of a Told."""
+
+    index: int
+    token_ids: list[int]
+
+
+_decode_entries = msgspec.json.Decoder(list[_Entry]).decode
+
+
+def num_tokens_of(text: bytes) -> int:
+    """How many tokens a frame's text names; 0 for one that is about something else."""
+    try:
+        return sum(len(entry.token_ids) for entry in _decode_entries(text))
+    except msgspec.MsgspecError:
+        return 0
+
+
 class Frames:
     """A proxy's end: cuts a stream into whole frames."""
 
@@ -128,7 +151,9 @@ class Frames:
             stop = end + 1 + int(held[at + _SIZE_AT : at + _TEXT_AT], 16)
             if stop > len(held):
                 break
-            found.append((bytes(held[at + _TEXT_AT : end]), bytes(held[end + 1 : stop])))
+            found.append(
+                (bytes(held[at + _TEXT_AT : end]), bytes(held[end + 1 : stop]))
+            )
             at = stop
         del held[:at]
         return found
@@ -166,14 +191,17 @@ def opened(value: object, secret: bytes) -> Resume:
     try:
         signed = msgspec.convert(value, _Signed)
         texts = _encode(signed.texts)  # as they were: a server's own encoder wrote them
-        if secret and hmac.compare_digest(signed.mac.encode(), _mac(texts, secret).encode()):
+        if secret and hmac.compare_digest(
+            signed.mac.encode(), _mac(texts, secret).encode()
+        ):
             origin, *frames = signed.texts
             return msgspec.convert({"origin": origin, "frames": frames}, Resume)
         problem = "it is not signed with this server's cluster secret"
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         problem = f"it is malformed: {error}"
     raise ResumeRejected(
-        f"`{MEMBER}` is for Baton's proxies alone: {problem}; leave it out", param=MEMBER
+        f"`{MEMBER}` is for Baton's proxies alone: {problem}; leave it out",
+        param=MEMBER,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
-from protocol.http.access import visit_of
+from protocol.http.access import share_header, visit_of
 from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, within
 from protocol.metrics import CONTENT_TYPE, Metrics
@@ -53,7 +53,9 @@ class ProxyApp:
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.metrics = Metrics("proxy")
-        self.access = FileAccess(settings, self.metrics, Members.open_paths | Site.open_paths)
+        self.access = FileAccess(
+            settings, self.metrics, Members.open_paths | Site.open_paths
+        )
         self._upstream = HttpUpstream(
             connect_timeout_s=settings.connect_timeout_s,
             read_timeout_s=settings.read_timeout_s,
@@ -76,7 +78,9 @@ class ProxyApp:
             settings.max_resumes,
             signing_secret(settings),
         )
-        self._site = Site(self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys)
+        self._site = Site(
+            self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys
+        )
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
         for name, labels in known_series():
@@ -91,7 +95,9 @@ class ProxyApp:
                     await Reply(send, _new_id()).fail(error)
                     return
                 with request_context(request_id.decode("latin-1")):
-                    await self._http(scope, receive, Reply(send, request_id, scope["path"]))
+                    await self._http(
+                        scope, receive, Reply(send, request_id, scope["path"])
+                    )
             case "lifespan":
                 await self._lifespan(receive, send)
             case _:
@@ -137,7 +143,9 @@ class ProxyApp:
         except ClientDisconnected:
             if not reply.finished:
                 self.metrics.inc("baton_proxy_client_disconnects")
-                logger.info("client gone, asked were %s", [leg for leg, _ in reply.trace.legs])
+                logger.info(
+                    "client gone, asked were %s", [leg for leg, _ in reply.trace.legs]
+                )
         except BatonError as error:
             await self._tell(reply, error)
         except asyncio.CancelledError:
@@ -188,17 +196,29 @@ class ProxyApp:
             case _:
                 await self._pass(scope, receive, reply, is_read)
 
-    async def _pass(self, scope: Scope, receive: Receive, reply: Reply, is_read: bool) -> None:
+    async def _pass(
+        self, scope: Scope, receive: Receive, reply: Reply, is_read: bool
+    ) -> None:
         """Has servers answer."""
         path = scope["path"]
         passed_on = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
         # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
         kept = [(n, value.strip()) for n, value in scope["headers"] if n in passed_on]
-        headers = [(b"x-request-id", reply.request_id), *kept]
+        headers = [
+            (b"x-request-id", reply.request_id),
+            *kept,
+            *share_header(visit_of(scope)),
+        ]
         headers += [] if is_read else [(b"content-type", b"application/json")]
         method = "GET" if is_read else "POST"
-        asked = (scope.get("raw_path") or path.encode()).decode("latin-1") if is_read else path
-        deadline = deadline_of(scope["headers"], self.settings.request_timeout_s)  # runs from here
+        asked = (
+            (scope.get("raw_path") or path.encode()).decode("latin-1")
+            if is_read
+            else path
+        )
+        deadline = deadline_of(
+            scope["headers"], self.settings.request_timeout_s
+        )  # runs from here
         async with within(deadline):
             most = self.settings.max_body_bytes
             data = b"" if is_read else await read_body(scope, receive, most)
@@ -206,7 +226,9 @@ class ProxyApp:
             request = PDRequest(self._upstreams, method, asked, headers, reply, *own)
             named = path.partition(MODELS_PATH + "/")[2] or None  # a model
             is_generated = path in GENERATE_PATHS
-            await self._run(request.run() if is_generated else request.pass_on(named), receive)
+            await self._run(
+                request.run() if is_generated else request.pass_on(named), receive
+            )
 
     async def _run(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
         """Awaits `work`, cancelling it with itself, and when the client goes or this process ends.
@@ -220,15 +242,22 @@ class ProxyApp:
             raise ShuttingDown("this proxy is shutting down")
         if len(self._running) >= self.settings.max_in_flight:
             work.close()
-            raise QueueFull(f"{len(self._running)} requests are under way (--max-in-flight)")
-        task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+            raise QueueFull(
+                f"{len(self._running)} requests are under way (--max-in-flight)"
+            )
+        task, gone = (
+            asyncio.create_task(work),
+            asyncio.create_task(_disconnected(receive)),
+        )
         self._running.add(task)
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnected
             if task.cancelled():
-                raise ShuttingDown("this proxy is shutting down; the request was cut short")
+                raise ShuttingDown(
+                    "this proxy is shutting down; the request was cut short"
+                )
             task.result()
         finally:
             self._running.discard(task)
@@ -250,7 +279,12 @@ class ProxyApp:
         }
         servers = {server.name: server.health.ready for server in fleet.servers}
         circuits = {server.name: server.circuit for server in fleet.servers}
-        details = {"missing": missing, **counts, "servers": servers, "circuits": circuits}
+        details = {
+            "missing": missing,
+            **counts,
+            "servers": servers,
+            "circuits": circuits,
+        }
         body = {"status": "ready" if is_ready else "not_ready", **(bare or details)}
         await reply.answer_json(200 if is_ready else 503, body)
 
@@ -277,7 +311,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _request_id(scope: Scope) -> bytes:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    given = next(
+        (value for name, value in scope["headers"] if name == b"x-request-id"), b""
+    )
     if len(given) > MAX_ID_BYTES:
         raise InvalidRequest(
             f"the header X-Request-Id has {len(given)} bytes, the limit is {MAX_ID_BYTES}"

@@ -7,11 +7,13 @@ that the client hears the same of it with and without a proxy.
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from protocol.cache_salt import derive, is_valid
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import check_bounds, check_utf8, read_off_loop
 from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
@@ -40,10 +42,12 @@ def parse_body(data: bytes) -> Body:
     """The members of a JSON object, unread.
 
     Raises:
-        InvalidRequest: not one JSON object in UTF-8.
+        InvalidRequest: not one JSON object in UTF-8, or nested too deeply.
+        PayloadTooLarge: too many members.
     """
+    check_bounds(data)
     try:
-        str(data, "utf-8")  # members are not decoded here, so nothing else would look
+        check_utf8(data)  # members are not decoded here, so nothing else would look
         return _decode_object(data)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body must be a JSON object: {error}") from None
@@ -51,6 +55,11 @@ def parse_body(data: bytes) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+
+
+async def read_body(data: bytes) -> Body:
+    """As `parse_body`, off the event loop where the body is large."""
+    return await read_off_loop(len(data), partial(parse_body, data))
 
 
 def member(body: Body, name: str) -> bytes:
@@ -94,7 +103,9 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
     return {**body, "cache_salt": msgspec.Raw(_encode(salt))}
 
 
-def with_prompt_limit(body: Body, path: str, find_context: Callable[[], int | None]) -> Body:
+def with_prompt_limit(
+    body: Body, path: str, find_context: Callable[[], int | None]
+) -> Body:
     """`body`; if its prompt is to be cut to what fits the context, with the number of tokens that
     is. Each leg of a request has another token limit, and each server may have another context,
     so that they would not cut it alike.
@@ -168,7 +179,11 @@ def tells_of_prompt(body: Body) -> bool:
 
 
 def decode_leg(
-    body: Body, params: msgspec.Raw | None, resume: bytes | None = None, *, foreign: bool = False
+    body: Body,
+    params: msgspec.Raw | None,
+    resume: bytes | None = None,
+    *,
+    foreign: bool = False,
 ) -> bytes:
     """What the decode server is asked: the request, where its prompt's KV is, if anywhere, and
     what of a stream it is to `resume`.
@@ -186,7 +201,11 @@ def decode_leg(
 def hinted(leg: bytes, hint: KVHint, secret: bytes) -> bytes:
     """A leg whose kv_transfer_params, an object if there are any, hint at who has more KV."""
     body = _decode_object(leg)
-    said = _decode_object(body["kv_transfer_params"]) if "kv_transfer_params" in body else {}
+    said = (
+        _decode_object(body["kv_transfer_params"])
+        if "kv_transfer_params" in body
+        else {}
+    )
     return _encode({**body, "kv_transfer_params": {**said, HINT: sealed(hint, secret)}})
 
 
@@ -213,8 +232,20 @@ def ask(body: Body) -> Ask:
     return Ask(tokens=most, answer=found.answer)  # it does not begin as its text does
 
 
+def num_text_tokens(body: Body) -> int:
+    """The tokens of a body of /tokenize or /detokenize, estimated as a prompt's are."""
+    names = ("tools", "prompt", "messages", "tokens")
+    return ask_of(
+        b"", b"".join(member(body, name) for name in names if name in body), 0
+    ).tokens
+
+
 def _asked_tokens(body: Body) -> int:
-    limits = [member(body, name) for names in (*_LIMITS.values(), _USUAL_LIMITS) for name in names]
+    limits = [
+        member(body, name)
+        for names in (*_LIMITS.values(), _USUAL_LIMITS)
+        for name in names
+    ]
     return max((int(value) for value in limits if _is_token_limit(value)), default=0)
 
 
@@ -226,7 +257,9 @@ def num_tokens(body: Body, params: msgspec.Raw) -> int:
         return 0
     prompts = found if isinstance(found, list) else [found]
     lengths = [member(prompt, "remote_num_tokens") for prompt in prompts]
-    longest = max((int(length) for length in lengths if _is_token_limit(length)), default=0)
+    longest = max(
+        (int(length) for length in lengths if _is_token_limit(length)), default=0
+    )
     return longest + (_asked_tokens(body) or 1)
 
 
@@ -238,7 +271,9 @@ def num_choices(body: Body) -> int:
 
 # Servers take no more prompts; what is behind them is skipped, which costs less than to count it.
 _PROMPTS = [(f"prompt_{at}", msgspec.Raw, msgspec.Raw()) for at in range(1024)]
-_decode_prompts = msgspec.json.Decoder(msgspec.defstruct("Prompts", _PROMPTS, array_like=True))
+_decode_prompts = msgspec.json.Decoder(
+    msgspec.defstruct("Prompts", _PROMPTS, array_like=True)
+)
 
 
 def num_prompts(body: Body) -> int:
@@ -246,7 +281,9 @@ def num_prompts(body: Body) -> int:
     text = member(body, "prompt")
     if not text.startswith(b"[") or text[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    return sum(map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text)))))
+    return sum(
+        map(bool, map(bytes, msgspec.structs.astuple(_decode_prompts.decode(text))))
+    )
 
 
 def priority(body: Body) -> int | None:

@@ -13,7 +13,9 @@ from proxy.membership import Kind, Server
 from proxy.relay import Losses
 from proxy.upstream_call import Leg, LegFailed, Upstreams
 
-_OFFER = "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
+_OFFER = (
+    "kv_transfer_params.subscribe"  # what a decode server names that refuses an offer
+)
 
 
 class EarlyDecode:
@@ -37,7 +39,9 @@ class EarlyDecode:
 
     def follow(self, prefill: Server) -> None:
         """The prompt is to be computed there now. Raises CancelledError where nobody wants it."""
-        if self._is_taken:  # it goes on by itself, whatever became of the prefill server
+        if (
+            self._is_taken
+        ):  # it goes on by itself, whatever became of the prefill server
             raise asyncio.CancelledError
         if self._is_over:
             return
@@ -45,7 +49,9 @@ class EarlyDecode:
         self._answer = asyncio.create_task(self._ask(prefill))
         self._answer.add_done_callback(self._on_done)
 
-    async def take(self, prefill: "asyncio.Task[Leg | str]") -> "asyncio.Task[Leg] | None":
+    async def take(
+        self, prefill: "asyncio.Task[Leg | str]"
+    ) -> "asyncio.Task[Leg] | None":
         """The decode leg, as soon as either leg has an answer: it has one, or is about to, as the
         prefill is done. None: the prefill leg's answer decides, and no decode leg is left."""
         prefill.add_done_callback(self._on_done)
@@ -53,7 +59,9 @@ class EarlyDecode:
             self._news.clear()
             await self._news.wait()
         self._is_over = True
-        is_lent = not prefill.done() or lender_of(prefill) is not None  # or is about to be
+        is_lent = (
+            not prefill.done() or lender_of(prefill) is not None
+        )  # or is about to be
         if self._answer is None or not is_lent or await self._is_refused(self._answer):
             self.end()
             return None
@@ -66,9 +74,13 @@ class EarlyDecode:
         may be given the request."""
         await asyncio.wait({answer})
         if failed := answer.exception():
-            if not isinstance(failed, LegFailed) or not self._losses.take_failure(failed.failure):
+            if not isinstance(failed, LegFailed) or not self._losses.take_failure(
+                failed.failure
+            ):
                 return False
-            return failed.failure is None or bool(self._upstreams.fleet.ready(Kind.DECODE))
+            return failed.failure is None or bool(
+                self._upstreams.fleet.ready(Kind.DECODE)
+            )
         leg = answer.result()
         if not error_of(leg.response.body or b"", "param").startswith(_OFFER):
             return False
@@ -83,7 +95,12 @@ class EarlyDecode:
     def end(self) -> None:
         """Nobody takes the decode leg that there is."""
         answer, self._answer = self._answer, None
-        if answer is None or answer.cancel() or answer.cancelled() or answer.exception():
+        if (
+            answer is None
+            or answer.cancel()
+            or answer.cancelled()
+            or answer.exception()
+        ):
             return
         self._upstreams.end(answer.result())
 

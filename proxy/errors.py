@@ -32,7 +32,9 @@ class UnknownPath(RequestError, status=404, code="unknown_path"):
             )
             return
         near = suggestion(path[:80].rstrip("/"), known)
-        super().__init__(f"no such path: {method} {path}{near}; GET /docs lists all paths")
+        super().__init__(
+            f"no such path: {method} {path}{near}; GET /docs lists all paths"
+        )
 
 
 class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
@@ -41,7 +43,9 @@ class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
         super().__init__(told, headers={"allow": ", ".join(allowed)})
 
 
-def queues_full(kind: str, retry_after_s: float, *, is_of_grammars: bool = False) -> QueueFull:
+def queues_full(
+    kind: str, retry_after_s: float, *, is_of_grammars: bool = False
+) -> QueueFull:
     """The error where every server of a kind, "prefill" or "decode", has refused a request: for its
     queue, or for its trial queue of new schemas and grammars."""
     if is_of_grammars:
@@ -50,4 +54,6 @@ def queues_full(kind: str, retry_after_s: float, *, is_of_grammars: bool = False
             "later, or send schemas that were accepted before",
             retry_after_s,
         )
-    return QueueFull(f"every {kind} server has a full queue; try again later", retry_after_s)
+    return QueueFull(
+        f"every {kind} server has a full queue; try again later", retry_after_s
+    )

@@ -17,7 +17,9 @@ from proxy.knowledge import Totals
 
 SILENCES = 3  # health checks without an answer, in a row, that make a server not ready
 LONG_SILENCE = 10  # so many of them: it will not answer what it was asked before either
-MAX_PAUSE = 5.0  # of the usual interval, between checks of a server that answers nothing
+MAX_PAUSE = (
+    5.0  # of the usual interval, between checks of a server that answers nothing
+)
 FAILURES = 5  # in a row, that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
@@ -84,7 +86,9 @@ class Health(Said):
     failures: int = 0  # in a row
     openings: int = 0  # of the circuit, since it was last closed
     open_until: float | None = None  # None: the circuit is closed
-    trial_until: float = float("-inf")  # a trial that has not reported by then is forgotten
+    trial_until: float = float(
+        "-inf"
+    )  # a trial that has not reported by then is forgotten
 
 
 def polled(health: Health, said: Said, started_at: float) -> Health:
@@ -92,7 +96,9 @@ def polled(health: Health, said: Said, started_at: float) -> Health:
     if said.ready and started_at < health.changed_at:
         return health
     if not said.answered:
-        new = replace(health, ready=said.ready, reason=said.reason, misses=health.misses + 1)
+        new = replace(
+            health, ready=said.ready, reason=said.reason, misses=health.misses + 1
+        )
         return replace(new, silences=0)
     kept = {name: getattr(said, name) or getattr(health, name) for name in _KEPT}
     told = {**vars(said), **kept, "reason": "" if said.ready else said.reason}
@@ -117,7 +123,9 @@ def failed(health: Health, now: float) -> Health:
     failures = health.failures + 1
     is_open = health.open_until is not None and now < health.open_until
     if is_open or (health.open_until is None and failures < FAILURES):
-        return replace(health, failures=failures)  # open: sent before that, or for want of others
+        return replace(
+            health, failures=failures
+        )  # open: sent before that, or for want of others
     cooldown_s = min(COOLDOWN_S * 2**health.openings, MAX_COOLDOWN_S)
     return replace(
         health,
@@ -132,12 +140,16 @@ def succeeded(health: Health) -> Health:
     """A request that the server was given ended well."""
     if health.failures == 0 and health.open_until is None:
         return health
-    return replace(health, failures=0, openings=0, open_until=None, trial_until=float("-inf"))
+    return replace(
+        health, failures=0, openings=0, open_until=None, trial_until=float("-inf")
+    )
 
 
 def admits(health: Health, now: float) -> bool:
     """Whether the circuit lets one more request through."""
-    return health.open_until is None or now >= max(health.open_until, health.trial_until)
+    return health.open_until is None or now >= max(
+        health.open_until, health.trial_until
+    )
 
 
 def circuit(health: Health, now: float) -> str:

@@ -15,7 +15,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import RateLimited
-from protocol.http.access import OPEN_PATHS, Access, Key, digest, option_keys, rate_headers
+from protocol.http.access import (
+    OPEN_PATHS,
+    Access,
+    Key,
+    digest,
+    option_keys,
+    rate_headers,
+)
 from protocol.metrics import Metrics
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
@@ -33,7 +40,9 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key as the file has it. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.@-]{1,64}\Z")]
-    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = None  # its digest is kept
+    key: Annotated[str, Meta(min_length=8, max_length=1024)] | None = (
+        None  # its digest is kept
+    )
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")] | None = None
     requests_per_minute: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     tokens_per_minute: Annotated[int, Meta(ge=1, le=10**12)] | None = None
@@ -66,31 +75,50 @@ class _Minute:
         told = f"{name} may send {per_minute} {self._unit} a minute: wait for {wait_s:.3f} s"
         raise RateLimited(told, headers=headers)
 
+    def settle(self, amount: int, per_minute: int) -> None:
+        """Charges more, whatever is left, or gives back what `charge` took for too much."""
+        now_s = self._clock()
+        used_s = max(0.0, self._full_at_s - now_s)
+        self._full_at_s = now_s + max(0.0, used_s + amount * MINUTE_S / per_minute)
+
 
 class LimitedKey(Key):
     """A key of the file and what it has used, which outlives a change of its limits."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self._running = 0
-        self._requests, self._tokens = _Minute("requests", clock), _Minute("tokens", clock)
+        self._requests, self._tokens = (
+            _Minute("requests", clock),
+            _Minute("tokens", clock),
+        )
         self.take(line)
 
     def take(self, line: Line) -> None:
         super().__init__(line.name, is_admin=line.admin)
         self.line, self.min_priority = line, line.min_priority
+        self.limits_tokens = line.tokens_per_minute is not None
 
     def begin(self) -> Mapping[str, str]:
         most, per_minute = self.line.max_concurrent, self.line.requests_per_minute
         if most is not None and self._running >= most:
             told = f"{self.name} may have {most} requests at a time: wait for one"
             raise RateLimited(told, headers={"retry-after": "1"})
-        headers = {} if per_minute is None else self._requests.charge(self.name, 1, per_minute)
+        headers = (
+            {}
+            if per_minute is None
+            else self._requests.charge(self.name, 1, per_minute)
+        )
         self._running += 1
         return headers
 
     def charge(self, tokens: int) -> Mapping[str, str]:
         most = self.line.tokens_per_minute
         return {} if most is None else self._tokens.charge(self.name, tokens, most)
+
+    def settle(self, tokens: int) -> None:
+        most = self.line.tokens_per_minute
+        if most is not None:
+            self._tokens.settle(tokens, most)
 
     def end(self) -> None:
         self._running -= 1
@@ -134,7 +162,9 @@ class FileAccess(Access):
             if stamp != seen:
                 before = {hashed: key.line for hashed, key in self._of_file.items()}
                 self.take(self._read())
-                if before != {hashed: key.line for hashed, key in self._of_file.items()}:
+                if before != {
+                    hashed: key.line for hashed, key in self._of_file.items()
+                }:
                     logger.info("%d API keys are read anew", len(self._of_file))
         except (ValueError, OSError) as error:
             if stamp != seen:
@@ -147,15 +177,21 @@ class FileAccess(Access):
         names = {key.name for key in self._of_options.values()}
         lines: dict[bytes, Line] = {}
         for where, line in _lines(self._file):
-            hashed = bytes.fromhex(line.sha256) if line.sha256 else digest(line.key or "")
+            hashed = (
+                bytes.fromhex(line.sha256) if line.sha256 else digest(line.key or "")
+            )
             if line.name in names or hashed in lines or hashed in self._of_options:
                 whose = "the name" if line.name in names else "the key"
-                raise ValueError(f"{where}: {whose} of {line.name} is another's too: change it")
+                raise ValueError(
+                    f"{where}: {whose} of {line.name} is another's too: change it"
+                )
             names.add(line.name)
             lines[hashed] = msgspec.structs.replace(line, key=None, sha256=None)
         old, self._of_file = self._of_file, {}
         for hashed, line in lines.items():
-            key = self._of_file[hashed] = old.get(hashed) or LimitedKey(line, self._clock)
+            key = self._of_file[hashed] = old.get(hashed) or LimitedKey(
+                line, self._clock
+            )
             key.take(line)
         return {**self._of_options, **self._of_file}
 
@@ -167,19 +203,30 @@ def _lines(path: str) -> Iterator[tuple[str, Line]]:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{told}: {error.strerror}; give a file that can be read") from None
+        raise ValueError(
+            f"{told}: {error.strerror}; give a file that can be read"
+        ) from None
     lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
     lines = [(n, line) for n, line in lines if line and not line.startswith(b"#")]
     if not lines or len(text) > MAX_FILE_BYTES or len(lines) > MAX_KEYS:
         most = f"at most {MAX_KEYS} keys and {MAX_FILE_BYTES} bytes"
-        raise ValueError(f"{told} has {len(lines)} keys, not one or more, {most}: {_FIX}")
+        raise ValueError(
+            f"{told} has {len(lines)} keys, not one or more, {most}: {_FIX}"
+        )
     for number, text in lines:
         where = f"{told} line {number}"
         try:
             line = msgspec.json.decode(text, type=Line)
-        except (msgspec.MsgspecError, RecursionError) as error:  # without values: they are secret
+        except (
+            msgspec.MsgspecError,
+            RecursionError,
+        ) as error:  # without values: they are secret
             members = ", ".join(Line.__struct_fields__)
-            raise ValueError(f"{where}: {error}; {_FIX} (members are {members})") from None
+            raise ValueError(
+                f"{where}: {error}; {_FIX} (members are {members})"
+            ) from None
         if (line.key is None) == (line.sha256 is None):
-            raise ValueError(f'{where}: give {line.name} a "key", or the "sha256" of one')
+            raise ValueError(
+                f'{where}: give {line.name} a "key", or the "sha256" of one'
+            )
         yield where, line

@@ -36,7 +36,9 @@ ServerT = TypeVar("ServerT")
 BLOCK_BYTES = 512  # of a prompt's JSON text
 _MOST_BYTES = 2**22  # of it that are told apart: a million tokens
 _TOKEN_BYTES = 4.0  # of text, about
-_IMPLAUSIBLE = 8  # times the longest context: no text has 32 bytes a token, so it will be refused
+_IMPLAUSIBLE = (
+    8  # times the longest context: no text has 32 bytes a token, so it will be refused
+)
 _FASTEST_S = 1e-7  # of a token, and of a step
 _MEMORY_S = 0.5  # of work, after which new measurements count as much as all before
 WORTH_A_HINT = 32  # tokens that another server has more: fewer are computed in no time
@@ -110,7 +112,9 @@ class Refusal:
 
     def speaks_of(self, ask: Ask, priority: int, now: float) -> bool:
         """Whether a request that is as long and no more urgent would be refused now, too."""
-        return now < self.until and priority >= self.priority and ask.tokens >= self.tokens
+        return (
+            now < self.until and priority >= self.priority and ask.tokens >= self.tokens
+        )
 
 
 class _PromptSteps:
@@ -223,7 +227,9 @@ class Knowledge:
         self._totals: dict[object, Totals] = {}
         self._prompt_steps: dict[object, _PromptSteps] = {}
         self._lenders: dict[int, object] = {}  # by index
-        self._ends = OrderedDict[tuple[int, int], _End]()  # by the last whole block, and by server
+        self._ends = OrderedDict[
+            tuple[int, int], _End
+        ]()  # by the last whole block, and by server
         self._coming = set[tuple[int, int]]()  # blocks, and who has each by and by
         self._placed: dict[int, Work] = {}  # by the id of its Ask, until its leg begins
         self.pulls = False  # servers are told whose KV to pull
@@ -246,17 +252,24 @@ class Knowledge:
         self._totals.pop(server, None)
         self._prompt_steps.pop(server, None)
 
-    def goes_alone(self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]) -> bool:
+    def goes_alone(
+        self, ask: Ask, prefills: Sequence[object], decodes: Sequence[object]
+    ) -> bool:
         """Whether a decode server shall compute the prompt itself. One of them has it at once, as
         others may be placed before its leg can begin: `begin` it then, and tell `unplaced`."""
         if self._disaggregate != "auto":
             return self._disaggregate == "never"
-        p, d = ([self.loads[server] for server in servers] for servers in (prefills, decodes))
+        p, d = (
+            [self.loads[server] for server in servers]
+            for servers in (prefills, decodes)
+        )
         depths = self._depths(ask)
         found = place(self._timed(ask, depths), p, d, depths)
         if found.prefill is not None:
             return False
-        server = next(server for server in decodes if self.loads[server].index == found.decode)
+        server = next(
+            server for server in decodes if self.loads[server].index == found.decode
+        )
         self._placed[id(ask)] = self.begin(server, ask, computes=True, generates=True)
         return True
 
@@ -266,7 +279,12 @@ class Knowledge:
             self.ended(placed)
 
     def first(
-        self, servers: Sequence[ServerT], ask: Ask | None, *, computes: bool, generates: bool
+        self,
+        servers: Sequence[ServerT],
+        ask: Ask | None,
+        *,
+        computes: bool,
+        generates: bool,
     ) -> ServerT:
         """The server to take; of equals the one that comes first."""
         if ask is None or self._routing == "round_robin" or len(servers) == 1:
@@ -277,7 +295,9 @@ class Knowledge:
         depths = self._depths(ask) if self._routing == "auto" else {}
         known = self._timed(ask, depths), loads, depths
         if computes:
-            return servers[(cheapest_alone if generates else cheapest_prefill)(*known)[0]]
+            return servers[
+                (cheapest_alone if generates else cheapest_prefill)(*known)[0]
+            ]
         return servers[cheapest_decode(ask, loads)]
 
     def lends(self, server: object, does: bool) -> None:
@@ -295,10 +315,19 @@ class Knowledge:
             return []
         size, index = ask.block_tokens, self.loads[server].index
         # What it is yet to compute may still be on its way to it from another server.
-        has = {i: self._computed_of(ask, i, depth) for i, depth in self._depths(ask).items()}
+        has = {
+            i: self._computed_of(ask, i, depth)
+            for i, depth in self._depths(ask).items()
+        }
         least = has.get(index, 0) + WORTH_A_HINT / max(size, 1.0)
-        able = [(depth, i) for i, depth in has.items() if i in self._lenders and depth >= least]
-        found = sorted((-depth, self._answers_s(self._lenders[i]), i) for depth, i in able)
+        able = [
+            (depth, i)
+            for i, depth in has.items()
+            if i in self._lenders and depth >= least
+        ]
+        found = sorted(
+            (-depth, self._answers_s(self._lenders[i]), i) for depth, i in able
+        )
         return [(self._lenders[i], int(-depth * size)) for depth, _, i in found]
 
     def _timed(self, ask: Ask, depths: Depths) -> Ask:
@@ -324,7 +353,9 @@ class Knowledge:
         last = min(int(depth), len(ask.hashes))
         if not last or (ask.hashes[last - 1], index) not in self._coming:
             return depth
-        return bisect_left(range(last), True, key=lambda n: (ask.hashes[n], index) in self._coming)
+        return bisect_left(
+            range(last), True, key=lambda n: (ask.hashes[n], index) in self._coming
+        )
 
     def _depths(self, ask: Ask) -> Depths:
         """Blocks of its prompt by server, the answer before its latest question among them."""
@@ -332,11 +363,15 @@ class Knowledge:
         for index, depth in depths.items() if ask.text else ():
             end = self._ends.get((ask.hashes[int(depth) - 1], index))
             if end is not None and end.goes_on(ask.text, depth * BLOCK_BYTES):
-                depths[index] = max(depth, min(end.tokens, ask.tokens) / ask.block_tokens)
+                depths[index] = max(
+                    depth, min(end.tokens, ask.tokens) / ask.block_tokens
+                )
         return depths
 
     def _has_prompt(self, load: Load, ask: Ask) -> None:
-        size = ask.block_tokens or 1.0  # a body without a prompt is for the server to refuse
+        size = (
+            ask.block_tokens or 1.0
+        )  # a body without a prompt is for the server to refuse
         most = None if load.capacity is None else int(load.capacity / size)
         self._prefixes.add(load.index, ask.hashes, most)
         self._has_all(load, ask)
@@ -352,7 +387,9 @@ class Knowledge:
         if len(self._ends) > _MAX_ENDS:
             self._ends.popitem(last=False)
 
-    def begin(self, server: object, ask: Ask, *, computes: bool, generates: bool) -> Work:
+    def begin(
+        self, server: object, ask: Ask, *, computes: bool, generates: bool
+    ) -> Work:
         """The server is given a leg; `answered` when its answer begins, `ended` always."""
         load, now = self.loads[server], self._clock()
         if placed := self._placed.pop(id(ask), None):
@@ -364,7 +401,9 @@ class Knowledge:
             depth = (depths := self._depths(ask)).get(load.index, 0)
             new = [(block, load.index) for block in ask.hashes[int(depth) :]]
             self._coming.update(new)
-            left = max(int(ask.tokens - depth * ask.block_tokens), 1)  # the last one always is
+            left = max(
+                int(ask.tokens - depth * ask.block_tokens), 1
+            )  # the last one always is
             takes_s = load.launch_s + left * load.token_s
             takes_s -= saved_s(self._timed(ask, depths), load, depths)
             if generates:
@@ -388,7 +427,9 @@ class Knowledge:
         work.is_answered = True
         hashes = work.ask.hashes
         is_known = bool(hashes) and self._prefixes.has(work.load.index, hashes[-1])
-        if not work.computes or not is_known:  # another request that had it first was refused
+        if (
+            not work.computes or not is_known
+        ):  # another request that had it first was refused
             self._has_prompt(work.load, work.ask)
         self._came(work)
         self._computed(work, late_s=self._clock() - work.end - work.load.late_s)
@@ -452,7 +493,9 @@ class Knowledge:
             load.step_s += (found_s - load.step_s) * seconds / (seconds + _MEMORY_S)
         if not new.prompts:  # what it did last may have been slow for once
             known = [each.token_s for each in self._prompt_steps.values()]
-            load.token_s -= max(load.token_s - min(known, default=load.token_s), 0) * _FORGOTTEN
+            load.token_s -= (
+                max(load.token_s - min(known, default=load.token_s), 0) * _FORGOTTEN
+            )
         elif new.prompts >= 1 and new.mixed_steps >= 1 and new.mixed_seconds > 0:
             streams = max(new.mixed_tokens - new.prompts, 0.0)
             steps = min(new.mixed_steps, streams) + streams / DOUBLING

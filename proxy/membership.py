@@ -99,7 +99,9 @@ class Pool:
         name: of its turns.
     """
 
-    def __init__(self, fleet: "Fleet", has: Callable[[Server], bool], name: str = "") -> None:
+    def __init__(
+        self, fleet: "Fleet", has: Callable[[Server], bool], name: str = ""
+    ) -> None:
         self._fleet, self._has, self._name = fleet, has, name
         self._parts: dict[Hashable, Pool] = {}
         self._of: dict[Kind, list[Server]] = {}  # as of `_changes`, as is `_ready`
@@ -108,7 +110,9 @@ class Pool:
 
     def _part(self, key: Hashable, has: Callable[[Server], bool], name: str) -> "Pool":
         if key not in self._parts:
-            self._parts[key] = Pool(self._fleet, lambda s: self._has(s) and has(s), name)
+            self._parts[key] = Pool(
+                self._fleet, lambda s: self._has(s) and has(s), name
+            )
         return self._parts[key]
 
     def _look(self) -> None:
@@ -129,13 +133,17 @@ class Pool:
 
         def fits(server: Server) -> bool:
             digest = server.health.kv_digest
-            return server.kind is Kind.DECODE or any(may_pair(digest, each) for each in told)
+            return server.kind is Kind.DECODE or any(
+                may_pair(digest, each) for each in told
+            )
 
         return self._part(told, fits, self._name)
 
     def readers_of(self, digest: str) -> "Pool":
         """Those that can read KV of this digest."""
-        return self._part(digest, lambda s: may_pair(digest, s.health.kv_digest), self._name)
+        return self._part(
+            digest, lambda s: may_pair(digest, s.health.kv_digest), self._name
+        )
 
     def ready(self, kind: Kind, exclude: Collection[Server] = ()) -> list[Server]:
         self._look()
@@ -157,9 +165,15 @@ class Pool:
             alike: those of one value have turns for themselves: with the same for all, a client
                 that asks in a rhythm would give one server all of its long requests.
         """
-        fleet, turn, ready = self._fleet, (kind, self._name, alike), self.ready(kind, exclude)
+        fleet, turn, ready = (
+            self._fleet,
+            (kind, self._name, alike),
+            self.ready(kind, exclude),
+        )
         now = fleet._clock()
-        at = bisect.bisect_left(ready, fleet._next.get(turn, 0), key=lambda server: server.index)
+        at = bisect.bisect_left(
+            ready, fleet._next.get(turn, 0), key=lambda server: server.index
+        )
         usable = in_turn = [*ready[at:], *ready[:at]]
         if any(s.health.open_until is not None for s in in_turn):
             usable = [s for s in in_turn if health.admits(s.health, now)] or in_turn
@@ -186,7 +200,9 @@ class Pool:
 
     def unfit(self, kind: Kind, num_tokens: int, num_choices: int) -> list[Server]:
         """The servers that are known to have a shorter context than that, or fewer sequences."""
-        return [s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)]
+        return [
+            s for s in self.of[kind] if not s.health.room.holds(num_tokens, num_choices)
+        ]
 
 
 def _nothing(*_: Any) -> None:
@@ -237,14 +253,18 @@ class Fleet(Pool):
         self._clock = clock
         self._watch = watch
         self._next: dict[Hashable, int] = {}  # whose turn it is, by index
-        self._models: list[str] | None = None  # kept, as `_parts`, until something changes
+        self._models: list[str] | None = (
+            None  # kept, as `_parts`, until something changes
+        )
         self.name_members(LISTED, urls)
 
     @property
     def models(self) -> list[str]:
         """The names that its members serve, as far as they have told."""
         if self._models is None:
-            self._models = sorted({name for each in self.servers for name in each.health.models})
+            self._models = sorted(
+                {name for each in self.servers for name in each.health.models}
+            )
         return self._models
 
     def pool(self, model: str | None) -> Pool:
@@ -264,7 +284,9 @@ class Fleet(Pool):
         # Who has not told its names yet may have this one. What no server has told is kept as one:
         # clients name as many as they like.
         known = model if model in models else ""
-        pool = self._part((known,), lambda s: known in (s.health.models or (known,)), known)
+        pool = self._part(
+            (known,), lambda s: known in (s.health.models or (known,)), known
+        )
         if not (known or pool.of[Kind.DECODE]):
             told = f"{short_repr(model, 200)}; this endpoint has {_named(models)}"
             raise ModelNotFound(f"`model` is {told}", param="model")
@@ -282,18 +304,24 @@ class Fleet(Pool):
     # members
 
     def find(self, kind: Kind, url: str) -> Server | None:
-        return next((server for server in self.members[kind] if server.url == url), None)
+        return next(
+            (server for server in self.members[kind] if server.url == url), None
+        )
 
     def name_members(self, source: str, urls: Mapping[Kind, Iterable[str]]) -> None:
         """These are all that the source names now."""
-        named = dict.fromkeys((kind, url) for kind in Kind for url in urls.get(kind, ()))
+        named = dict.fromkeys(
+            (kind, url) for kind in Kind for url in urls.get(kind, ())
+        )
         for kind, url in named:
             self.join(kind, url, source)
         for server in self.servers:
             if source in server.sources and (server.kind, server.url) not in named:
                 self.leave(server, source)
 
-    def join(self, kind: Kind, url: str, source: str, said: Health | None = None) -> Server:
+    def join(
+        self, kind: Kind, url: str, source: str, said: Health | None = None
+    ) -> Server:
         """The member of that URL, which the source names from now on.
 
         Args:
@@ -367,7 +395,9 @@ class Fleet(Pool):
     def silent(self, server: Server, reason: str) -> None:
         self._set(server, health.silent(server.health, reason))
         if not server.health.ready and server.health.silences >= health.SILENCES:
-            self._watch.on_silence(server, server.health.silences >= health.LONG_SILENCE)
+            self._watch.on_silence(
+                server, server.health.silences >= health.LONG_SILENCE
+            )
 
     def unreachable(self, server: Server, reason: str) -> None:
         self._set(server, health.unreachable(server.health, reason, self._clock()))

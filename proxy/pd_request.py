@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from protocol.errors import (
 from protocol.http.access import Visit
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import Offer
+from protocol.openai.token_meter import TokenMeter
 from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
@@ -83,12 +84,47 @@ class PDRequest:
     async def pass_on(self, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
-        if self.data and len(self._fleet.models) > 1:
-            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+        num_tokens = 0
+        if self.data:
+            body = await bodies.read_body(self.data)
+            num_tokens = bodies.num_text_tokens(body)
+            if len(self._fleet.models) > 1:
+                self._pool = self._fleet.pool(bodies.model_of(body))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
-        await self._have_answered(asked)
+        with self._charged(num_tokens):
+            asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
+            await self._have_answered(asked)
+
+    @contextlib.contextmanager
+    def _charged(self, num_prompt_tokens: int, num_reserved: int = 0) -> Iterator[None]:
+        """Charges the key for what the request within may take, and at its end for what it took: an
+        error costs nothing. Where the client leaves before any answer, the first charge stays.
+        Raises RateLimited.
+
+        Args:
+            num_prompt_tokens: estimated, for answers that do not report it.
+            num_reserved: tokens that are likely to be generated.
+        """
+        visit, reply = self.visit, self.reply
+        visit.charge(num_prompt_tokens + num_reserved)
+        reply.headers = visit.headers
+        if visit.counts_tokens:
+            reply.meter = TokenMeter()
+        is_refused = False
+        try:
+            yield
+        except BatonError:
+            is_refused = reply.status is None
+            raise
+        finally:
+            meter = reply.meter
+            if is_refused or (reply.status or 0) >= 400:
+                visit.settle(0)
+            elif meter is not None and meter.is_known:
+                num_prompt = meter.num_prompt_tokens
+                num_prompt = num_prompt_tokens if num_prompt is None else num_prompt
+                visit.settle(num_prompt + meter.num_generated_tokens)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -97,11 +133,15 @@ class PDRequest:
             BatonError: what the client is to be told; the reply has not ended.
         """
         least = self.visit.min_priority
-        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
+        self._plain, stripped = bodies.sanitize(
+            await bodies.read_body(self.data), least
+        )
         if self.visit.salting_key:
             secret = self.upstreams.secret
             self._plain = bodies.salted(self._plain, self.visit.salting_key, secret)
-        self._plain = bodies.with_prompt_limit(self._plain, self.path, self._shortest_context)
+        self._plain = bodies.with_prompt_limit(
+            self._plain, self.path, self._shortest_context
+        )
         self._body = bodies.seeded(self._plain)
         asked = bodies.priority(self._plain)
         if least is not None and (asked is None or asked < least):
@@ -110,20 +150,22 @@ class PDRequest:
             raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
-        self._ask = bodies.ask(self._body)
+        ask = self._ask = bodies.ask(self._body)
         num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
-        self.visit.charge(self._ask.tokens + self._ask.answer * num_answers)
-        self.reply.headers = self.visit.headers
+        with self._charged(ask.tokens, ask.answer * num_answers):
+            await self._have_generated(ask)
+
+    async def _have_generated(self, ask: Ask) -> None:
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
             self._pool = self._own = self._fleet.pool(bodies.model_of(self._plain))
-            self._ask = within_context(self._ask, self._longest_context())
+            ask = self._ask = within_context(ask, self._longest_context())
             alone = await self._score() if bodies.is_scoring(self._body) else ""
             if alone is not None:
                 await self._generate(alone)
         finally:
-            self.upstreams.knowledge.unplaced(self._ask)
+            self.upstreams.knowledge.unplaced(ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     def _shortest_context(self) -> int | None:
@@ -162,6 +204,8 @@ class PDRequest:
                 if loss.has_begun or not self.reply.kept:
                     break
                 self.reply.kept = Kept()  # it begins anew
+                if self.reply.meter is not None:
+                    self.reply.meter.restart()
         if loss.params is not None:
             self.upstreams.give_back(loss.server, self.headers, loss.params)
         if loss.event is None or not loss.has_begun:
@@ -174,7 +218,9 @@ class PDRequest:
         if loss.params is not None:
             # Without another server that one itself does, as long as it lives.
             readers = self._pool.readers_of(like)
-            await self._decode_prefilled(loss.server, loss.params, readers, back_to=loss.server)
+            await self._decode_prefilled(
+                loss.server, loss.params, readers, back_to=loss.server
+            )
             return
         avoided, servers = self._losses.avoided, self._fleet.of[Kind.DECODE]
         if loss.has_begun:  # all but its own model's would refuse the rest
@@ -191,7 +237,10 @@ class PDRequest:
         if not self._pool.ready(Kind.DECODE):
             raise NoServerAvailable("no decode server is ready; see /ready")
         if self._ask is not None and not self._losses.num:  # or P would work in vain
-            urgency, decodes = bodies.priority(self._plain) or 0, self._pool.ready(Kind.DECODE)
+            urgency, decodes = (
+                bodies.priority(self._plain) or 0,
+                self._pool.ready(Kind.DECODE),
+            )
             self.upstreams.check_room(Kind.DECODE, self._ask, urgency, decodes)
         leg = alone or await self._prefill_or_both()
         if isinstance(leg, Leg):
@@ -228,13 +277,20 @@ class PDRequest:
         is_late = self._losses.num > 0 or bodies.tells_of_prompt(self._plain)
         if channel is None or not channel.host or not secret or is_late:
             raise late
-        pool, unfit = self._pool.readers_of(prefill.health.kv_digest), self._unfit(Kind.DECODE)
+        pool, unfit = (
+            self._pool.readers_of(prefill.health.kv_digest),
+            self._unfit(Kind.DECODE),
+        )
         decodes = pool.ready(Kind.DECODE)
         unfit += [s for s in decodes if s.is_doubted or s.url == prefill.url]
         unfit += [s for s in decodes if not s.health.subscribes]
         if not pool.ready(Kind.DECODE, unfit):
             raise late
-        told = {"transfer_id": self._transfer_id, "issued_s": int(time.time()), **asdict(channel)}
+        told = {
+            "transfer_id": self._transfer_id,
+            "issued_s": int(time.time()),
+            **asdict(channel),
+        }
         self._trace.prefill = prefill.url
         params = msgspec.Raw(msgspec.json.encode(Offer(**told).to_json(secret)))
         call = replace(self._decode_call(params, whole_from=400), pool=pool)
@@ -279,8 +335,12 @@ class PDRequest:
 
     async def _score(self) -> str | None:
         """Has a prefill server answer the request; or says why none can be had."""
-        call = self._call(Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400)
-        contexts = [self._pool.context(kind) or 0 for kind in Kind]  # here one of P is enough
+        call = self._call(
+            Kind.PREFILL, bodies.decode_leg(self._body, None), whole_from=400
+        )
+        contexts = [
+            self._pool.context(kind) or 0 for kind in Kind
+        ]  # here one of P is enough
         asked = await self._ask_prefill(call, max(contexts))
         if isinstance(asked, str):
             return asked
@@ -295,14 +355,20 @@ class PDRequest:
         context, everyone = self._pool.context(Kind.DECODE), self._pool
         transfer_id = self._transfer_id = uuid.uuid4().hex
         leg = bodies.prefill_leg(self._body, self.path, transfer_id)
-        if not self._pool.ready(Kind.DECODE, self._unfit(Kind.DECODE)):  # will be refused
+        if not self._pool.ready(
+            Kind.DECODE, self._unfit(Kind.DECODE)
+        ):  # will be refused
             return "decode_choices"
         self._pool = everyone.paired()
         if everyone.ready(Kind.PREFILL) and not self._pool.ready(Kind.PREFILL):
             return "incompatible"
         prefills, decodes = (self._pool.ready(kind, self._unfit(kind)) for kind in Kind)
         knowledge, ask = self.upstreams.knowledge, self._ask
-        if ask is not None and prefills and knowledge.goes_alone(ask, prefills, decodes):
+        if (
+            ask is not None
+            and prefills
+            and knowledge.goes_alone(ask, prefills, decodes)
+        ):
             return "placed"
         call = self._call(
             Kind.PREFILL,
@@ -310,7 +376,9 @@ class PDRequest:
             whole_from=0,
             transfer_id=transfer_id,
             on_ask=early.follow,
-            foreign_body=lambda: bodies.prefill_leg(self._plain, self.path, foreign=True),
+            foreign_body=lambda: bodies.prefill_leg(
+                self._plain, self.path, foreign=True
+            ),
         )
         asked = await self._ask_prefill(call, context)
         if isinstance(asked, str):
@@ -376,7 +444,11 @@ class PDRequest:
             await self.reply.relay(failed.answer)
             return
         self._trace.decode = leg.server.url
-        is_usable = self.reply.can_go_on_with(leg.response) if begun else leg.response.status < 400
+        is_usable = (
+            self.reply.can_go_on_with(leg.response)
+            if begun
+            else leg.response.status < 400
+        )
         if (begun or goes_on) and not is_usable:
             self.upstreams.end(leg)
             code = bodies.error_of(leg.response.body or b"") or leg.response.status
@@ -388,7 +460,11 @@ class PDRequest:
         if not leg.is_open:
             await self.reply.relay(leg.response)
             return
-        server, kind, goes_on = leg.server, leg.server.kind.value, self._losses.may_go_on
+        server, kind, goes_on = (
+            leg.server,
+            leg.server.kind.value,
+            self._losses.may_go_on,
+        )
         event, params = None, None
         try:
             relaying = self.reply.relay(leg.response)
@@ -401,7 +477,11 @@ class PDRequest:
                 event, params = broken.event, broken.params
             if params is None:
                 self.upstreams.failed(server, failure, str(broken), None)
-            told = DecodeServerTimeout if isinstance(broken, TimedOut) else DecodeServerLost
+            told = (
+                DecodeServerTimeout
+                if isinstance(broken, TimedOut)
+                else DecodeServerLost
+            )
             error = told(f"the {kind} server broke off its answer: {broken}")
         finally:
             self.upstreams.end(leg)
@@ -413,7 +493,9 @@ class PDRequest:
         self._trace.num_moved += params is not None
         self._trace.num_lost += params is None
         has_begun = self.reply.status is not None
-        if params is not None and not self.reply.kept:  # of tokens that nobody can name any more
+        if (
+            params is not None and not self.reply.kept
+        ):  # of tokens that nobody can name any more
             self.upstreams.give_back(server, self.headers, params)
             params = None
         raise Loss(error, failure, server, event, has_begun, params)
@@ -425,7 +507,10 @@ class PDRequest:
             foreign = partial(bodies.decode_leg, self._plain, params, foreign=True)
             options.setdefault("foreign_body", foreign)
         asked = self.method, self.path, self.headers
-        options |= {"deadline": self.deadline, "priority": bodies.priority(self._plain) or 0}
+        options |= {
+            "deadline": self.deadline,
+            "priority": bodies.priority(self._plain) or 0,
+        }
         options |= {"computes": params is None, "is_admitted": self._losses.num > 0}
         return UpstreamCall(kind, *asked, leg, self._pool, self._ask, **options)
 

@@ -13,18 +13,28 @@ from typing import NamedTuple
 _HANDOFF_S = 0.005  # of a prompt computed elsewhere: one more request, and the pull
 _FORGOTTEN = 1024  # blocks of one that left, with each addition: under a millisecond
 _LEAST_SHARE = 0.2  # of a server's time that prompts get beside streams
-_INTERRUPTED_S = 0.0175  # of first token, that each stream loses to a prompt however short
-_ALL_LATE = 5.0  # times as bad that is where streams alone take all the time that they may
+_INTERRUPTED_S = (
+    0.0175  # of first token, that each stream loses to a prompt however short
+)
+_ALL_LATE = (
+    5.0  # times as bad that is where streams alone take all the time that they may
+)
 _CROWD = 96  # streams, more than which are interrupted as if they were so many
 _LATE_S = 0.5  # up to which each second of waiting is worse than the one before
 _PATIENCE_S = 0.25  # after which a wait feels twice as long
 _WORK = 1.0  # seconds of first token that one of computing is worth: others wait for it
-_COPY = 2.0  # as that, of computing again what another server has: it takes room there, too
+_COPY = (
+    2.0  # as that, of computing again what another server has: it takes room there, too
+)
 DOUBLING = 96.0  # streams that make a step take twice as long, about
-_WITHOUT_ROOM = 1e6  # more than any server holds, for each token that it has no room for
+_WITHOUT_ROOM = (
+    1e6  # more than any server holds, for each token that it has no room for
+)
 _UNKNOWN_TOKEN_S = 25e-6  # until it was measured
 _PULL_S = 0.01  # of a prefix that another server lends, however short: a question, and the fence
-_PULLED_S = 5e-6  # of a token that is pulled from another server: that of an 8B over 25 GB/s
+_PULLED_S = (
+    5e-6  # of a token that is pulled from another server: that of an 8B over 25 GB/s
+)
 _SURE = 0.875  # of what that saves: it may come late, or not at all
 _HARM = 0.2  # seconds of first token that one second less for one stream is worth
 USUAL_STEP_S = 0.025  # that a step may take while streams are generated
@@ -104,13 +114,17 @@ class PrefixIndex:
         self._servers: dict[int, int] = {}  # by hash
         self._recent: dict[int, OrderedDict[int, None]] = {}  # by server: its hashes
         self._num_blocks = 0
-        self._gone: dict[int, OrderedDict[int, None]] = {}  # as `_recent`, of servers to forget
+        self._gone: dict[
+            int, OrderedDict[int, None]
+        ] = {}  # as `_recent`, of servers to forget
         self._hidden = 0  # these servers, as a set
 
     def __len__(self) -> int:
         return self._num_blocks
 
-    def add(self, server: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
+    def add(
+        self, server: int, hashes: Sequence[int], max_blocks: int | None = None
+    ) -> None:
         """The server has these blocks, used now; it keeps `max_blocks` of all at most."""
         self._forget_some()
         if server in self._gone:
@@ -124,7 +138,9 @@ class PrefixIndex:
                 recent[block] = None
                 self._servers[block] = self._servers.get(block, 0) | bit
                 self._num_blocks += 1
-        while len(recent) > (max_blocks if max_blocks is not None else self._max_blocks):
+        while len(recent) > (
+            max_blocks if max_blocks is not None else self._max_blocks
+        ):
             self._drop(server, next(iter(recent)))
         while (excess := self._num_blocks - self._max_blocks) > 0 and self._recent:
             largest = max(self._recent, key=lambda each: len(self._recent[each]))
@@ -227,7 +243,9 @@ class Ask:
         return min(max(self.tokens.bit_length() - 6, 0), _SIZES - 1)
 
 
-def place(ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths) -> Placement:
+def place(
+    ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: Depths
+) -> Placement:
     """The cheapest placement among these servers.
 
     Args:
@@ -248,7 +266,11 @@ def place(ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: D
         # streams lose to a prompt each time, of the price.
         lacks = depths.get(own.index, 0) - depths.get(p.index, 0)
         lot = hash((ask.tokens, *ask.hashes[-1:])) % 997 / 997
-        if p.prompts or lacks < 1 or lot * felt >= min(own.running, _CROWD) * _INTERRUPTED_S:
+        if (
+            p.prompts
+            or lacks < 1
+            or lot * felt >= min(own.running, _CROWD) * _INTERRUPTED_S
+        ):
             return alone
         cost = felt
     d = decodes[cheapest_decode(ask, decodes)]
@@ -257,7 +279,9 @@ def place(ask: Ask, prefills: Sequence[Load], decodes: Sequence[Load], depths: D
     return Placement(p.index, d.index)
 
 
-def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple[int, float, float]:
+def cheapest_prefill(
+    ask: Ask, servers: Sequence[Load], depths: Depths
+) -> tuple[int, float, float]:
     """The place of the server that would have computed the prompt first, and with the least of
     what another server has computed already; when, and what is lost by that, in seconds. One with
     streams (it takes either leg) counts what these lose."""
@@ -265,7 +289,9 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple
     now, block, size, tokens = ask.now, ask.block_tokens, ask.size, ask.tokens
     if depths:
         most = max([depths.get(each.index, 0) for each in servers])
-        if (anywhere := max(depths.values())) > 2 * most:  # it lacks more than the last answers
+        if (
+            anywhere := max(depths.values())
+        ) > 2 * most:  # it lacks more than the last answers
             most = anywhere
     for place, server in enumerate(servers):
         depth = depths.get(server.index, 0) if depths else 0
@@ -281,7 +307,9 @@ def cheapest_prefill(ask: Ask, servers: Sequence[Load], depths: Depths) -> tuple
         if (begun_at := server.free_at - server.passed_s[size]) > now:
             seconds += begun_at - now
         elif server.prompts and server.free_at < now:
-            seconds += now - server.free_at  # overdue: as long again, for all that is known
+            seconds += (
+                now - server.free_at
+            )  # overdue: as long again, for all that is known
         if seconds + lost < least:
             best, least, cost = place, seconds + lost, lost
     return best, least - cost, cost
@@ -349,7 +377,9 @@ def cheapest_alone(
 def saved_s(ask: Ask, server: Load, depths: Depths) -> float:
     """Of what this server would compute, where it pulls what others lend if that is quicker."""
     tokens = (ask.lent - depths.get(server.index, 0)) * ask.block_tokens
-    return max(_SURE * (tokens * (server.token_s - _PULLED_S) - _PULL_S - ask.lent_s), 0.0)
+    return max(
+        _SURE * (tokens * (server.token_s - _PULLED_S) - _PULL_S - ask.lent_s), 0.0
+    )
 
 
 def _felt_s(seconds: float) -> float:
@@ -360,7 +390,9 @@ def _felt_s(seconds: float) -> float:
 def share_for_prompts(server: Load) -> float:
     """Of its time, while its streams keep within the limit, those that are coming too. Prompts that
     wait there count as well: they are streams by the time that the next one is computed."""
-    share = 1.0 - step_s(server, server.coming) / server.target_s if server.running else 1.0
+    share = (
+        1.0 - step_s(server, server.coming) / server.target_s if server.running else 1.0
+    )
     return share if share > _LEAST_SHARE else _LEAST_SHARE
 
 
@@ -374,4 +406,8 @@ def _room_s(ask: Ask, server: Load) -> float:
     if server.capacity is None or not server.running:
         return 0.0
     missing = server.held + ask.tokens + ask.answer - server.capacity
-    return missing / max(server.held, 1) * ask.answer * step_s(server) if missing > 0 else 0.0
+    return (
+        missing / max(server.held, 1) * ask.answer * step_s(server)
+        if missing > 0
+        else 0.0
+    )

@@ -43,7 +43,10 @@ class Poller:
         """Checks a new member until it has left."""
         hurry, own = asyncio.Event(), contextvars.Context()
         # Not in the context of the request by which it joined: its log lines are not of that.
-        self._polls[server] = asyncio.create_task(self._poll(server, hurry), context=own), hurry
+        self._polls[server] = (
+            asyncio.create_task(self._poll(server, hurry), context=own),
+            hurry,
+        )
 
     def leave(self, server: Server) -> None:
         task, _ = self._polls.pop(server)
@@ -67,7 +70,9 @@ class Poller:
             except Exception:  # our own bug must not leave a server unwatched
                 logger.exception("what the health check of %s found", server)
             jitter = random.uniform(1 - JITTER, 1 + JITTER)
-            interval_s = pause_s(server.health, self.settings.health_interval_s) * jitter
+            interval_s = (
+                pause_s(server.health, self.settings.health_interval_s) * jitter
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await hurry.wait()
@@ -95,9 +100,13 @@ class Poller:
             self.readiness.update()
             health = server.health
             if not server.has_left:
-                self.knowledge.lends(server, health.ready and health.side_channel is not None)
+                self.knowledge.lends(
+                    server, health.ready and health.side_channel is not None
+                )
             if said.ready and said.totals is not None:
-                self.knowledge.told(server, said.capacity, said.totals, said.itl_target_s)
+                self.knowledge.told(
+                    server, said.capacity, said.totals, said.itl_target_s
+                )
 
     async def _ask(self, server: Server) -> Said:
         if not (server.health.ready and server.health.is_foreign):
@@ -135,7 +144,9 @@ def _foreign(healthy: int, status: int, body: bytes) -> Said:
     room = Room(max(lengths)) if lengths else None
     names = tuple(card.id for card in found)
     reason = f"GET /health answers with status {healthy}"
-    return Said(healthy == 200, reason, room, models=names, kv_digest=FOREIGN, is_foreign=True)
+    return Said(
+        healthy == 200, reason, room, models=names, kv_digest=FOREIGN, is_foreign=True
+    )
 
 
 def _said(kind: Kind, status: int, body: bytes) -> Said:
@@ -146,7 +157,9 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
     except msgspec.DecodeError:
         said = None
     if not isinstance(said, dict):
-        return Said(ready, f"GET /ready answers with status {status}, unlike a Baton server")
+        return Said(
+            ready, f"GET /ready answers with status {status}, unlike a Baton server"
+        )
 
     def told(name: str, *kinds: type) -> Any:
         """A member, if it is of one of these types."""
@@ -154,7 +167,9 @@ def _said(kind: Kind, status: int, body: bytes) -> Said:
 
     role, error = said.get("role"), told("error", dict) or said
     if role in ("prefill", "decode") and role != kind.value:
-        return Said(False, f"it is a {role} server; name it by --{role}, not by --{kind.value}")
+        return Said(
+            False, f"it is a {role} server; name it by --{role}, not by --{kind.value}"
+        )
     text = error.get("message", said.get("reason"))
     lengths = {name: told(name, int) or 0 for name in Room.__dataclass_fields__}
     limits = {name: length for name, length in lengths.items() if length > 0}

@@ -15,12 +15,21 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.metrics import Metrics
+from protocol.openai.token_meter import TokenMeter
 from protocol.process.logging import get_logger
 from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, asking
 from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ProxySettings
 from proxy.membership import Server
-from proxy.upstream import Failure, Headers, Lost, Response, Unended, UpstreamError, as_text
+from proxy.upstream import (
+    Failure,
+    Headers,
+    Lost,
+    Response,
+    Unended,
+    UpstreamError,
+    as_text,
+)
 
 logger = get_logger(__name__)
 
@@ -33,7 +42,9 @@ _NOT_RELAYED = frozenset(
     b"upgrade content-length date server x-request-id".split()
 ) | {_FRAMED}
 MAX_MOVES = 16  # of a stream, that its servers hand over
-LOSS_REASONS = [each for each in Failure if each not in (Failure.UNREACHABLE, Failure.FULL)]
+LOSS_REASONS = [
+    each for each in Failure if each not in (Failure.UNREACHABLE, Failure.FULL)
+]
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = sse.DONE.rstrip()
 _FAILURES = (b"event: error", b"event: response.failed")
@@ -50,7 +61,9 @@ class RequestTrace:
     decode_only: str = "-"  # why no prefill server was used
     started_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
-    legs: list[tuple[str, float]] = field(default_factory=list)  # servers asked, and when (s)
+    legs: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # servers asked, and when (s)
     num_lost: int = 0  # decode servers, that had been given it
     num_moved: int = 0  # times that one has handed it over
     first_byte_s: float | None = None
@@ -79,7 +92,9 @@ class EventBuffer:
         """`data` up to the end of its last event, after what was held back before."""
         if not self._held and data.endswith(_EVENT_ENDS):  # as nearly always
             return self._note(data)
-        searched = max(0, len(self._held) - 3)  # an event may be long, and come in many pieces
+        searched = max(
+            0, len(self._held) - 3
+        )  # an event may be long, and come in many pieces
         self._held += data
         found = ((self._held.rfind(end, searched), end) for end in _EVENT_ENDS)
         return self._pass(max(at + len(end) if at >= 0 else 0 for at, end in found))
@@ -105,7 +120,11 @@ class EventBuffer:
     @property
     def has_ended(self) -> bool:
         """Whether the last event was one that ends a stream: [DONE], an error, a whole response."""
-        return self._is_done or self._last_event().startswith(_LAST_EVENTS) or self.has_failed
+        return (
+            self._is_done
+            or self._last_event().startswith(_LAST_EVENTS)
+            or self.has_failed
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -129,7 +148,9 @@ class HandedBack(UpstreamError):
     """
 
     def __init__(self, text: bytes, event: bytes) -> None:
-        super().__init__("its engine ended" if text == DIED else "it does not go on with this")
+        super().__init__(
+            "its engine ended" if text == DIED else "it does not go on with this"
+        )
         self.failure = Failure.DIED if text == DIED else Failure.BUSY
         self.event, self.params = event, None
         if text.startswith(MOVED):
@@ -139,9 +160,10 @@ class HandedBack(UpstreamError):
 class FramedEvents(EventBuffer):
     """A stream in frames: the client gets whole ones, their texts are kept; see protocol.resume."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, meter: TokenMeter | None = None) -> None:
         super().__init__()
         self._kept, self._frames = kept, Frames()
+        self._meter = meter
         self._texts = b""  # of what was passed and may not have been sent
         self._handed_back: HandedBack | None = None
 
@@ -156,6 +178,8 @@ class FramedEvents(EventBuffer):
                 self._handed_back = HandedBack(text, events)
                 break
             self._texts += text + b","
+            if self._meter is not None:
+                self._meter.on_frame(text)
             passed = passed + events if passed else events
         return self._note(passed)
 
@@ -173,7 +197,9 @@ def _is_error(event: bytes) -> bool:
         return False
     lines = (line.partition(b":") for line in event.splitlines())
     try:
-        said = _decode_event(b"".join(value for name, _, value in lines if name == b"data"))
+        said = _decode_event(
+            b"".join(value for name, _, value in lines if name == b"data")
+        )
     except (msgspec.DecodeError, RecursionError):
         return False
     return bytes(said.get("error", b"")).startswith(b"{")
@@ -204,13 +230,16 @@ class Reply:
         self._sent = b""  # of a stream's events, the last ones
         self.request_id = request_id
         self.headers: Mapping[str, str] = {}  # beside an answer's own
-        self.error_page: ErrorPage | None = None  # set where a browser displays the response
+        self.error_page: ErrorPage | None = (
+            None  # set where a browser displays the response
+        )
         self.trace = RequestTrace()
         self.status: int | None = None  # once the head is sent
         self.finished = False
         self.is_stream = False
         self.is_broken = False  # the stream ended in an error, whatever its status says
         self.kept = Kept()  # of a stream, by which another server may go on
+        self.meter: TokenMeter | None = None  # where the key's tokens are limited
 
     @property
     def has_succeeded(self) -> bool:
@@ -223,9 +252,13 @@ class Reply:
         await self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._body(body, more=False)
 
-    async def answer_json(self, status: int, value: object, headers: Headers = ()) -> None:
+    async def answer_json(
+        self, status: int, value: object, headers: Headers = ()
+    ) -> None:
         body = msgspec.json.encode(value)
-        await self.answer(status, [(b"content-type", b"application/json"), *headers], body)
+        await self.answer(
+            status, [(b"content-type", b"application/json"), *headers], body
+        )
 
     async def fail(self, error: BatonError) -> None:
         """Ends in `error`: as the response, or as the last event of a stream that has begun."""
@@ -233,7 +266,9 @@ class Reply:
             return
         if self.status is None:
             headers = [(b"retry-after", b"1")] if error.status == 503 else []
-            headers += [(name.encode(), text.encode()) for name, text in error.headers.items()]
+            headers += [
+                (name.encode(), text.encode()) for name, text in error.headers.items()
+            ]
             if self.error_page is None:
                 await self.answer_json(error.status, error.to_openai(), headers)
             else:
@@ -254,13 +289,17 @@ class Reply:
         if response.body is None and response.is_event_stream:
             await self._relay_stream(response)
             return
-        body = await response.read()  # whole: a failure up to here is still an HTTP error
+        body = (
+            await response.read()
+        )  # whole: a failure up to here is still an HTTP error
         self.trace.on_bytes()
+        if self.meter is not None:
+            self.meter.on_whole(body)
         await self.answer(response.status, end_to_end(response.headers), body)
 
     async def _relay_stream(self, response: Response) -> None:
         is_framed = _is_framed(response)
-        events = FramedEvents(self.kept) if is_framed else EventBuffer()
+        events = FramedEvents(self.kept, self.meter) if is_framed else EventBuffer()
         if not is_framed:
             await self._begin_stream(response)
             self.kept.forget()
@@ -270,13 +309,17 @@ class Reply:
                 self.trace.on_bytes()
                 is_sent = False
                 if complete := events.feed(chunk):
+                    if self.meter is not None:
+                        self.meter.on_events(complete)
                     await self._begin_stream(response)
                     await self._body(complete, more=True)
                     self._sent = complete
                 is_sent = True
                 events.were_sent()
         except asyncio.CancelledError:
-            self.finished = is_sent and events.has_ended  # many clients hang up at [DONE]
+            self.finished = (
+                is_sent and events.has_ended
+            )  # many clients hang up at [DONE]
             self.is_broken = events.has_failed
             raise
         except UpstreamError:
@@ -313,12 +356,18 @@ class Reply:
     async def _head(self, status: int, headers: Headers) -> None:
         own = [(name.encode(), text.encode()) for name, text in self.headers.items()]
         identified = [*headers, *own, (b"x-request-id", self.request_id)]
-        await self._send({"type": "http.response.start", "status": status, "headers": identified})
-        self.status = status  # being cancelled while it waited for room, nothing was sent
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": identified}
+        )
+        self.status = (
+            status  # being cancelled while it waited for room, nothing was sent
+        )
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.finished = not more
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send(
+            {"type": "http.response.body", "body": data, "more_body": more}
+        )
 
 
 def _is_framed(response: Response) -> bool:
@@ -352,11 +401,20 @@ class Losses:
         secret: of the cluster; empty: a stream that has begun ends with its server.
     """
 
-    def __init__(self, reply: Reply, metrics: Metrics, limit: int, secret: bytes) -> None:
-        self._reply, self._metrics, self._limit, self._secret = reply, metrics, limit, secret
+    def __init__(
+        self, reply: Reply, metrics: Metrics, limit: int, secret: bytes
+    ) -> None:
+        self._reply, self._metrics, self._limit, self._secret = (
+            reply,
+            metrics,
+            limit,
+            secret,
+        )
         self.avoided: list[Server] = []  # asked again only where there is no other
         self.may_go_on = False  # of an answer that is generated
-        self._reason: str | None = None  # of the last loss, until somebody has taken over
+        self._reason: str | None = (
+            None  # of the last loss, until somebody has taken over
+        )
         self._failures = 0  # of servers that took the request and were not lost
 
     @property
@@ -397,7 +455,9 @@ class Losses:
             self.count("unkept")
         else:  # servers of another model or dtype would not go on with its stream
             like = health.kv_digest
-            self.avoided += [s for s in servers if s is loss.server or s.health.kv_digest != like]
+            self.avoided += [
+                s for s in servers if s is loss.server or s.health.kv_digest != like
+            ]
             return True
         return False
 
@@ -419,5 +479,7 @@ def signing_secret(settings: ProxySettings) -> bytes:
     try:
         return cluster_secret(settings.cluster_secret)
     except (OSError, ValueError) as error:
-        logger.warning("decode servers are asked last, and streams end with them: %s", error)
+        logger.warning(
+            "decode servers are asked last, and streams end with them: %s", error
+        )
         return b""

@@ -39,7 +39,12 @@ _LOOK_INTERVAL_S = 1.0  # at a connection that is silent
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
 _QUOTE = re.compile("[:'\"]")  # before it, an error of the parser quotes nothing
-_UNSENT = ("accept", "accept-encoding", "content-type", "user-agent")  # unless they are given
+_UNSENT = (
+    "accept",
+    "accept-encoding",
+    "content-type",
+    "user-agent",
+)  # unless they are given
 _WHOLE_BYTES = 1 << 16  # of a body, that are written at once
 
 
@@ -52,7 +57,9 @@ class Failure(Enum):
     FULL = "full"  # 429: refused, its queue is full
     BUSY = "busy"  # 503: refused, or handed back
     MOVED = "moved"  # handed over to another one, with its KV
-    DIED = "died"  # 503: delivered; the server's engine ended before there was an answer
+    DIED = (
+        "died"  # 503: delivered; the server's engine ended before there was an answer
+    )
     ERROR = "error"  # any other 5xx
 
 
@@ -122,9 +129,13 @@ class Response:
         self._read_timeout_s = read_timeout_s
         self._look_s = min(_LOOK_INTERVAL_S, read_timeout_s / 4)
         self._num_looks = -1  # since the reader began to wait; -1: it does not
-        self._timer: asyncio.TimerHandle | None = None  # one for the whole body, not for a chunk
+        self._timer: asyncio.TimerHandle | None = (
+            None  # one for the whole body, not for a chunk
+        )
         self.status = response.status
-        self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
+        self.headers: Headers = [
+            (name.lower(), value) for name, value in response.raw_headers
+        ]
         self.body: bytes | None = None
 
     @property
@@ -244,7 +255,13 @@ class HttpUpstream:
         return trusted(self.ca_file)  # reads the certificate store: slow
 
     async def send(
-        self, url: str, method: str, path: str, *, headers: Headers = (), body: bytes = b""
+        self,
+        url: str,
+        method: str,
+        path: str,
+        *,
+        headers: Headers = (),
+        body: bytes = b"",
     ) -> Response:
         """Sends a request and waits for the head of its answer.
 
@@ -262,7 +279,9 @@ class HttpUpstream:
             return await self._session.request(
                 method,
                 URL(url + path, encoded=True),
-                headers=CIMultiDict((as_text(n), as_text(v)) for n, v in (*headers, *self._own)),
+                headers=CIMultiDict(
+                    (as_text(n), as_text(v)) for n, v in (*headers, *self._own)
+                ),
                 data=BytesIO(body) if len(body) > _WHOLE_BYTES else body or None,
                 allow_redirects=False,
                 ssl=self._tls if url.startswith("https:") else False,
@@ -277,7 +296,9 @@ class HttpUpstream:
                         raise
                     response = await ask()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _translated(error, self.read_timeout_s, self.connect_timeout_s) from None
+            raise _translated(
+                error, self.read_timeout_s, self.connect_timeout_s
+            ) from None
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be passed on: {error}") from None
         _check_is_ours(response, headers)
@@ -299,7 +320,9 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
     """Raises Lost for a status that no server of ours answers with, as one by which a gateway leads
     elsewhere, and for the answer to another request: servers return the id of each. A server that
     says more than it was asked for would otherwise be heard by whoever comes next."""
-    sent = next((as_text(value) for name, value in headers if name == b"x-request-id"), None)
+    sent = next(
+        (as_text(value) for name, value in headers if name == b"x-request-id"), None
+    )
     problem = ""
     if response.status // 100 not in (2, 4, 5):
         problem = f"it answers with status {response.status}"

@@ -51,7 +51,9 @@ logger = get_logger(__name__)
 
 MANY_ALONE = 50
 MAX_DELIVERIES = 2  # of what is not generated
-GIVE_BACK_TIMEOUT_S = 30.0  # a prefill server that is silent frees the KV when its lease ends
+GIVE_BACK_TIMEOUT_S = (
+    30.0  # a prefill server that is silent frees the KV when its lease ends
+)
 MAX_GIVING_BACK = 1024  # at once; beyond, the lease's end frees KV
 CLOSE_TIMEOUT_S = 2.0
 MAX_HELD_S = 1.0  # for which a server that is full is believed to be
@@ -76,7 +78,10 @@ WorkT = TypeVar("WorkT")
 def failure_of(status: int, body: bytes | None = None) -> Failure | None:
     """What an answer says about its server; None: it is to be relayed."""
     if status < 500:
-        is_full = status == QueueFull.status and error_of(body or b"", "phase") in _FULL_PHASES
+        is_full = (
+            status == QueueFull.status
+            and error_of(body or b"", "phase") in _FULL_PHASES
+        )
         return Failure.FULL if is_full else None
     if status != 503:
         return Failure.ERROR
@@ -97,7 +102,9 @@ def trips_breaker(failure: Failure, status: int | None) -> bool:
     Not: a refusal (the server is well and full), nor 502 and 504 (its peer's fault). A lost or
     refused connection takes the server out until its next health check instead.
     """
-    return failure is Failure.TIMEOUT or (failure is Failure.ERROR and status not in (502, 504))
+    return failure is Failure.TIMEOUT or (
+        failure is Failure.ERROR and status not in (502, 504)
+    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,9 @@ class LegFailed(Exception):
         answer: the error response of the last one, if any.
     """
 
-    def __init__(self, message: str, failure: Failure | None, answer: Response | None) -> None:
+    def __init__(
+        self, message: str, failure: Failure | None, answer: Response | None
+    ) -> None:
         super().__init__(message)
         self.failure = failure
         self.answer = answer
@@ -187,7 +196,9 @@ class Upstreams:
         self._patience = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self._giving_back: set[asyncio.Task[None]] = set()
         self.knowledge.pulls = bool(self.secret)
-        self._num_alone = 0  # requests in a row that found no prefill server to take them
+        self._num_alone = (
+            0  # requests in a row that found no prefill server to take them
+        )
 
     async def run(
         self, call: UpstreamCall, trace: RequestTrace, unfit: Sequence[Server] = ()
@@ -224,7 +235,12 @@ class Upstreams:
             try:
                 leg = await self._attempt(server, call)
             except UpstreamError as error:
-                answer, failure, detail, told = None, error.failure, str(error), error.told
+                answer, failure, detail, told = (
+                    None,
+                    error.failure,
+                    str(error),
+                    error.told,
+                )
             else:
                 failure = failure_of((answer := leg.response).status, answer.body)
                 detail = told = str(answer.status)
@@ -238,14 +254,18 @@ class Upstreams:
             self.failed(server, failure, detail, answer.status if answer else None)
             if failure is Failure.FULL and answer is not None:
                 full.append(self._refused(server, answer, call))
-            own = call.max_deliveries if not server.health.is_foreign else MAX_DELIVERIES
+            own = (
+                call.max_deliveries if not server.health.is_foreign else MAX_DELIVERIES
+            )
             if not may_retry(kind, failures, own):
                 break
         does_without = call.is_admitted and kind is Kind.PREFILL
         if full and failures[-1] not in _DELIVERED and not does_without:
             wait_s = min(one.retry_at for one in full) - time.monotonic()
             raise queues_full(
-                kind.value, wait_s, is_of_grammars=all(one.is_of_grammars for one in full)
+                kind.value,
+                wait_s,
+                is_of_grammars=all(one.is_of_grammars for one in full),
             )
         raise LegFailed(message, failures[-1] if failures else None, answer)
 
@@ -265,9 +285,14 @@ class Upstreams:
                 waits[server] = refused.retry_at - now
         others = [server for server in servers if server not in waits]
         estimated = {s: self.knowledge.wait_s(s) for s in others if s.health.is_foreign}
-        is_busy = len(estimated) == len(others) and min(estimated.values(), default=0.0) > limit_s
+        is_busy = (
+            len(estimated) == len(others)
+            and min(estimated.values(), default=0.0) > limit_s
+        )
         if kind is Kind.PREFILL and priority >= 0 and is_busy:
-            waits |= {server: wait_s - limit_s / 2 for server, wait_s in estimated.items()}
+            waits |= {
+                server: wait_s - limit_s / 2 for server, wait_s in estimated.items()
+            }
         if servers and len(waits) == len(servers):
             raise queues_full(kind.value, min(waits.values()))
         return list(waits)
@@ -283,7 +308,9 @@ class Upstreams:
         if error_of(answer.body or b"", "phase") == GrammarQueueFull.phase:
             return Refusal(now, now + wait_s, priority, tokens, is_of_grammars=True)
         before = self._full.get(server)
-        if before is not None and now < before.until:  # it cannot have more room than that
+        if (
+            before is not None and now < before.until
+        ):  # it cannot have more room than that
             priority = min(priority, before.priority)
             tokens = min(tokens, before.tokens)
         held_s = min(MAX_HELD_S, wait_s, self.max_queue_s / 4)
@@ -312,15 +339,24 @@ class Upstreams:
         call.on_ask(server)
         self.fleet.works(server, 1)
         work = told = None
-        if call.ask is not None and not server.has_left:  # nobody would forget what it has
+        if (
+            call.ask is not None and not server.has_left
+        ):  # nobody would forget what it has
             if call.computes and not server.is_doubted:
                 told = hint(server, self.knowledge.lenders(server, call.ask))
             work = self.knowledge.begin(
-                server, call.ask, computes=call.computes, generates=server.kind is Kind.DECODE
+                server,
+                call.ask,
+                computes=call.computes,
+                generates=server.kind is Kind.DECODE,
             )
         leg = None
         try:
-            sending = self._send_hinted(server, call, told) if told else self._send(server, call)
+            sending = (
+                self._send_hinted(server, call, told)
+                if told
+                else self._send(server, call)
+            )
             response = await self.unless_given_up(server, sending, goes_on=call.goes_on)
             if work is not None and response.status == 200:
                 self.knowledge.answered(work)
@@ -328,7 +364,9 @@ class Upstreams:
             return leg
         except (Unreachable, Exhausted):
             raise
-        except BaseException:  # the answer may be on its way, and KV kept for who reads it
+        except (
+            BaseException
+        ):  # the answer may be on its way, and KV kept for who reads it
             if call.transfer_id is not None:
                 unanswered = {"do_remote_decode": True, "transfer_id": call.transfer_id}
                 self.give_back(server, call.headers, unanswered)
@@ -337,7 +375,9 @@ class Upstreams:
             if leg is None or not leg.is_open:
                 self._release(server, work)
 
-    async def _send_hinted(self, server: Server, call: UpstreamCall, told: KVHint) -> Response:
+    async def _send_hinted(
+        self, server: Server, call: UpstreamCall, told: KVHint
+    ) -> Response:
         """Without it once more, if the server does not believe it."""
         told = msgspec.structs.replace(told, issued_s=int(time.time()))
         body = hinted(call.body, told, self.secret)
@@ -414,11 +454,15 @@ class Upstreams:
             )  # fmt: skip
         server.doubted = time.monotonic() + DOUBTED_S, server.health.side_channel
 
-    def failed(self, server: Server, failure: Failure, detail: str, status: int | None) -> None:
+    def failed(
+        self, server: Server, failure: Failure, detail: str, status: int | None
+    ) -> None:
         """Counts a failure and lets the fleet know."""
         leg, message = server.kind.value, f"{server}: {detail}"
         self.metrics.inc("baton_proxy_upstream_failures", leg=leg, reason=failure.value)
-        level = logging.DEBUG if failure is Failure.FULL else logging.WARNING  # that is no fault
+        level = (
+            logging.DEBUG if failure is Failure.FULL else logging.WARNING
+        )  # that is no fault
         logger.log(level, "%s leg: %s: %s", leg, failure.value, message)
         if failure in (Failure.UNREACHABLE, Failure.LOST, Failure.DIED):
             self.fleet.unreachable(server, message)
@@ -437,7 +481,9 @@ class Upstreams:
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
 
-    async def _give_back(self, url: str, headers: Headers, body: bytes, after_s: float) -> None:
+    async def _give_back(
+        self, url: str, headers: Headers, body: bytes, after_s: float
+    ) -> None:
         await asyncio.sleep(after_s)
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):

@@ -27,7 +27,10 @@ def closing_line(xml: str, commit: str) -> dict[str, object]:
 
 def main() -> None:
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
     with open(sys.argv[1], encoding="utf-8") as file:
         print(json.dumps(closing_line(file.read(), commit or "unknown")))

@@ -16,7 +16,9 @@ from protocol.settings.machine import available_cores
 _MOST = 4  # processes: each starts servers of its own
 _EACH_BYTES = 4 << 30  # of memory: torch in every server, and a dozen servers at most
 _OF_CLUSTERS = "tests/e2e/"
-_COROUTINE_S = 240.0  # pytest's own limit comes later: what a test has started ends in order
+_COROUTINE_S = (
+    240.0  # pytest's own limit comes later: what a test has started ends in order
+)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # Threads that spin for work would take the cores from the other processes.
@@ -25,16 +27,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
 # An example, and drawing it, may take as long as it likes: others want the processor. The same
 # commit draws the same examples, so that a run says something about a commit; `make test-all` draws
 # new ones, and three times as many (tests/rigs/examples.py).
-_untimed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+_untimed = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile("exploring", **_untimed, print_blob=True)
-hypothesis.settings.register_profile("repeatable", **_untimed, derandomize=True, max_examples=34)
+hypothesis.settings.register_profile(
+    "repeatable", **_untimed, derandomize=True, max_examples=34
+)
 hypothesis.settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(optionalhook=True)  # GPU machines run part of the tests without pytest-xdist
+@pytest.hookimpl(
+    optionalhook=True
+)  # GPU machines run part of the tests without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = available_cores()  # of which a process leaves much: it waits for servers it has started
+    cores = (
+        available_cores()
+    )  # of which a process leaves much: it waits for servers it has started
     return max(1, min(cores + cores // 2, _MOST, memory_bytes // _EACH_BYTES))
 
 

@@ -82,7 +82,11 @@ _MOE = {"first_k_dense_replace": 1, "n_routed_experts": 8, "kv_lora_rank": 512,
 
 
 def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, Any]]:
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "head_dim": 16}
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     return "LlamaForCausalLM", {**sizes, **heads}
 
@@ -96,25 +100,38 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
 }
 # The same sums, and so the same weights, on all machines with AVX2, whatever else they have.
-_ALIKE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+_ALIKE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 
 
 def ensure_model(kind: str) -> Path:
     """The directory of a trained model of `kind` (see KINDS), trained if no cache has it."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    root = os.environ.get("BATON_TEST_CACHE") or Path.home() / ".cache" / "baton" / "test-models"
+    root = (
+        os.environ.get("BATON_TEST_CACHE")
+        or Path.home() / ".cache" / "baton" / "test-models"
+    )
     key = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return build_once(
-        Path(root) / f"{kind}-{key}", key, lambda scratch: _train_in_process(kind, scratch)
+        Path(root) / f"{kind}-{key}",
+        key,
+        lambda scratch: _train_in_process(kind, scratch),
     )
 
 
 def trained_models() -> dict[str, Path]:
     """Larger trained models that happen to be there, by name; tests skip what is not."""
     here = Path(__file__).resolve().parent.parent
-    root = Path(os.environ.get("BATON_TEST_MODELS") or here.parent / "shared" / "models")
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+    root = Path(
+        os.environ.get("BATON_TEST_MODELS") or here.parent / "shared" / "models"
+    )
+    return {
+        path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))
+    }
 
 
 def _train_in_process(kind: str, target: Path) -> None:
@@ -125,7 +142,9 @@ def _train_in_process(kind: str, target: Path) -> None:
         environment |= _ALIKE
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "tests.make_models", "--into", str(target), kind]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise RuntimeError(f"training {kind} failed:\n{done.stderr[-4000:]}")
 
@@ -144,17 +163,20 @@ class Storyteller:
     def chat(self) -> str:
         """One question and its answer, in the form of the chat template."""
         self._begin()
-        question = f"Tell a story about {self._name} and the {self._colour} {self._noun}."
-        answer = self._sentences(*self._rng.choices((1, 2, 3, 4), (7, 1, 1, 1)))
-        return (
-            f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        question = (
+            f"Tell a story about {self._name} and the {self._colour} {self._noun}."
         )
+        answer = self._sentences(*self._rng.choices((1, 2, 3, 4), (7, 1, 1, 1)))
+        return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
 
     def _begin(self) -> None:
         # Mostly what the last story suggests, so that greedy choices have a margin here as well;
         # at times anything, so that every combination occurs.
         if self._rng.random() < 0.2:
-            self._name, self._colour = self._rng.choice(NAMES), self._rng.choice(COLOURS)
+            self._name, self._colour = (
+                self._rng.choice(NAMES),
+                self._rng.choice(COLOURS),
+            )
             self._noun = self._rng.choice(NOUNS)
             return
         self._name = self._pick("name", self._name, NAMES)
@@ -256,7 +278,9 @@ def train(kind: str, target: Path, *, num_steps: int = 160) -> float:
     loss = torch.zeros(())
     for step in range(num_steps):
         rows, length = (8, 80) if step % 8 else (1, 640)
-        ids = torch.tensor([next(stream) for _ in range(rows * length)]).view(rows, length)
+        ids = torch.tensor([next(stream) for _ in range(rows * length)]).view(
+            rows, length
+        )
         positions = torch.tensor(_positions(rows, length, rng))
         loss = model(ids, labels=ids, position_ids=positions).loss
         loss.backward()

@@ -21,8 +21,14 @@ REQUIRED_FOLDERS = {
 OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs"}
 # What no line says, and in which files; parts are set apart, or they would match themselves.
 FORBIDDEN = {
-    "a path of the machine it was written on": ("", r"(?<![\w.~$}-])/(?:" + "work|" + "root)/"),
-    "an error of any kind that nobody hears of": (r"\.py$", r"suppress\((Base)" + r"?Exception\b"),
+    "a path of the machine it was written on": (
+        "",
+        r"(?<![\w.~$}-])/(?:" + "work|" + "root)/",
+    ),
+    "an error of any kind that nobody hears of": (
+        r"\.py$",
+        r"suppress\((Base)" + r"?Exception\b",
+    ),
     "a logger whose lines below a warning nobody sees, for want of get_logger(__name__)": (
         r"^(?!tests/|protocol/process/logging).*\.py$",
         "logging.get" + r"Logger\((?!\"baton\.)",
@@ -34,11 +40,19 @@ def tracked_files() -> list[Path]:
     """What belongs to the project: git's list, or every file where there is no repository."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "ls-files", "-z"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
-        paths = [p for p in ROOT.rglob("*") if not any(part[0] == "." for part in p.parts[1:])]
+        paths = [
+            p
+            for p in ROOT.rglob("*")
+            if not any(part[0] == "." for part in p.parts[1:])
+        ]
     return sorted(path for path in paths if path.is_file())
 
 
@@ -73,7 +87,8 @@ def test_the_top_level_is_fixed() -> None:
     folders = {
         parts[0]
         for path in tracked_files()
-        if len(parts := path.relative_to(ROOT).parts) > 1 and not parts[0].startswith(".")
+        if len(parts := path.relative_to(ROOT).parts) > 1
+        and not parts[0].startswith(".")
     }
     assert folders - REQUIRED_FOLDERS <= OTHER_FOLDERS
     assert folders >= REQUIRED_FOLDERS
@@ -111,7 +126,10 @@ def test_no_line_says_what_none_may(rule: str) -> None:
     for path in tracked_files():
         if re.search(FORBIDDEN[rule][0], short(path)):
             with suppress(UnicodeDecodeError):  # a picture or an archive
-                found += [f"{short(path)}:{line}" for line in forbidden(rule, path.read_text())]
+                found += [
+                    f"{short(path)}:{line}"
+                    for line in forbidden(rule, path.read_text())
+                ]
     assert not found, f"{rule}:\n" + "\n".join(found)
 
 
@@ -143,6 +161,18 @@ def test_the_length_check_counts_a_whole_function() -> None:
 
 
 def test_an_expression_that_selects_nothing_is_told_of_by_processes_that_share_the_tests():
-    run = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "-m", "slowly"]
-    told = subprocess.run([*run, __file__], cwd=ROOT, capture_output=True, text=True).stdout
+    run = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "-m",
+        "slowly",
+    ]
+    told = subprocess.run(
+        [*run, __file__], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     assert "expression: slowly" in told and "INTERNALERROR" not in told

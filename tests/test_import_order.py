@@ -18,7 +18,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-ORDER = ("protocol", "kvcache", "attention", "model", "engine")  # each may import those before
+ORDER = (
+    "protocol",
+    "kvcache",
+    "attention",
+    "model",
+    "engine",
+)  # each may import those before
 MAY_IMPORT = {name: set(ORDER[:at]) for at, name in enumerate(ORDER)}
 SERVERS = ("prefill_server", "decode_server")
 MAY_IMPORT |= {name: set(ORDER) for name in SERVERS} | {"proxy": {"protocol"}}
@@ -26,7 +32,10 @@ LAUNCHERS = ("deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
 # Only these files may import the package; every other file goes through their interface.
-WRAPPED = {"nixl": ("kvcache/transfer/nixl_agent.py",), "flashinfer": ("attention/flashinfer*.py",)}
+WRAPPED = {
+    "nixl": ("kvcache/transfer/nixl_agent.py",),
+    "flashinfer": ("attention/flashinfer*.py",),
+}
 
 # Processes made of these modules start in a fraction of a second and stay small.
 TORCH_FREE = (
@@ -54,7 +63,9 @@ class Import(NamedTuple):
 
 
 def sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(
+        path for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    )
 
 
 def imported_names(node: ast.AST, package: list[str]) -> list[str]:
@@ -67,7 +78,11 @@ def imported_names(node: ast.AST, package: list[str]) -> list[str]:
             start = ".".join([*base, *([module] if module else [])])
             return [start, *(f"{start}.{alias.name}" for alias in names)]
         case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
-            called = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", None)
+            called = (
+                func.attr
+                if isinstance(func, ast.Attribute)
+                else getattr(func, "id", None)
+            )
             return [name] if called in ("import_module", "__import__") else []
     return []
 
@@ -112,7 +127,9 @@ def module_graph(imports: list[Import], modules: set[str]) -> dict[str, set[str]
     """Which of `modules` each of them imports."""
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for found in imports:
-        importer = found.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        importer = (
+            found.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        )
         if found.module in modules and found.module != importer:
             graph[importer].add(found.module)
     return graph
@@ -148,7 +165,11 @@ def test_no_modules_import_one_another():
 
 
 def test_no_module_imports_too_many_of_ours():
-    wide = {name: len(own) for name, own in own_graph().items() if len(own) > MAX_OWN_IMPORTS}
+    wide = {
+        name: len(own)
+        for name, own in own_graph().items()
+        if len(own) > MAX_OWN_IMPORTS
+    }
     assert not wide
 
 
@@ -168,7 +189,9 @@ def test_foreign_transports_and_kernels_are_imported_in_one_place():
 
 def test_light_processes_name_no_heavy_package_even_lazily():
     light = set(torch_free_files())
-    heavy = [found for found in all_imports() if found.path in light and found.top in HEAVY]
+    heavy = [
+        found for found in all_imports() if found.path in light and found.top in HEAVY
+    ]
     assert not heavy, "\n".join(map(str, heavy))
 
 
@@ -187,7 +210,11 @@ def test_light_processes_load_no_heavy_package():
         "        sys.exit(f'importing {name} loads {loaded}')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 
@@ -197,20 +224,40 @@ def test_light_processes_load_no_heavy_package():
     [
         ("protocol/a.py", "import kvcache.layout", "order"),
         ("kvcache/a.py", "from attention import base", "order"),
-        ("kvcache/transfer/a.py", "def f():\n    from engine.core.core import Core", "order"),
+        (
+            "kvcache/transfer/a.py",
+            "def f():\n    from engine.core.core import Core",
+            "order",
+        ),
         ("model/a.py", "if TYPE_CHECKING:\n    import engine.core.core", "order"),
         ("proxy/a.py", "from kvcache.layout import KVLayout", "order"),
         ("engine/kv/a.py", "import prefill_server.server", "order"),
         ("engine/a.py", "importlib.import_module('deploy.local')", "order"),
         ("engine/a.py", "import benchmarks", "order"),
         ("kvcache/transfer/pulls/messages.py", "import nixl", "wrapper"),
-        ("engine/worker/a.py", "def f():\n    from nixl._api import nixl_agent", "wrapper"),
+        (
+            "engine/worker/a.py",
+            "def f():\n    from nixl._api import nixl_agent",
+            "wrapper",
+        ),
         ("attention/torch_backend.py", "import flashinfer", "wrapper"),
         ("attention/mla.py", "import nixl_cu12", "wrapper"),
-        ("kvcache/pool.py", "from kvcache.layout import KVLayout\nimport protocol.handshake", ""),
-        ("kvcache/transfer/plan.py", "from . import topology\nfrom ..layout import KVLayout", ""),
+        (
+            "kvcache/pool.py",
+            "from kvcache.layout import KVLayout\nimport protocol.handshake",
+            "",
+        ),
+        (
+            "kvcache/transfer/plan.py",
+            "from . import topology\nfrom ..layout import KVLayout",
+            "",
+        ),
         ("kvcache/transfer/nixl_agent.py", "from nixl._api import nixl_agent", ""),
-        ("kvcache/transfer/pulls/messages.py", "from kvcache.transfer import nixl_agent", ""),
+        (
+            "kvcache/transfer/pulls/messages.py",
+            "from kvcache.transfer import nixl_agent",
+            "",
+        ),
         ("attention/flashinfer_mla.py", "import flashinfer", ""),
         ("deploy/cli.py", "import proxy, engine.core.core, decode_server", ""),
     ],

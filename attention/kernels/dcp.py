@@ -83,6 +83,12 @@ def merge(packed: Tensor) -> Tensor:
     dim = width - _LSE_ELEMENTS
     out = packed.new_empty(num_rows, heads, dim)
     _merge_kernel[(num_rows, heads)](
-        packed, out, num_rows, heads, SIZE=size, D=dim, BLOCK=triton.next_power_of_2(dim)
+        packed,
+        out,
+        num_rows,
+        heads,
+        SIZE=size,
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
     )
     return out

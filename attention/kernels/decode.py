@@ -68,7 +68,10 @@ def _query(at, own, scale, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     query = tl.load(at, mask=own, other=0.0)
     if FP8:
         query = query.to(tl.float32)
-        bits = tl.maximum(tl.max(tl.abs(query), 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = (
+            tl.maximum(tl.max(tl.abs(query), 0), 1e-30).to(tl.int32, bitcast=True)
+            & 0x7F800000
+        )
         unit = bits.to(tl.float32, bitcast=True)[None, :]
         query, scale = (query / unit).to(tl.float16), scale * unit
     return query, scale
@@ -124,7 +127,11 @@ def _attend(  # type: ignore[no-untyped-def]
         token = start + tile
         live = token < end
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
-        at = block.to(tl.int64) * cache_block + kv_head * cache_head + offset * cache_token
+        at = (
+            block.to(tl.int64) * cache_block
+            + kv_head * cache_head
+            + offset * cache_token
+        )
         where = at[:, None] + column[None, :]
         key = tl.load(keys + where, mask=live[:, None], other=0.0).to(query.dtype)
         scores = tl.dot(key, query) * factor
@@ -189,7 +196,9 @@ def _merge(  # type: ignore[no-untyped-def]
 # The same kernels for steps of any size.
 _PLANNED: Final = ["work", "indptr", "indices", "last_page_lens"]
 _attend_kernel: Any = triton.jit(
-    _attend, do_not_specialize=["window", "num_pieces"], do_not_specialize_on_alignment=_PLANNED
+    _attend,
+    do_not_specialize=["window", "num_pieces"],
+    do_not_specialize_on_alignment=_PLANNED,
 )
 _merge_kernel: Any = triton.jit(
     _merge, do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["work"]
@@ -219,7 +228,11 @@ def attend(
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
     group, is_fp8 = num_q_heads // num_kv_heads, keys.element_size() == 1
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
-    crowded = num_pieces * num_kv_heads > _MANY_PROGRAMS[is_fp8] if crowded is None else crowded
+    crowded = (
+        num_pieces * num_kv_heads > _MANY_PROGRAMS[is_fp8]
+        if crowded is None
+        else crowded
+    )
     warps = 2 if is_fp8 else 4 if crowded else 8
     if crowded and is_fp8 and dim <= 128:
         warps, tile = 1, min(tile, 4096 // dim)

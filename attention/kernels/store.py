@@ -83,17 +83,29 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         if part < q_parts:
             head = part * HEADS + some
             source, own = q + token * q_token + head * q_head + first, head < NUM_Q
-            low, high = _rotated_heads(source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM)
+            low, high = _rotated_heads(
+                source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM
+            )
             tl.store(source, low, mask=own)
             tl.store(source + PAIR, high, mask=own)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
         source, own = k + token * k_token + head * k_head + first, head < NUM_KV
-        low, high = _rotated_heads(source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM)
+        low, high = _rotated_heads(
+            source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM
+        )
         into = keys + at + head * head_stride + first if STORE else source
         _put_heads(low, source, into, own, key_scale, key_factor, SCALED, STORE, KEEP)
         _put_heads(
-            high, source + PAIR, into + PAIR, own, key_scale, key_factor, SCALED, STORE, KEEP
+            high,
+            source + PAIR,
+            into + PAIR,
+            own,
+            key_scale,
+            key_factor,
+            SCALED,
+            STORE,
+            KEEP,
         )
     if HAS_V:
         if part >= q_parts + kv_parts:
@@ -102,7 +114,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             low, high = tl.load(source, mask=own), tl.load(source + PAIR, mask=own)
             into = values + at + head * head_stride + first
             back: tl.constexpr = KEEP and SCALED
-            _put_heads(low, source, into, own, value_scale, value_factor, SCALED, STORE, back)
+            _put_heads(
+                low, source, into, own, value_scale, value_factor, SCALED, STORE, back
+            )
             _put_heads(
                 high, source + PAIR, into + PAIR, own, value_scale, value_factor, SCALED, STORE,
                 back,
@@ -132,7 +146,9 @@ def store(
     """
     q, cos_sin, norms, eps = (None, None, None, 0.0) if turn is None else (q, *turn)
     q_norm, k_norm = norms or (None, None)
-    assert all(x.stride(2) == 1 for x in (q, k, v) if x is not None) and not (interleaved and norms)
+    assert all(x.stride(2) == 1 for x in (q, k, v) if x is not None) and not (
+        interleaved and norms
+    )
     assert v is None or v.stride(1) == k.shape[2], v.stride()
     keys, values = (caches[0], caches[-1]) if caches else (None, None)
     strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -142,7 +158,9 @@ def store(
         strides = (*keys.stride()[:3], keys.shape[2])
     num_q, num_kv, half = 0 if q is None else q.shape[1], k.shape[1], k.shape[2] // 2
     heads, warps = (1, 1) if len(k) <= _FEW_TOKENS else (_HEADS, 2)
-    parts = triton.cdiv(num_q, heads) + triton.cdiv(num_kv, heads) * (1 if v is None else 2)
+    parts = triton.cdiv(num_q, heads) + triton.cdiv(num_kv, heads) * (
+        1 if v is None else 2
+    )
     tokens = [0 if x is None else x.stride(0) for x in (q, k, v)]
     _kernel[k.shape[0], parts](
         q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,

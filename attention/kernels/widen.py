@@ -9,7 +9,9 @@ from torch import Tensor
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
 _TOKENS: Final = 32  # of one turn of a program
-_PROGRAMS: Final = 1024  # each takes blocks in turn: a captured step may list any number of them
+_PROGRAMS: Final = (
+    1024  # each takes blocks in turn: a captured step may list any number of them
+)
 
 
 def _widen(  # type: ignore[no-untyped-def]
@@ -26,10 +28,14 @@ def _widen(  # type: ignore[no-untyped-def]
         block, head = tl.load(blocks + place).to(tl.int64), turn % HEADS
         token = (turn // HEADS % parts * TOKENS + tl.arange(0, TOKENS))[:, None]
         own, column = token < PAGE, tl.arange(0, DIM)[None, :]
-        source = stored + block * block_stride + head * head_stride + token * token_stride
+        source = (
+            stored + block * block_stride + head * head_stride + token * token_stride
+        )
         x = tl.load(source + column, mask=own, other=0.0).to(tl.float32) * scale
         into = place.to(tl.int64) if PACKED else block
-        target = wide + into * wide_block + head * wide_head + token * wide_token + column
+        target = (
+            wide + into * wide_block + head * wide_head + token * wide_token + column
+        )
         tl.store(target, x.to(wide.dtype.element_ty), mask=own)
 
 

@@ -37,10 +37,14 @@ class StepInput:
     query_lens: Int32s  # [S] tokens to compute
     context_lens: Int32s  # [S] tokens of KV once they are computed
     block_tables: Int32s  # [S, max_blocks x groups], padded with the null block
-    sample_rows: Int32s  # [R] indices into S; a row that several choices draw from is repeated
+    sample_rows: (
+        Int32s  # [R] indices into S; a row that several choices draw from is repeated
+    )
     sampling: list[SamplingParams]  # [R], without what travels in `shapes`
     shapes: StepShapes | None = None  # None: no row has a bias, penalty or ban
-    is_masked: bool = False  # some row has a grammar: nothing is drawn before PendingStep.draw
+    is_masked: bool = (
+        False  # some row has a grammar: nothing is drawn before PendingStep.draw
+    )
     scores: list[ScoredRows] = field(default_factory=list)
 
     @property
@@ -56,7 +60,9 @@ class StepInput:
         """Tables of all groups side by side, slots of the first one."""
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        blocks = self.block_tables[rows, positions // block_size * num_groups].astype(np.int64)
+        blocks = self.block_tables[rows, positions // block_size * num_groups].astype(
+            np.int64
+        )
         return AttentionBatch(
             query_lens=self.query_lens,
             context_lens=self.context_lens,
@@ -77,7 +83,9 @@ class StepOutput:
 
     token_ids: list[int]  # [R]
     logprobs: list[TokenLogprobs | None]  # [R]
-    scores: list[list[TokenLogprobs]] = field(default_factory=list)  # as StepInput.scores
+    scores: list[list[TokenLogprobs]] = field(
+        default_factory=list
+    )  # as StepInput.scores
 
 
 class StepFailed(Exception):
@@ -116,14 +124,18 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
     """Arrays of a non-empty plan; `book` knows the state rows of the engine's sequences."""
     sequences = [item.sequence for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
-    context_lens = query_lens + np.array([item.start for item in scheduled], dtype=np.int32)
+    context_lens = query_lens + np.array(
+        [item.start for item in scheduled], dtype=np.int32
+    )
     tokens: list[int] = []
     for item in scheduled:
         stop = item.start + item.num_tokens
         tokens += item.sequence.token_ids[item.start : stop]
         if stop > len(item.sequence.token_ids):
             tokens.append(-1 - item.sequence.awaited_row)
-    tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
+    tables = np.zeros(
+        (len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32
+    )
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
     drawing = [index for index, item in enumerate(scheduled) for _ in item.draws]
@@ -159,7 +171,9 @@ def _array_to_wire(array: Any) -> tuple[str, tuple[int, ...], bytes]:
     return array.dtype.str, array.shape, array.tobytes()
 
 
-def _array_from_wire(_kind: type, wire: tuple[str, list[int], bytes]) -> npt.NDArray[Any]:
+def _array_from_wire(
+    _kind: type, wire: tuple[str, list[int], bytes]
+) -> npt.NDArray[Any]:
     dtype, shape, data = wire
     return np.frombuffer(data, dtype).reshape(shape)
 

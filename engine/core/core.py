@@ -27,7 +27,14 @@ from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.core.batch import Executor, PendingStep, StepFailed, StepInput, StepOutput, build_step
+from engine.core.batch import (
+    Executor,
+    PendingStep,
+    StepFailed,
+    StepInput,
+    StepOutput,
+    build_step,
+)
 from engine.core.connector import CoreServices, KVConnector
 from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import ShapeBook
@@ -51,10 +58,14 @@ from protocol.messages import (
 logger = logging.getLogger("baton.engine")
 
 _NAP_S = 0.00005  # between two looks at a step that the device has not ended
-_MANY_TOKENS = 1024  # from which on a step takes as long as they do; below, as the weights do
+_MANY_TOKENS = (
+    1024  # from which on a step takes as long as they do; below, as the weights do
+)
 _LONG_STEP_S = 0.1
 _IDLE_WAIT_S = 1.0  # the loop also looks around this often when nothing wakes it
-_QUIET_S = 5.0  # after which the books are checked, once: for many blocks that takes a while
+_QUIET_S = (
+    5.0  # after which the books are checked, once: for many blocks that takes a while
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,9 @@ class _Launched:
     pending: PendingStep
     num_tokens: int
     started_s: float
-    late: set[Sequence] = field(default_factory=set)  # draw nothing: they sit the step out
+    late: set[Sequence] = field(
+        default_factory=set
+    )  # draw nothing: they sit the step out
 
 
 class EngineCore(CoreServices):
@@ -87,9 +100,13 @@ class EngineCore(CoreServices):
         self._shape_book = ShapeBook()
         self._output = OutputProcessor()
         self._launched: deque[_Launched] = deque()
-        self._moving: dict[str, Sequence] = {}  # that go on elsewhere, as soon as they run
+        self._moving: dict[
+            str, Sequence
+        ] = {}  # that go on elsewhere, as soon as they run
         self._last_finish_s = 0.0
-        self._is_last = False  # whether the link asked to end while a step was waited for
+        self._is_last = (
+            False  # whether the link asked to end while a step was waited for
+        )
         self._stats = CoreStats()
         connector.bind(self)
 
@@ -98,7 +115,9 @@ class EngineCore(CoreServices):
         self._report_stats()  # a server that nobody has asked yet has its capacity to show
         progressed, check_due_s = False, 0.0
         while True:
-            messages, ended = self.transport.receive(0.0 if progressed else _IDLE_WAIT_S)
+            messages, ended = self.transport.receive(
+                0.0 if progressed else _IDLE_WAIT_S
+            )
             if ended:
                 return
             progressed = self.round(messages)
@@ -117,7 +136,9 @@ class EngineCore(CoreServices):
             self._take(message)
         self.connector.poll()
         was_under_way = bool(self._launched)
-        if was_under_way and (self._is_long(self._launched[-1]) or self.scheduler.may_preempt()):
+        if was_under_way and (
+            self._is_long(self._launched[-1]) or self.scheduler.may_preempt()
+        ):
             self.finish_steps(0)
         if self._moving:
             self._move()
@@ -149,7 +170,9 @@ class EngineCore(CoreServices):
 
     def _step_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
         """Instead of a step that failed."""
-        logger.warning("a step of %d sequences is taken one by one", len(scheduled), exc_info=error)
+        logger.warning(
+            "a step of %d sequences is taken one by one", len(scheduled), exc_info=error
+        )
         self.finish_steps(0)
         for item in scheduled:
             sequence = item.sequence
@@ -192,7 +215,9 @@ class EngineCore(CoreServices):
         started_s = time.perf_counter()
         pending = self.executor.launch(step)
         self.scheduler.launched(scheduled)
-        self._launched.append(_Launched(scheduled, pending, len(step.token_ids), started_s))
+        self._launched.append(
+            _Launched(scheduled, pending, len(step.token_ids), started_s)
+        )
         return pending
 
     def finish_steps(self, num_left: int) -> None:
@@ -203,7 +228,9 @@ class EngineCore(CoreServices):
             output = step.pending.result()
             now_s = time.perf_counter()
             seconds = now_s - max(step.started_s, self._last_finish_s)
-            num_of_prompts = sum(item.num_tokens for item in step.scheduled if item.is_prompt)
+            num_of_prompts = sum(
+                item.num_tokens for item in step.scheduled if item.is_prompt
+            )
             self._stats.step_ended(step.num_tokens, num_of_prompts, seconds)
             if step.num_tokens >= _MANY_TOKENS:
                 self._seconds_per_token = seconds / step.num_tokens
@@ -214,7 +241,9 @@ class EngineCore(CoreServices):
     def _wait_for(self, pending: PendingStep) -> None:
         """Until a launched step has ended. Who comes meanwhile has their pull begun at once, which
         is over, mostly, before the next step is planned; their first tokens go out."""
-        silent_from_s = time.monotonic() + SILENT_S  # an engine that hangs shall not seem alive
+        silent_from_s = (
+            time.monotonic() + SILENT_S
+        )  # an engine that hangs shall not seem alive
         while not pending.has_ended():
             if time.monotonic() < silent_from_s:
                 self._hear()
@@ -244,7 +273,9 @@ class EngineCore(CoreServices):
     def _take(self, message: EngineInput) -> None:
         match message:
             case AddRequest():  # the HTTP process has refused what no engine of this size answers
-                sequence = self.sequences[message.request_id] = Sequence.from_request(message)
+                sequence = self.sequences[message.request_id] = Sequence.from_request(
+                    message
+                )
                 self.connector.on_add(sequence)
             case AbortRequest(request_id, choice):
                 self._abort(request_id, choice)
@@ -257,7 +288,9 @@ class EngineCore(CoreServices):
     def _abort(self, request_id: str, choice: int | None) -> None:
         first = self.sequences.get(request_id)
         if first is not None:
-            wanted = first.choices if choice is None else first.choices[choice : choice + 1]
+            wanted = (
+                first.choices if choice is None else first.choices[choice : choice + 1]
+            )
             self._end_choices([(sequence, "abort") for sequence in wanted])
         elif choice is None:
             self.connector.on_abort_unknown(request_id)
@@ -267,7 +300,9 @@ class EngineCore(CoreServices):
         self.finish_steps(0)
         for name, sequence in list(self._moving.items()):
             left = [choice for choice in sequence.choices if not choice.has_ended]
-            if left and all(one.phase is Phase.RUNNING and one.is_decoding for one in left):
+            if left and all(
+                one.phase is Phase.RUNNING and one.is_decoding for one in left
+            ):
                 left[0].is_moving = True
                 for choice in left:
                     self.grammars.forget(choice)
@@ -321,7 +356,9 @@ class EngineCore(CoreServices):
         for sequence in plan.stuck:
             num = self.scheduler.allocator.capacity
             told = f"this request needs more than all {num} KV blocks: it would wait for ever"
-            self.fail(sequence, Overloaded(f"{told}; raise --kv-cache-tokens or shorten it"))
+            self.fail(
+                sequence, Overloaded(f"{told}; raise --kv-cache-tokens or shorten it")
+            )
         for sequence in plan.admitted:
             self._stats.admitted(sequence)
             self._output.found_elsewhere(sequence)
@@ -337,7 +374,10 @@ class EngineCore(CoreServices):
             tokens = [next(drawn) for _ in item.draws]
             scored = next(scores) if item.scored else []
             if item.sequence in step.late:
-                item, tokens = replace(item, num_tokens=item.num_tokens - 1, draws=()), []
+                item, tokens = (
+                    replace(item, num_tokens=item.num_tokens - 1, draws=()),
+                    [],
+                )
             if item.sequence.phase is not Phase.RUNNING:
                 continue  # it ended after the step was launched
             try:
@@ -380,10 +420,14 @@ class EngineCore(CoreServices):
         if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
             self._end_choices([(choice, "length") for choice in sequence.choices])
 
-    def _draw(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Draw:
+    def _draw(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
+    ) -> Draw:
         """Appends what was drawn. A choice that ends with it is marked, and told of later."""
         if sequence.grammar is not None and sequence.grammar.ending is not None:
-            sequence.has_ended = True  # nothing could be drawn: what was drawn all the same is void
+            sequence.has_ended = (
+                True  # nothing could be drawn: what was drawn all the same is void
+            )
             return Draw(sequence, None, None, "stop", sequence.grammar.ending.error)
         sequence.token_ids.append(token_id)
         if sequence.num_outputs == 1:
@@ -400,7 +444,11 @@ class EngineCore(CoreServices):
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
         """Ends those of some choices that have not ended; first all are marked, so that a parent
         knows whether it has children left."""
-        ending = [Draw(choice, reason=reason) for choice, reason in ends if not choice.has_ended]
+        ending = [
+            Draw(choice, reason=reason)
+            for choice, reason in ends
+            if not choice.has_ended
+        ]
         for end in ending:
             end.sequence.has_ended = True
         for end in ending:
@@ -430,7 +478,9 @@ class EngineCore(CoreServices):
         """Ends a request that the engine failed on, whatever became of its choices."""
         logger.error("request %s is ended alone", sequence.request_id, exc_info=error)
         reason = str(error).partition("\n")[0]
-        self.fail(sequence, InternalError(f"The engine failed on this request: {reason}"))
+        self.fail(
+            sequence, InternalError(f"The engine failed on this request: {reason}")
+        )
 
     def _stop(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is."""
@@ -452,4 +502,8 @@ class EngineCore(CoreServices):
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
-        return {**self.scheduler.stats(), **self._stats.totals(), **self.connector.stats()}
+        return {
+            **self.scheduler.stats(),
+            **self._stats.totals(),
+            **self.connector.stats(),
+        }

@@ -35,7 +35,9 @@ class CoreGrammars:
         self.compiling: dict[Sequence, Future[Any]] = {}
         self.sitting: dict[Sequence, tuple[Future[None], float]] = {}  # and until when
         self.timeout_s = timeout_s
-        self._quick = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-masks")
+        self._quick = ThreadPoolExecutor(
+            _MASK_THREADS, thread_name_prefix="grammar-masks"
+        )
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="grammar-slow")
 
     def prepare(self, sequence: Sequence) -> bool:
@@ -79,7 +81,9 @@ class CoreGrammars:
             for owner, state in zip(owners, states, strict=True)
             if state is not None and state.work is not None
         ]
-        awaited = [work for _, state, work in begun if however_late or not state.is_slow]
+        awaited = [
+            work for _, state, work in begun if however_late or not state.is_slow
+        ]
         wait_for(awaited, None if however_late else _BUDGET_S)
         late = set()
         for owner, _, work in begun:
@@ -103,7 +107,9 @@ class CoreGrammars:
             if not (has_gone or work.done() or time.monotonic() >= until_s):
                 continue
             self.forget(sequence)
-            if not (has_gone or work.done() or sequence.has_ended):  # or it is for its children
+            if not (
+                has_gone or work.done() or sequence.has_ended
+            ):  # or it is for its children
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than {self.timeout_s:g} s "
                     "(--grammar-timeout-s) to find out what may follow by the request's grammar; "

@@ -31,7 +31,9 @@ _LOWEST = -1e30  # of a token that is allowed
 _BANNED = -3e30
 
 
-def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def to_device(
+    values: Any, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """On a GPU without waiting for what it still computes; on a CPU an array keeps its memory."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
@@ -112,7 +114,11 @@ def _bans(sequence: Sequence, position: int) -> bool:
 
 def _penalties(sampling: SamplingParams) -> tuple[float, float, float] | None:
     """Presence, frequency, repetition; None where they change nothing."""
-    found = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    found = (
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
     return None if found == (0.0, 0.0, 1.0) else found
 
 
@@ -124,7 +130,9 @@ def _setup(sequence: Sequence, row: int) -> SamplingRow:
         output_ids=sequence.token_ids[sequence.first_output :] if penalties else [],
         penalties=penalties,
         bias=request.sampling.logit_bias,
-        stop_token_ids=request.stop_token_ids if request.sampling.min_tokens > 0 else [],
+        stop_token_ids=request.stop_token_ids
+        if request.sampling.min_tokens > 0
+        else [],
     )
 
 
@@ -135,13 +143,17 @@ class LogitShaper:
     prompt has it. Rows with penalties alone are ever written: on a CPU others take no memory.
     """
 
-    def __init__(self, vocab_size: int, num_rows: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int, num_rows: int, device: str | torch.device = "cpu"
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.seen = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._rows: dict[int, SamplingRow] = {}
         # Tokens and values of their biases: of many, no step may go through each.
-        self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self._biases: dict[
+            int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+        ] = {}
 
     def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
         """Takes in a step's setups and uploads what its draws need; None if they need nothing."""
@@ -153,23 +165,42 @@ class LogitShaper:
             self._biases[setup.row] = np.fromiter(setup.bias, np.int64), values
             if setup.penalties is not None:
                 self._see(setup)
-        rows = [(at, row, self._rows[row]) for at, row in enumerate(shapes.rows) if row != NO_ROW]
-        biases = [(at * self.vocab_size, *self._biases[row]) for at, row, s in rows if s.bias]
-        penalised = [(at, row) for at, row, setup in rows if setup.penalties is not None]
+        rows = [
+            (at, row, self._rows[row])
+            for at, row in enumerate(shapes.rows)
+            if row != NO_ROW
+        ]
+        biases = [
+            (at * self.vocab_size, *self._biases[row]) for at, row, s in rows if s.bias
+        ]
+        penalised = [
+            (at, row) for at, row, setup in rows if setup.penalties is not None
+        ]
         penalties = [self._rows[row].penalties for _, row in penalised]
-        banned = [(at * self.vocab_size, setup) for at, _, setup in rows if shapes.bans[at]]
+        banned = [
+            (at * self.vocab_size, setup) for at, _, setup in rows if shapes.bans[at]
+        ]
         return Shaping(
             seen=self.seen,
             penalised=self._to_device(penalised),
             penalties=self._to_device(penalties, torch.float32),
             bias_at=self._to_device(_joined([start + ids for start, ids, _ in biases])),
-            bias=self._to_device(_joined([values for *_, values in biases]), torch.float32),
+            bias=self._to_device(
+                _joined([values for *_, values in biases]), torch.float32
+            ),
             bans_at=self._to_device(
-                [start + i for start, s in banned for i in s.stop_token_ids if i < self.vocab_size]
+                [
+                    start + i
+                    for start, s in banned
+                    for i in s.stop_token_ids
+                    if i < self.vocab_size
+                ]
             ),
         )
 
-    def masked(self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]) -> "Shaping":
+    def masked(
+        self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]
+    ) -> "Shaping":
         """`shaping` with masks, which are uploaded.
 
         Args:
@@ -188,7 +219,9 @@ class LogitShaper:
         """bool [R, V]"""
         if self.device.type == "cpu":
             octets = np.ascontiguousarray(masks).astype("<i4").view(np.uint8)
-            bits = np.unpackbits(octets, axis=1, count=self.vocab_size, bitorder="little")
+            bits = np.unpackbits(
+                octets, axis=1, count=self.vocab_size, bitorder="little"
+            )
             return torch.from_numpy(bits.view(np.bool_))
         words = to_device(masks.copy(), self.device, torch.int32)
         shifts = torch.arange(32, dtype=torch.int32, device=self.device)
@@ -196,7 +229,9 @@ class LogitShaper:
         return bits_set.view(len(words), -1)[:, : self.vocab_size].bool()
 
     def _to_device(
-        self, values: Sequenceable[object] | npt.NDArray[Any], dtype: torch.dtype = torch.int64
+        self,
+        values: Sequenceable[object] | npt.NDArray[Any],
+        dtype: torch.dtype = torch.int64,
     ) -> torch.Tensor | None:
         """None where there is nothing."""
         return to_device(values, self.device, dtype) if len(values) else None
@@ -212,7 +247,9 @@ class Shaping:
 
     seen: torch.Tensor  # see LogitShaper
     penalised: torch.Tensor | None = None  # int64 [P, 2]: row of the step, state row
-    penalties: torch.Tensor | None = None  # float32 [P, 3]: presence, frequency, repetition
+    penalties: torch.Tensor | None = (
+        None  # float32 [P, 3]: presence, frequency, repetition
+    )
     bias_at: torch.Tensor | None = None  # int64 [n], into the flattened logits
     bias: torch.Tensor | None = None  # float32 [n]
     bans_at: torch.Tensor | None = None  # int64 [m], into the flattened logits
@@ -226,7 +263,9 @@ class Shaping:
             flat.index_add_(0, self.bias_at, self.bias)
         if self.penalised is not None and self.penalties is not None:
             rows, states = self.penalised.unbind(1)
-            presence, frequency, repetition = (p[:, None] for p in self.penalties.unbind(1))
+            presence, frequency, repetition = (
+                p[:, None] for p in self.penalties.unbind(1)
+            )
             seen, given = self.seen[states], shaped[rows]
             repeated = torch.where(given > 0, given / repetition, given * repetition)
             counts = seen >> 1
@@ -235,7 +274,9 @@ class Shaping:
         if self.bans_at is not None or self.allowed is not None:
             shaped.clamp_(min=_LOWEST)
         if self.bans_at is not None:
-            flat.index_fill_(0, self.bans_at, _BANNED)  # assigning a number would wait on a GPU
+            flat.index_fill_(
+                0, self.bans_at, _BANNED
+            )  # assigning a number would wait on a GPU
         if self.allowed is not None:
             shaped.masked_fill_(~self.allowed, float("-inf"))
         return shaped

@@ -10,8 +10,11 @@ from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, Outputs, TokenDelta, TokenLogprobs
 from protocol.metrics import ENGINE_TOTALS
+from protocol.process.output import num_dropped_lines
 
-SILENT_S: Final = 1.0  # after which an engine with requests speaks, if only to show that it lives
+SILENT_S: Final = (
+    1.0  # after which an engine with requests speaks, if only to show that it lives
+)
 _INTERVAL_S: Final = 0.25
 _PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
 
@@ -61,11 +64,17 @@ class OutputProcessor:
     def prompt_logprobs(self, sequence: Sequence) -> None:
         """Those that became known since the last call."""
         known = sequence.prompt_logprobs
-        if known is None or sequence.has_ended or sequence.num_prompt_logprobs_sent == len(known):
+        if (
+            known is None
+            or sequence.has_ended
+            or sequence.num_prompt_logprobs_sent == len(known)
+        ):
             return
         news = known[sequence.num_prompt_logprobs_sent :]
         sequence.num_prompt_logprobs_sent = len(known)
-        self._deltas.append(TokenDelta(request_id=sequence.request_id, prompt_logprobs=news))
+        self._deltas.append(
+            TokenDelta(request_id=sequence.request_id, prompt_logprobs=news)
+        )
 
     def token(self, draw: Draw, params: dict[str, Any] | None = None) -> None:
         """A choice's next token, its end, or both; `params` are the answer's kv_transfer_params."""
@@ -79,7 +88,9 @@ class OutputProcessor:
                 token_ids=[] if draw.token_id is None else [draw.token_id],
                 logprobs=None if logprobs is None else [logprobs],
                 finish_reason=draw.reason,
-                usage=sequence.usage() if draw.reason or sequence.num_outputs == 1 else None,
+                usage=sequence.usage()
+                if draw.reason or sequence.num_outputs == 1
+                else None,
                 times=None if draw.reason is None else sequence.choices[0].times,
                 kv_transfer_params=params,
             )
@@ -100,7 +111,9 @@ class CoreStats:
         self._told: dict[str, float] = {}
         self._due_s = 0.0
 
-    def step_ended(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+    def step_ended(
+        self, num_tokens: int, num_prompt_tokens: int, seconds: float
+    ) -> None:
         self._totals["baton_engine_steps"] += 1
         self._totals["baton_engine_step_tokens"] += num_tokens
         self._totals["baton_engine_step_prompt_tokens"] += num_prompt_tokens
@@ -119,7 +132,11 @@ class CoreStats:
         self._totals["baton_prefix_cache_hit_tokens"] += hits
 
     def totals(self) -> dict[str, float]:
-        return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
+        return {
+            **self._totals,
+            "baton_kernels_loaded_late": float(KERNELS.num_after),
+            "baton_engine_log_lines_dropped": float(num_dropped_lines()),
+        }
 
     def news(
         self, collect: Callable[[], dict[str, float]], *, is_idle: bool

@@ -12,7 +12,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_UNITS: Final[npt.NDArray[np.float64]] = np.array([1.0, 64.0, 65536.0, 1024.0])  # of the terms
+_UNITS: Final[npt.NDArray[np.float64]] = np.array(
+    [1.0, 64.0, 65536.0, 1024.0]
+)  # of the terms
 _GUESS_S: Final = np.array([4e-3, 1e-3, 2e-3, 25e-3])  # until something was measured
 _LEAST_S: Final = np.array([1e-5, 0.0, 0.0, 1e-3])
 _DOUBT_S: Final = 0.1  # of each guess

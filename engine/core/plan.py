@@ -45,9 +45,13 @@ class Plan:
     budget: int  # tokens that the step has left
     scheduled: list[Scheduled] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # that got their blocks
-    receiving: list[Sequence] = field(default_factory=list)  # those of them to be pulled
+    receiving: list[Sequence] = field(
+        default_factory=list
+    )  # those of them to be pulled
     preempted: list[Sequence] = field(default_factory=list)
-    stuck: list[Sequence] = field(default_factory=list)  # that the whole pool cannot hold
+    stuck: list[Sequence] = field(
+        default_factory=list
+    )  # that the whole pool cannot hold
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduled.append(Scheduled.next_of(sequence, num_tokens))

@@ -30,22 +30,28 @@ from engine.core.plan import load_of
 from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
-from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
+from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones, work_of
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import held
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from protocol.metrics import stat_key
 
-_MUCH_SHARED = 256  # tokens of a prefix that are worth a wait, or half of what there is to compute
+_MUCH_SHARED = (
+    256  # tokens of a prefix that are worth a wait, or half of what there is to compute
+)
 
 
 class Scheduler:
     """Owns the queue, the running set and the receiving set, and their blocks."""
 
-    def __init__(self, limits: SchedulerLimits, num_blocks: int, *, cached: bool) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, num_blocks: int, *, cached: bool
+    ) -> None:
         self.limits = limits
         self.allocator = allocator = BlockAllocator(num_blocks)
-        self.prefix = PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
+        self.prefix = (
+            PrefixIndex(allocator, limits.block_size, limits.groups) if cached else None
+        )
         self.tables = BlockTables(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -55,7 +61,9 @@ class Scheduler:
         self._pace = Pace(target_s, most) if target_s else None
         self._loads: deque[Load] = deque()  # of the launched steps
         self._num_finished_steps = 0
-        self._deferred: list[tuple[int, list[int]]] = []  # step to finish, blocks to release
+        self._deferred: list[
+            tuple[int, list[int]]
+        ] = []  # step to finish, blocks to release
 
     @property
     def stands(self) -> bool:
@@ -69,8 +77,12 @@ class Scheduler:
         return not self.running or 0 < needed - self.allocator.num_available <= lent
 
     def add(self, sequence: Sequence) -> None:
-        assert len(sequence.token_ids) <= self.limits.max_model_len, "it would wait for ever"
-        assert len(sequence.choices) <= self.limits.max_num_seqs, "it would wait for ever"
+        assert len(sequence.token_ids) <= self.limits.max_model_len, (
+            "it would wait for ever"
+        )
+        assert len(sequence.choices) <= self.limits.max_num_seqs, (
+            "it would wait for ever"
+        )
         sequence.phase = Phase.WAITING
         enqueue(self.waiting, sequence)
 
@@ -79,12 +91,16 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Decides the next step. An empty `scheduled` means nothing can be computed now."""
         plan = Plan(self.limits.max_num_batched_tokens)
-        going_on = [s for s in self.running if not s.awaits_result(self.limits.max_model_len)]
+        going_on = [
+            s for s in self.running if not s.awaits_result(self.limits.max_model_len)
+        ]
         decoding = [s for s in going_on if s.is_decoding]
         prefilling = [s for s in going_on if not s.is_decoding]
         self._go_on(decoding, plan)
         if self._pace is not None and (prefilling or self.waiting):
-            if plan.scheduled or self.receiving:  # one that is pulled is a stream already
+            if (
+                plan.scheduled or self.receiving
+            ):  # one that is pulled is a stream already
                 load = load_of(plan.scheduled)
                 room = self._pace.prompt_tokens(load.streams, load.held)
                 plan.budget = min(plan.budget, room)
@@ -98,11 +114,17 @@ class Scheduler:
 
     def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
         """Tokens of the step that long prompts leave to short ones, which get their blocks."""
-        found = short_ones(self.waiting, sum(s.num_uncomputed for s in under_way), budget)
+        found = short_ones(
+            self.waiting, sum(work_of(s, s.num_uncomputed) for s in under_way), budget
+        )
         needed = sum(self.tables.num_blocks_for(s, len(s.token_ids)) for s in found)
         has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))
         is_one_too_many = self._num_choices() + len(found) > self.limits.max_num_seqs
-        return sum(len(s.token_ids) for s in found) if has_room and not is_one_too_many else 0
+        return (
+            sum(len(s.token_ids) for s in found)
+            if has_room and not is_one_too_many
+            else 0
+        )
 
     def _go_on(self, sequences: list[Sequence], plan: Plan) -> None:
         for sequence in sequences:
@@ -133,7 +155,9 @@ class Scheduler:
             if victim is sequence:
                 plan.stuck += [sequence] * self.allocator.is_all_available
                 return False
-        self.limits.groups.fill(sequence.block_ids, places, self.allocator.allocate(needed))
+        self.limits.groups.fill(
+            sequence.block_ids, places, self.allocator.allocate(needed)
+        )
         return True
 
     def may_preempt(self) -> bool:
@@ -146,7 +170,9 @@ class Scheduler:
         )
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        assert victim.last_step <= self._num_finished_steps, "preempted under a launched step"
+        assert victim.last_step <= self._num_finished_steps, (
+            "preempted under a launched step"
+        )
         self.running.remove(victim)
         self._release_blocks(victim)
         self.requeue(victim)
@@ -158,14 +184,21 @@ class Scheduler:
         room = self.limits.max_num_seqs - self._num_choices()
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
-            is_remote, is_locked_out = sequence.remote is not None, self.is_locked_out(sequence)
+            is_remote, is_locked_out = (
+                sequence.remote is not None,
+                self.is_locked_out(sequence),
+            )
             num_choices = 1 + len(sequence.children)
             if num_choices > room or not (is_remote or plan.budget):
                 return
             if is_remote and not (is_locked_out or pulls_wait):
                 needed = self.tables.num_blocks_for(sequence, sequence.num_to_hold)
                 pulls_wait = not self.allocator.has_room_to_receive(needed)
-            if is_locked_out or (is_remote and pulls_wait) or self._awaits_prefix(sequence):
+            if (
+                is_locked_out
+                or (is_remote and pulls_wait)
+                or self._awaits_prefix(sequence)
+            ):
                 passed += 1
                 continue
             if not self._admit(sequence, plan.budget):
@@ -195,7 +228,9 @@ class Scheduler:
         start = self.tables.num_tokens(self._match(sequence))
         for owner in owners:
             shared = self._num_shared(sequence, owner, start)
-            if shared and shared >= min(_MUCH_SHARED, (len(sequence.token_ids) - start) // 2):
+            if shared and shared >= min(
+                _MUCH_SHARED, (len(sequence.token_ids) - start) // 2
+            ):
                 sequence.awaited = owner, start + shared
                 return True
         return False
@@ -221,7 +256,9 @@ class Scheduler:
 
     def _num_choices(self) -> int:
         """Those that run, are pulled, or are children of one that does."""
-        return sum(1 + len(s.children) for s in (*self.running, *self.receiving.values()))
+        return sum(
+            1 + len(s.children) for s in (*self.running, *self.receiving.values())
+        )
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Takes cached blocks and allocates the rest, or changes nothing and answers False."""
@@ -290,7 +327,9 @@ class Scheduler:
         num_cached = sequence.num_computed
         num_received = max(sequence.num_to_receive, num_cached)
         if is_converted and sequence.children:
-            shared = min(self._num_forked(sequence, child) for child in sequence.children)
+            shared = min(
+                self._num_forked(sequence, child) for child in sequence.children
+            )
             num_received = max(min(num_received, shared), num_cached)
         self.tables.pulled(sequence)
         self.recompute_in_place(sequence)
@@ -342,7 +381,9 @@ class Scheduler:
         child.fork_from(parent)
         size = self.limits.block_size
         child.num_computed = self._num_forked(parent, child)
-        child.block_ids = self.limits.groups.of_prefix(parent.block_ids, child.num_computed, size)
+        child.block_ids = self.limits.groups.of_prefix(
+            parent.block_ids, child.num_computed, size
+        )
         self.allocator.share(held(child.block_ids))
         child.whole_from = parent.whole_from
         self._run(child)
@@ -440,7 +481,10 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         counts = self.allocator.counts()
-        states = {stat_key("baton_kv_blocks", state=s.name.lower()): counts[s] for s in BlockState}
+        states = {
+            stat_key("baton_kv_blocks", state=s.name.lower()): counts[s]
+            for s in BlockState
+        }
         values = {
             **states,
             "baton_kv_blocks_capacity": self.allocator.capacity,

@@ -35,7 +35,9 @@ from protocol.numbers import PhaseTimes
 class Phase(Enum):
     """Where a sequence is; exactly one owner holds it in each phase."""
 
-    NEW = "new"  # known to the core only (a decode connector may be shaking hands for it)
+    NEW = (
+        "new"  # known to the core only (a decode connector may be shaking hands for it)
+    )
     WAITING = "waiting"  # queued for blocks
     RECEIVING = "receiving"  # its blocks are being written by a pull
     RUNNING = "running"  # takes part in steps
@@ -59,7 +61,9 @@ class Sequence:
     phase: Phase = Phase.NEW
     first_logprobs: TokenLogprobs | None = None  # of the first output, when drawn here
     block_ids: list[int] = field(default_factory=list)
-    kept_from: list[int] = field(default_factory=list)  # as of KVGroups; what is before went home
+    kept_from: list[int] = field(
+        default_factory=list
+    )  # as of KVGroups; what is before went home
     whole_from: list[int] = field(default_factory=list)  # as of BlockTables.pulled
     num_computed: int = 0  # tokens whose KV is there: of finished steps, hits or pulls
     num_launched: int = 0  # tokens after those, in steps that have not finished
@@ -71,18 +75,26 @@ class Sequence:
     num_transferred: int = 0
     num_recomputed: int = 0
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    num_overtaken: int = 0  # while it waits, by those that came later; see core/waiting.py
+    num_overtaken: int = (
+        0  # while it waits, by those that came later; see core/waiting.py
+    )
     was_admitted: bool = False
     has_ended: bool = False  # its terminal event is out, or about to be
-    is_moving: bool = False  # its request goes on elsewhere, and its KV is lent for that
-    is_parent_only: bool = False  # it has ended, and computes its prompt for its children
+    is_moving: bool = (
+        False  # its request goes on elsewhere, and its KV is lent for that
+    )
+    is_parent_only: bool = (
+        False  # it has ended, and computes its prompt for its children
+    )
     # As far as they are known, of a prompt whose logprobs were asked for; None for its first token.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_logprobs_sent: int = 0
     # Who computes what this one begins with as well, and up to which token, while it waits for it.
     awaited: "tuple[Sequence, int] | None" = None
     sits_out: bool = False  # it is not known yet what it may draw next
-    grammar: GrammarState | None = None  # made when first needed, from the request and the outputs
+    grammar: GrammarState | None = (
+        None  # made when first needed, from the request and the outputs
+    )
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
@@ -143,7 +155,9 @@ class Sequence:
         were drawn elsewhere."""
         assert self.remote is not None
         known = self.request.known or [Known()]
-        draws = not all(self.remote.first_tokens or one.token_ids or one.has_ended for one in known)
+        draws = not all(
+            self.remote.first_tokens or one.token_ids or one.has_ended for one in known
+        )
         num_known = max(self.num_prompt_tokens - draws, len(self.token_ids) - 1)
         return min(self.remote.num_tokens, num_known)
 
@@ -160,7 +174,12 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) + self.num_awaited - self.num_computed - self.num_launched
+        return (
+            len(self.token_ids)
+            + self.num_awaited
+            - self.num_computed
+            - self.num_launched
+        )
 
     @property
     def is_decoding(self) -> bool:
@@ -171,7 +190,9 @@ class Sequence:
         """The choices that are to fork off this one."""
         if len(self.choices) == 1 or self.choice:
             return []
-        return [other for other in self.choices if not (other.is_forked or other.has_ended)]
+        return [
+            other for other in self.choices if not (other.is_forked or other.has_ended)
+        ]
 
     @property
     def is_scoring(self) -> bool:
@@ -184,7 +205,11 @@ class Sequence:
         """The choices whose next token is drawn when all of this one's tokens are computed."""
         if self.request.max_tokens == 0:
             return ()
-        first = [other for other in self.children if not (other.num_outputs or self.num_outputs)]
+        first = [
+            other
+            for other in self.children
+            if not (other.num_outputs or self.num_outputs)
+        ]
         return (*first,) if self.has_ended else (self, *first)
 
     def awaits_result(self, max_model_len: int) -> bool:
@@ -273,7 +298,9 @@ class Sequence:
         if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
         num_tokens = self.num_prompt_tokens + self.num_outputs
-        is_full = self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len
+        is_full = (
+            self.num_outputs >= self.request.max_tokens or num_tokens >= max_model_len
+        )
         if self.grammar is not None and (is_full or not self.grammar.is_slow):
             if self.grammar.follow(self.token_ids, self.first_output) is COMPLETE:
                 return "stop"
@@ -287,10 +314,14 @@ class Sequence:
         cached, remote = self.num_skipped + self.num_transferred, self.request.remote
         prefill: dict[str, int] = {}
         if remote is not None and remote.transfer_id is None:
-            cached = min(remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed)
+            cached = min(
+                remote.cached_tokens, self.num_prompt_tokens - self.num_recomputed
+            )
             prefill["prefill_transferred"] = remote.transferred_tokens
             prefill["prefill_recomputed"] = remote.num_tokens - remote.cached_tokens
-            prefill["prefill_skipped"] = remote.cached_tokens - remote.transferred_tokens
+            prefill["prefill_skipped"] = (
+                remote.cached_tokens - remote.transferred_tokens
+            )
         return KVUsage(
             transferred=self.num_transferred,
             recomputed=self.num_recomputed,

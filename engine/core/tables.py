@@ -19,7 +19,9 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int  # tokens, prompt and outputs
     block_size: int  # tokens
-    itl_target_s: float | None = None  # of a step with streams; None: however long prompts make it
+    itl_target_s: float | None = (
+        None  # of a step with streams; None: however long prompts make it
+    )
     groups: KVGroups = ONE_GROUP
 
 
@@ -46,7 +48,9 @@ class BlockTables:
         """What a sequence that has `table` lacks: for so many tokens, but in groups with a window
         for those only that are pulled, or computed first."""
         groups, tokens = self._groups, range(self.num_tokens(table), num_tokens)
-        first = [range(tokens.start, min(num_tokens, tokens.start + budget))] * groups.count
+        first = [
+            range(tokens.start, min(num_tokens, tokens.start + budget))
+        ] * groups.count
         if sequence.remote is not None:
             stop = sequence.num_to_pull
             first = groups.spans(tokens.start, stop, self.reach(sequence, stop))
@@ -60,7 +64,9 @@ class BlockTables:
         stop = start + num_tokens
         if not groups.drops:
             return range(len(table), groups.count * -(-stop // self._block_size))
-        return groups.missing(table, [range(start, stop)] * groups.count, self._block_size)
+        return groups.missing(
+            table, [range(start, stop)] * groups.count, self._block_size
+        )
 
     def full(self, sequence: Sequence, num_full: int) -> list[int]:
         """The table of so many full blocks of each group."""
@@ -86,24 +92,32 @@ class BlockTables:
         """The fewest of so many tokens that anybody may go on from: of n choices all but the first
         compute the prompt's last block by themselves, and so does who borrows a lent one."""
         found = [num_tokens]
-        if self._groups.drops and sequence.request.retain_kv:  # whatever a borrower's blocks
+        if (
+            self._groups.drops and sequence.request.retain_kv
+        ):  # whatever a borrower's blocks
             of_last = MAX_BLOCK_SIZE_TOKENS if len(sequence.choices) > 1 else 0
             found.append(sequence.num_prompt_tokens - of_last)
         if self._groups.drops and sequence.children:
-            found.append((sequence.num_prompt_tokens - 1) // self._block_size * self._block_size)
+            found.append(
+                (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
+            )
         return max(0, min(found))
 
     def pulled(self, sequence: Sequence) -> None:
         """A pull has begun in the middle of a window's block: it is no block of the prefix."""
         stop, size = sequence.num_to_pull, self._block_size
         if self._groups.drops:
-            spans = self._groups.spans(sequence.num_computed, stop, self.reach(sequence, stop))
+            spans = self._groups.spans(
+                sequence.num_computed, stop, self.reach(sequence, stop)
+            )
             sequence.whole_from = [-(-span.start // size) for span in spans]
 
     def of_prompt(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The table that is lent of so many tokens."""
         reach = num_tokens if sequence.is_moving else self.reach(sequence, num_tokens)
-        return self._groups.of_prefix(sequence.block_ids, num_tokens, self._block_size, reach)
+        return self._groups.of_prefix(
+            sequence.block_ids, num_tokens, self._block_size, reach
+        )
 
     def take_passed(self, sequence: Sequence) -> list[int]:
         """Takes out of the table the blocks before the windows of all who may go on from it."""

@@ -40,7 +40,9 @@ ENDPOINTS: Final = {
     "/v1/completions": Endpoint(
         "completions", partial(validate, CompletionRequest), CompletionWriter
     ),
-    "/v1/chat/completions": Endpoint("chat", partial(validate, ChatRequest), ChatWriter),
+    "/v1/chat/completions": Endpoint(
+        "chat", partial(validate, ChatRequest), ChatWriter
+    ),
     "/v1/responses": Endpoint("responses", parse_responses, ResponsesWriter),
 }
 
@@ -59,7 +61,10 @@ class ServerHooks:
         return adds
 
     def admit(
-        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+        self,
+        adds: Sequence[AddRequest],
+        ready: EngineReady,
+        kv_transfer_params: object = None,
     ) -> Callable[[], None]:
         """Takes a request on, or not; the result is called once, when the request has ended.
 
@@ -103,7 +108,9 @@ class Api:
     secret: bytes = b""
     on_drain: Callable[[], None] = field(default_factory=lambda: nothing, init=False)
     fingerprint: str | None = field(default=None, init=False)
-    generation_config: GenerationConfig = field(default_factory=GenerationConfig, init=False)
+    generation_config: GenerationConfig = field(
+        default_factory=GenerationConfig, init=False
+    )
 
     def __post_init__(self) -> None:
         check(self.settings)
@@ -129,7 +136,10 @@ class Api:
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
 
     def salted(
-        self, adds: list[AddRequest], parsed: GenerationRequest, scope: Mapping[str, Any]
+        self,
+        adds: list[AddRequest],
+        parsed: GenerationRequest,
+        scope: Mapping[str, Any],
     ) -> list[AddRequest]:
         """The engine's requests with the cache salt of their request and of its API key."""
         salt = visit_of(scope).cache_salt(parsed.cache_salt, self.secret)

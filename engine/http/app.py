@@ -47,7 +47,10 @@ def create_app(api: Api) -> FastAPI:
     """
     pages = _Pages(api)
     posted: dict[str, Callable[..., Any]] = {
-        **{path: partial(respond, api=api, endpoint=one) for path, one in ENDPOINTS.items()},
+        **{
+            path: partial(respond, api=api, endpoint=one)
+            for path, one in ENDPOINTS.items()
+        },
         "/tokenize": partial(pages.on_text, work=pages.tokenize),
         "/detokenize": partial(pages.on_text, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
@@ -67,7 +70,9 @@ def create_app(api: Api) -> FastAPI:
     }
     routes: list[BaseRoute] = []
     routes += [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
-    routes += [Route(path, answer, methods=["GET"]) for path, answer in read.items()]  # and HEAD
+    routes += [
+        Route(path, answer, methods=["GET"]) for path, answer in read.items()
+    ]  # and HEAD
     return FastAPI(
         title="Baton",
         docs_url=None,
@@ -129,7 +134,9 @@ class _Pages:
         elif reason is not None:
             told |= {"reason": reason, **self._about()}
         else:
-            work = {name: client.stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS}
+            work = {
+                name: client.stats.get(f"baton_{name}", 0.0) for name in ENGINE_TOTALS
+            }
             told |= {**self._about(), **work}
         return JSONResponse(told, 200 if reason is None else 503)
 
@@ -170,7 +177,9 @@ class _Pages:
 
     async def release_kv(self, request: Request) -> Response:
         """Nobody will use the KV of these `kv_transfer_params`."""
-        members, _ = await read_json(request, self._api.settings.max_body_bytes, is_held=False)
+        members, _ = await read_json(
+            request, self._api.settings.max_body_bytes, is_held=False
+        )
         messages = self._api.hooks.refused(members.get("kv_transfer_params"))
         for message in messages:
             self._api.client.tell(message)
@@ -185,7 +194,9 @@ class _Pages:
     async def migrate(self, request: Request) -> Response:
         """They go on with so many of them: {"requests": N}."""
         check_operator(request.scope)
-        members, _ = await read_json(request, self._api.settings.max_body_bytes, is_held=False)
+        members, _ = await read_json(
+            request, self._api.settings.max_body_bytes, is_held=False
+        )
         try:
             asked = msgspec.convert(members, _Migrate)
         except msgspec.ValidationError as error:
@@ -198,7 +209,9 @@ class _Pages:
     ) -> Response:
         settings = self._api.settings
         self._api.client.require_ready()  # and so is the tokenizer
-        async with within(deadline_of(request.scope["headers"], settings.request_timeout_s)):
+        async with within(
+            deadline_of(request.scope["headers"], settings.request_timeout_s)
+        ):
             members, num_bytes = await read_json(request, settings.max_body_bytes)
             settle_model(members, self._api.model_name)
             async with cancelled_on_disconnect(request.receive):
@@ -215,12 +228,21 @@ class _Pages:
             return validate(TokenizeRequest, members)
 
         parsed = await api.texts.run_python(num_bytes, parse)
-        request = parsed.as_generation()  # whose sender may want to know by how much it is too long
-        (ids,) = await api.texts.tokenize(request, num_bytes, length, sure_to=LONG_CHARS)
+        request = (
+            parsed.as_generation()
+        )  # whose sender may want to know by how much it is too long
+        (ids,) = await api.texts.tokenize(
+            request, num_bytes, length, sure_to=LONG_CHARS
+        )
 
         def answer() -> bytes:
             pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None
-            told = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": pieces}
+            told = {
+                "count": len(ids),
+                "max_model_len": length,
+                "tokens": ids,
+                "token_strs": pieces,
+            }
             return msgspec.json.encode(told)
 
         return await api.texts.run(len(ids), answer)
@@ -231,7 +253,11 @@ class _Pages:
         def answer() -> bytes:
             parsed = validate(DetokenizeRequest, members)
             if parsed.tokens:
-                check_token_ids(parsed.tokens, api.client.require_ready().vocab_size, "tokens")
-            return msgspec.json.encode({"prompt": api.tokenizer.decode_all(parsed.tokens)})
+                check_token_ids(
+                    parsed.tokens, api.client.require_ready().vocab_size, "tokens"
+                )
+            return msgspec.json.encode(
+                {"prompt": api.tokenizer.decode_all(parsed.tokens)}
+            )
 
         return await api.texts.run(num_bytes, answer)

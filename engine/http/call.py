@@ -21,7 +21,12 @@ from engine.http.text_encoder import given_texts
 from engine.process.client import Subscription
 from protocol.errors import BatonError, InternalError, NoServerAvailable
 from protocol.http import sse
-from protocol.http.connections import KV_HEADER, PREFILL_KV_HEADER, ClientDisconnected, is_closing
+from protocol.http.connections import (
+    KV_HEADER,
+    PREFILL_KV_HEADER,
+    ClientDisconnected,
+    is_closing,
+)
 from protocol.messages import MOVED, AddRequest, TokenDelta
 from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
@@ -57,7 +62,9 @@ class HttpRequestState:
         self._parsed = parsed
         self.framing = framing
         origin = framing.origin
-        self.writer = endpoint.writer(origin.id, origin.created, parsed, api.fingerprint)
+        self.writer = endpoint.writer(
+            origin.id, origin.created, parsed, api.fingerprint
+        )
         texts = given_texts(parsed)
         if parsed.truncate_prompt_tokens is not None:
             texts = [None] * len(texts)  # an echo is of the tokens that are left
@@ -70,7 +77,9 @@ class HttpRequestState:
         self.stats = stats
         self._num_open = n * len(adds)
         self._num_told = 0  # tokens of a stream so far
-        self.moved: dict[str, Any] | None = None  # where its KV is, once it goes on elsewhere
+        self.moved: dict[str, Any] | None = (
+            None  # where its KV is, once it goes on elsewhere
+        )
 
     @property
     def done(self) -> bool:
@@ -90,7 +99,9 @@ class HttpRequestState:
                     known = await self._replay(framing.resumed)
                 if framing.is_movable:  # from now on who drains this server waits
                     has_come = framing.resumed is not None
-                    self.subscription.let_move(lambda: framing.may_move, has_come=has_come)
+                    self.subscription.let_move(
+                        lambda: framing.may_move, has_come=has_come
+                    )
                 pieces = await self.next_pieces()
                 if self._parsed.stream:
                     return EventStream(self, pieces)
@@ -230,9 +241,13 @@ class HttpRequestState:
             shows_all = shows_tokens and piece.token_ids  # none after a stop string
             if position == last:
                 usage, extra = self._finish(piece.finish_reason)
-                parts.append(self.writer.last_chunk(piece, usage, extra) + self.writer.end)
+                parts.append(
+                    self.writer.last_chunk(piece, usage, extra) + self.writer.end
+                )
             elif shows_all or piece.first or piece.finish_reason or piece.has_text:
-                if so_far is not None:  # up to this piece: others may have arrived with it
+                if (
+                    so_far is not None
+                ):  # up to this piece: others may have arrived with it
                     so_far.completion_tokens = self._num_told
                 parts.append(self.writer.chunk(piece, so_far))
         return b"".join(parts)
@@ -241,7 +256,9 @@ class HttpRequestState:
         usage = self._usage()
         finals = self._finals()
         extra = self._hooks.finish(finals)
-        self.stats.finished(usage, finish_reason or "stop", finals[0].times if finals else None)
+        self.stats.finished(
+            usage, finish_reason or "stop", finals[0].times if finals else None
+        )
         return usage, extra
 
     def _finals(self) -> list[TokenDelta]:
@@ -254,9 +271,15 @@ class HttpRequestState:
         prompts = self._prompts.values()
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            completion_tokens=sum(c.num_tokens for prompt in prompts for c in prompt.choices),
-            reasoning_tokens=sum(c.num_reasoning for prompt in prompts for c in prompt.choices),
-            kv=add_kv([final.usage for final in self._finals() if final.usage is not None]),
+            completion_tokens=sum(
+                c.num_tokens for prompt in prompts for c in prompt.choices
+            ),
+            reasoning_tokens=sum(
+                c.num_reasoning for prompt in prompts for c in prompt.choices
+            ),
+            kv=add_kv(
+                [final.usage for final in self._finals() if final.usage is not None]
+            ),
         )
 
 
@@ -267,7 +290,11 @@ class WholeAnswer(Response):
     media_type = "application/json"
 
     def __init__(
-        self, subscription: Subscription, body: bytes, headers: Mapping[str, str], tells_of_kv: bool
+        self,
+        subscription: Subscription,
+        body: bytes,
+        headers: Mapping[str, str],
+        tells_of_kv: bool,
     ) -> None:
         super().__init__(body, headers=headers)
         self._subscription = subscription
@@ -333,9 +360,13 @@ class EventStream(Response):
             log.exception("a stream failed")
             failure = InternalError("The server failed while it was answering.")
         call.stats.close(failure)
-        await _send_body(send, framing.wrap_error(failure, call.writer.error(failure)), more=False)
+        await _send_body(
+            send, framing.wrap_error(failure, call.writer.error(failure)), more=False
+        )
 
-    async def _hand_over(self, scope: Scope, send: Send, params: dict[str, Any]) -> None:
+    async def _hand_over(
+        self, scope: Scope, send: Send, params: dict[str, Any]
+    ) -> None:
         self._call.stats.moved()
         over = NoServerAvailable("the server hands its streams over; ask again")
         end = self._call.framing.moved(params, self._call.writer.error(over))

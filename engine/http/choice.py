@@ -26,7 +26,9 @@ from protocol.settings.options import ModelOptions
 INLINE_LOGPROBS = 1 << 12  # more are written off the event loop: 4 us for each
 _encode = msgspec.json.Encoder().encode  # a fifth of the memory of what it writes
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-_HEAD_CHARS = 4  # of a text, by which its beginning is found behind what was put before it
+_HEAD_CHARS = (
+    4  # of a text, by which its beginning is found behind what was put before it
+)
 
 
 class PromptGeneration:
@@ -74,7 +76,9 @@ class PromptGeneration:
                 thinks: ReasoningParser = HarmonyParser(*how_told)
             else:
                 thinks = ReasoningParser(begins, openings)
-            self.choices.append(ChoiceStream(index, self, add, tokenizer, parser, thinks))
+            self.choices.append(
+                ChoiceStream(index, self, add, tokenizer, parser, thinks)
+            )
 
     def add_logprobs(self, found: Sequence[TokenLogprobs | None]) -> None:
         """The next of the prompt's tokens, in order."""
@@ -85,7 +89,9 @@ class PromptGeneration:
         many tokens were cached as in the first: what was computed again nobody asked for."""
         first, usage = self.first_usage, delta.usage
         if first and usage and self.is_known and delta.finish_reason:
-            return replace(delta, usage=replace(usage, cached_tokens=first.cached_tokens))
+            return replace(
+                delta, usage=replace(usage, cached_tokens=first.cached_tokens)
+            )
         self.first_usage = usage
         return delta
 
@@ -101,7 +107,9 @@ class PromptGeneration:
         pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)
         for top_id, logprob in pairs:
             shown = self._text(top_id)
-            if owners.setdefault(shown.text, top_id) != top_id:  # two tokens of the same text
+            if (
+                owners.setdefault(shown.text, top_id) != top_id
+            ):  # two tokens of the same text
                 shown = TokenText(f"token_id:{top_id}", shown.raw)
             top.append((shown, _finite(logprob)))
         return TokenReport(token, _finite(found.logprob), top, offset)
@@ -115,7 +123,9 @@ class PromptGeneration:
     def takes_long(self) -> bool:
         """Whether `tell` does, and could begin."""
         wanted = self.request.num_prompt_logprobs
-        is_due = self._told is None and (wanted is None or len(self._found) == len(self.ids))
+        is_due = self._told is None and (
+            wanted is None or len(self._found) == len(self.ids)
+        )
         each = self.request.wants_echo + (0 if wanted is None else 1 + wanted)
         return is_due and each * len(self.ids) > INLINE_LOGPROBS
 
@@ -144,8 +154,12 @@ class PromptGeneration:
         found = zip(self.ids, self._complete(), strict=True)
         return [one and Raw(_encode(self._by_id(i, one, num_top))) for i, one in found]
 
-    def _by_id(self, token_id: int, found: TokenLogprobs, num_top: int) -> dict[str, Any]:
-        top = zip(found.top_ids[:num_top], enumerate(found.top_logprobs, 1), strict=False)
+    def _by_id(
+        self, token_id: int, found: TokenLogprobs, num_top: int
+    ) -> dict[str, Any]:
+        top = zip(
+            found.top_ids[:num_top], enumerate(found.top_logprobs, 1), strict=False
+        )
         entries = {token_id: (found.rank or None, found.logprob), **dict(top)}
         return {
             str(key): {
@@ -170,13 +184,17 @@ class PromptGeneration:
         A text is echoed as it came; what the tokenizer put before it (a BOS) takes no room there.
         """
         skips = self._given is None and self.request.skip_special_tokens
-        detokenizer = create_detokenizer(self._tokenizer, self.ids, skip_special_tokens=skips)
+        detokenizer = create_detokenizer(
+            self._tokenizer, self.ids, skip_special_tokens=skips
+        )
         text, offsets = detokenizer.echo(self.ids)
         if self._given is None:
             return text, offsets
         size = len(self._given)
         surplus = len(text) - size
-        if not text.endswith(self._given):  # it names special tokens: their spaces are lost
+        if not text.endswith(
+            self._given
+        ):  # it names special tokens: their spaces are lost
             surplus = max(text.find(self._given[:_HEAD_CHARS]), 0)
         return self._given, [min(max(at - surplus, 0), size) for at in offsets]
 
@@ -207,7 +225,9 @@ class ChoiceStream:
     ) -> None:
         request = prompt.request
         self.index = index
-        self.num_tokens = 0  # generated, up to and including what completed a stop string
+        self.num_tokens = (
+            0  # generated, up to and including what completed a stop string
+        )
         self.final: TokenDelta | None = None
         self.stop_found = False
         self._last_id: int | None = None
@@ -233,13 +253,19 @@ class ChoiceStream:
         self._first = True
         self._tool_parser = tool_parser
         self.num_reasoning = 0  # of the tokens
-        self._num_waiting = 0  # of the last tokens, that are reasoning unless it ends before them
+        self._num_waiting = (
+            0  # of the last tokens, that are reasoning unless it ends before them
+        )
         self._reasoning = reasoning
 
     @property
     def needs_abort(self) -> bool:
         """Whether the engine would go on although the text is complete."""
-        return self.stop_found and self.final is None and self.num_tokens < self._max_tokens
+        return (
+            self.stop_found
+            and self.final is None
+            and self.num_tokens < self._max_tokens
+        )
 
     @property
     def mean_logprob(self) -> float:
@@ -284,11 +310,16 @@ class ChoiceStream:
             if request.return_token_ids:
                 piece.prompt_token_ids = list(self._prompt.ids)
             if request.wants_echo:
-                piece.text, piece.logprobs = text, None if reports is None else [*reports]
+                piece.text, piece.logprobs = (
+                    text,
+                    None if reports is None else [*reports],
+                )
                 self._offset = len(text)
         return piece
 
-    def _take(self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take(
+        self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None
+    ) -> None:
         self.num_tokens += 1
         self._last_id = token_id
         piece.token_ids.append(token_id)
@@ -301,7 +332,10 @@ class ChoiceStream:
         is_of_frame = bool(tag) or self._reasoning.is_in_head
         thinks = self._reasoning.may_think
         # Before min_tokens no stop string begins or ends, nor in what the client does not see.
-        if self.num_tokens > self._request.min_tokens and not self._reasoning.is_in_head:
+        if (
+            self.num_tokens > self._request.min_tokens
+            and not self._reasoning.is_in_head
+        ):
             text, self.stop_found = self._stops.push(text)
         self._tell(piece, *self._reasoning.feed(text))
         is_thought = thinks and self._reasoning.is_inside
@@ -328,7 +362,10 @@ class ChoiceStream:
             self.num_reasoning = max(0, self.num_reasoning - self._num_waiting)
         piece.finish_reason = "stop" if self.stop_found else delta.finish_reason
         piece.stop_reason = self._stops.found
-        if piece.finish_reason == "stop" and self._last_id in self._request.stop_token_ids:
+        if (
+            piece.finish_reason == "stop"
+            and self._last_id in self._request.stop_token_ids
+        ):
             piece.stop_reason = piece.stop_reason or self._last_id
 
 
@@ -341,4 +378,6 @@ def _take_calls_out(piece: ChoicePiece, parser: ToolParser) -> None:
         piece.text += rest.content
         piece.tool_calls += rest.calls
         if piece.finish_reason == "stop" and parser.has_complete_calls:
-            piece.finish_reason = "tool_calls"  # which says that no arguments are cut off
+            piece.finish_reason = (
+                "tool_calls"  # which says that no arguments are cut off
+            )

@@ -23,21 +23,23 @@ from engine.http.limits import (
     settle_model,
     token_limit,
 )
-from engine.http.middleware import cancelled_on_disconnect, error_response, read_json, refusal_of
+from engine.http.middleware import (
+    cancelled_on_disconnect,
+    error_response,
+    read_json,
+    refusal_of,
+)
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.text.request_grammar import grammar_of
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, within
+from protocol.http.json_bounds import INLINE_BODY_BYTES
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.logging import current_request_id
-
-# Larger bodies are checked off the event loop: one of many small messages takes half a second for
-# a megabyte.
-INLINE_BODY_BYTES = 1 << 16
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
@@ -50,6 +52,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         async with within(deadline):
             members, num_bytes = await read_json(request, api.settings.max_body_bytes)
             call = await _start(request, api, endpoint, members, num_bytes, stats)
+            members.clear()  # an answer may take minutes
         if deadline is not None:
             stats.on_end(call.subscription.fail_at(deadline.at, deadline.error))
         return await call.respond(request.receive)
@@ -98,11 +101,14 @@ async def _start(
             adds = going_on(resumed, api, endpoint, adds)
         prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
         adds = await api.texts.run_python(_parsing_size(api, num_bytes), prepare)
+    adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     open_adds = [add for add in adds if is_open(add)]
     place = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
     stats.on_end(place.leave)
     stats.on_end(api.grammars.hold(adds[0].sampling.grammar))
-    stats.on_end(api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params))
+    stats.on_end(
+        api.hooks.admit(adds, api.client.require_ready(), parsed.kv_transfer_params)
+    )
     told = request.scope["headers"], api, endpoint, adds, resumed
     keeps_logprobs = not parsed.streams_logprobs_once
     framing = Framing.of(*told, is_stream=parsed.stream, keeps_logprobs=keeps_logprobs)
@@ -111,7 +117,10 @@ async def _start(
             api.client.tell(ReleaseRemote(add.remote))
     subscription = api.client.submit(open_adds, place)
     try:  # all else is made while the engine has begun
-        return HttpRequestState(api, endpoint, parsed, adds, subscription, stats, framing)
+        parsed = parsed.without_inputs()
+        return HttpRequestState(
+            api, endpoint, parsed, adds, subscription, stats, framing
+        )
     except BaseException:
         subscription.close()
         raise
@@ -120,7 +129,11 @@ async def _start(
 def _parsing_size(api: Api, num_bytes: int) -> int:
     """The size of a body for `TextWorkers.run_python`; 0 where it is parsed on the event loop.
     References to KV, which proxies add, may be larger than bodies of clients: they count less."""
-    return min(num_bytes, api.settings.max_body_bytes) if num_bytes > INLINE_BODY_BYTES else 0
+    return (
+        min(num_bytes, api.settings.max_body_bytes)
+        if num_bytes > INLINE_BODY_BYTES
+        else 0
+    )
 
 
 async def _prepare(
@@ -139,7 +152,9 @@ async def _prepare(
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 
-    parsed, all_guided = await api.texts.run_python(_parsing_size(api, num_bytes), parse)
+    parsed, all_guided = await api.texts.run_python(
+        _parsing_size(api, num_bytes), parse
+    )
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided:
         await api.grammars.check(all_guided)
@@ -159,8 +174,12 @@ async def _prepare(
 def _adds(
     api: Api, parsed: GenerationRequest, prompts: list[list[int]], limits: list[int]
 ) -> list[AddRequest]:
-    sampling = parsed.sampling(parsed.seed if parsed.seed is not None else secrets.randbits(63))
-    grammar = grammar_of(sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings)
+    sampling = parsed.sampling(
+        parsed.seed if parsed.seed is not None else secrets.randbits(63)
+    )
+    grammar = grammar_of(
+        sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings
+    )
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     end_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     # Unique even where a client uses one X-Request-Id twice, and short whatever it sent.
@@ -171,7 +190,10 @@ def _adds(
             token_ids=ids,
             sampling=sampling,
             max_tokens=limit,
-            stop_token_ids=[*end_ids, *(i for i in parsed.stop_token_ids if i not in end_ids)],
+            stop_token_ids=[
+                *end_ids,
+                *(i for i in parsed.stop_token_ids if i not in end_ids),
+            ],
             num_choices=parsed.num_candidates,
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),

@@ -17,7 +17,9 @@ from protocol.short_repr import short_repr
 # Of all sequences of one request, prompts and outputs. What --max-num-seqs sequences of the whole
 # context have is never too much.
 MAX_REQUEST_TOKENS = 1 << 22
-MIN_CHOICE_TOKENS = 256  # which a choice counts as: it takes some memory however short it is
+MIN_CHOICE_TOKENS = (
+    256  # which a choice counts as: it takes some memory however short it is
+)
 # Of prompts' tokens, in one answer: each takes 100 bytes, and a few microseconds of the event loop
 # in a stream, or in a reference. What is told whole, another thread writes.
 MAX_PROMPT_LOGPROBS = 1 << 19
@@ -46,7 +48,9 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
         refuse(param, f"has the token id {wrong}; ids are from 0 to {vocab_size - 1}")
 
 
-def check_against_server(parsed: GenerationRequest, vocab_size: int, max_num_seqs: int) -> None:
+def check_against_server(
+    parsed: GenerationRequest, vocab_size: int, max_num_seqs: int
+) -> None:
     """Raises InvalidRequest for what this model or this server cannot do."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if ids := getattr(parsed, name):
@@ -79,7 +83,9 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     return schemas + guided
 
 
-def too_long(num_tokens: int, max_model_len: int, param: str, more: str = "") -> Exception:
+def too_long(
+    num_tokens: int, max_model_len: int, param: str, more: str = ""
+) -> Exception:
     """The error for a prompt beyond the context, in words that client libraries look for."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {max_model_len} tokens and the prompt is too "
@@ -105,14 +111,18 @@ def token_limit(
     """
     room = max_model_len - num_prompt_tokens
     asked = parsed.token_limit
-    if room < 1 and (asked != 0 or room < 0):  # to be scored only, a prompt may fill the context
+    if room < 1 and (
+        asked != 0 or room < 0
+    ):  # to be scored only, a prompt may fill the context
         raise too_long(num_prompt_tokens, max_model_len, parsed.prompt_field)
     if asked is None:
         usual = room if isinstance(parsed, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         limit = min(unasked or usual, room)
         if parsed.min_tokens > limit:
             told = f"is {parsed.min_tokens}, and without `max_tokens` at most {limit} tokens are"
-            refuse("min_tokens", f"{told} generated here; lower the one or set the other")
+            refuse(
+                "min_tokens", f"{told} generated here; lower the one or set the other"
+            )
         return limit
     if asked > room:
         field = parsed.limit_field
@@ -134,18 +144,28 @@ def check_logprobs(parsed: GenerationRequest, num_tokens: int, num_drawn: int) -
     if parsed.stream:
         limit, where = MAX_STREAMED_LOGPROBS, "a stream"
     if size > limit:
-        param = parsed.logprobs_field if parsed.prompt_logprobs is None else "prompt_logprobs"
+        param = (
+            parsed.logprobs_field
+            if parsed.prompt_logprobs is None
+            else "prompt_logprobs"
+        )
         told = f"asks for {size} logprobs of prompt tokens, {where} has {limit} at most"
         refuse(param, f"{told}; send less at once")
     size = 0 if parsed.num_logprobs is None else num_drawn * (1 + parsed.num_logprobs)
     if size > MAX_LOGPROBS and not (parsed.stream and parsed.streams_logprobs_once):
         other = ", or stream it" if parsed.streams_logprobs_once else ""
         most = f"an answer has {MAX_LOGPROBS} at most; lower `n` or `{parsed.limit_field}`{other}"
-        refuse(parsed.logprobs_field, f"asks for up to {size} logprobs of drawn tokens, {most}")
+        refuse(
+            parsed.logprobs_field,
+            f"asks for up to {size} logprobs of drawn tokens, {most}",
+        )
 
 
 def check_size(
-    parsed: GenerationRequest, lengths: Sequence[int], max_model_len: int, max_num_seqs: int
+    parsed: GenerationRequest,
+    lengths: Sequence[int],
+    max_model_len: int,
+    max_num_seqs: int,
 ) -> None:
     """Raises InvalidRequest for more tokens than one request may have.
 
@@ -154,9 +174,17 @@ def check_size(
     """
     choices = parsed.num_candidates
     size = choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)
-    limit = max(MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS))
+    limit = max(
+        MAX_REQUEST_TOKENS, max_num_seqs * max(max_model_len, MIN_CHOICE_TOKENS)
+    )
     if size > limit:
-        param = "best_of" if choices > parsed.n else "n" if choices > 1 else parsed.prompt_field
+        param = (
+            "best_of"
+            if choices > parsed.n
+            else "n"
+            if choices > 1
+            else parsed.prompt_field
+        )
         told = f"is too much: {len(lengths)} prompts with {choices} choices each may have {size}"
         told += f" tokens in all, and a choice counts as {MIN_CHOICE_TOKENS} at least"
         refuse(param, f"{told}; ask for at most {limit} at once")

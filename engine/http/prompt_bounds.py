@@ -11,7 +11,9 @@ from protocol.errors import ContextLengthExceeded
 
 MIN_ITEMS_LIMIT = 1024  # so many are rendered quickly, whatever the context
 MIN_CHARS_LIMIT = 1 << 22  # so are these, and tokenizing stops at twice the context
-_COMPOSED_CHARS = 4  # characters that Unicode normalization may make one of: three, in Hangul
+_COMPOSED_CHARS = (
+    4  # characters that Unicode normalization may make one of: three, in Hangul
+)
 _LISTS = ("messages", "input", "tools")
 _PARTS = ("content", "tool_calls")
 
@@ -39,7 +41,9 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
             _refuse(name, f"{num_items} {what}", max_items, max_model_len)
 
 
-def check_num_chars(members: dict[str, Any], max_model_len: int, longest_token_chars: int) -> None:
+def check_num_chars(
+    members: dict[str, Any], max_model_len: int, longest_token_chars: int
+) -> None:
     """The same of the characters of each prompt, unless the client asks for truncation.
 
     Raises:
@@ -47,7 +51,9 @@ def check_num_chars(members: dict[str, Any], max_model_len: int, longest_token_c
     """
     if _is_truncated(members):
         return
-    max_chars = max(_COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT)
+    max_chars = max(
+        _COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT
+    )
     for name, num_chars in _lengths(members, _max_items(max_model_len)):
         if num_chars > max_chars:
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
@@ -55,7 +61,10 @@ def check_num_chars(members: dict[str, Any], max_model_len: int, longest_token_c
 
 def _is_truncated(members: dict[str, Any]) -> bool:
     """Whether the client asks for a prompt that is too long to be cut, not refused."""
-    return members.get("truncate_prompt_tokens") is not None or members.get("truncation") == "auto"
+    return (
+        members.get("truncate_prompt_tokens") is not None
+        or members.get("truncation") == "auto"
+    )
 
 
 def _max_items(max_model_len: int) -> int:
@@ -82,7 +91,9 @@ def _lengths(members: dict[str, Any], max_items: int) -> Iterator[tuple[str, int
     """Characters of each prompt, by the name of its field."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    for prompt in prompts[:max_items]:  # validation refuses fewer; longer lists are token ids
+    for prompt in prompts[
+        :max_items
+    ]:  # validation refuses fewer; longer lists are token ids
         if isinstance(prompt, str):
             yield "prompt", len(prompt)
     for name in ("messages", "input"):

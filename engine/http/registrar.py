@@ -36,7 +36,11 @@ class Registrar:
     """
 
     def __init__(
-        self, proxies: Sequence[str], record: Record, secret: bytes, ca_file: str | None = None
+        self,
+        proxies: Sequence[str],
+        record: Record,
+        secret: bytes,
+        ca_file: str | None = None,
     ) -> None:
         self._proxies, self._record, self._secret = proxies, record, secret
         self._tasks: list[asyncio.Task[None]] = []
@@ -46,7 +50,9 @@ class Registrar:
         )
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(proxy)) for proxy in self._proxies]
+        self._tasks = [
+            asyncio.create_task(self._keep(proxy)) for proxy in self._proxies
+        ]
 
     async def leave(self) -> None:
         """Tells every proxy that this server takes nothing new; to be called once."""
@@ -55,7 +61,9 @@ class Registrar:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await asyncio.gather(*(self._tell(proxy, leaving=True) for proxy in self._proxies))
+                await asyncio.gather(
+                    *(self._tell(proxy, leaving=True) for proxy in self._proxies)
+                )
         except TimeoutError:
             logger.info("a proxy was not told that this server leaves: no answer")
         finally:
@@ -78,7 +86,10 @@ class Registrar:
     async def _tell(self, proxy: str, leaving: bool = False) -> str:
         """Tells whoever is behind the name. Why one did not take it; empty: all did."""
         url = URL(proxy)
-        told = [self._post(url.with_host(at), url, leaving) for at in await addresses_of(url)]
+        told = [
+            self._post(url.with_host(at), url, leaving)
+            for at in await addresses_of(url)
+        ]
         return next(filter(None, await asyncio.gather(*told)), "")
 
     async def _post(self, proxy: URL, named: URL, leaving: bool) -> str:
@@ -119,7 +130,9 @@ async def addresses_of(url: URL) -> list[str]:
     (family, count), *_ = Counter(each[0] for each in found).most_common()
     if count == 1:
         return [url.host]
-    return [str(address[0]) for each, *_, address in found if each == family][:MAX_ADDRESSES]
+    return [str(address[0]) for each, *_, address in found if each == family][
+        :MAX_ADDRESSES
+    ]
 
 
 def registrar_of(

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
-from protocol.http.access import visit_of
+from protocol.http.access import share_of, visit_of
 from protocol.http.connections import ClientDisconnected
 from protocol.metrics import Metrics
 from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
@@ -64,16 +64,23 @@ class ServerMetrics(Metrics):
         number = int(since[:18])
         start = 0 if number > self.num_ended else number
         served = [one for one in self._recent if one.number >= start]
-        kept = {key: n for key, n in engine_values.items() if key.startswith(_TOLD_OF_ENGINE)}
+        kept = {
+            key: n
+            for key, n in engine_values.items()
+            if key.startswith(_TOLD_OF_ENGINE)
+        }
         return Numbers(server, kept | self.values(*_TOLD), served, self.num_ended)
 
 
 class RequestStats:
     """One request's metrics and its closing log line, which names the key of its ASGI `scope`."""
 
-    def __init__(self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]
+    ) -> None:
         self._metrics = metrics
         self._key = visit_of(scope).name
+        self.share = share_of(scope)  # see AddRequest
         self._endpoint = endpoint
         self._start_s = time.monotonic()
         self._times: dict[str, float] = {}  # as of Served
@@ -103,7 +110,9 @@ class RequestStats:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_s)
         self._last_s = now
 
-    def finished(self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None) -> None:
+    def finished(
+        self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None
+    ) -> None:
         detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
         self._end(finish_reason, detail, times, usage)
 
@@ -116,7 +125,11 @@ class RequestStats:
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
             # What is wrong with a request is said in its own words, which are not for the log.
-            told = (error.param or "body") if type(error) is InvalidRequest else error.message
+            told = (
+                (error.param or "body")
+                if type(error) is InvalidRequest
+                else error.message
+            )
             detail = f"status={error.status} error={error.code}: {told}"
             self._end(outcome, detail, error=error.code)
         elif isinstance(error, ClientDisconnected | asyncio.CancelledError):
@@ -140,7 +153,9 @@ class RequestStats:
         kv = usage.baton_kv() if usage else {}
         for source, count in kv.items():
             self._metrics.inc("baton_kv_tokens", count, source=source)
-        self._metrics.inc("baton_cached_prompt_tokens", usage.kv.cached_tokens if usage else 0)
+        self._metrics.inc(
+            "baton_cached_prompt_tokens", usage.kv.cached_tokens if usage else 0
+        )
         seconds = time.monotonic() - self._start_s
         self._metrics.inc("baton_requests_in_progress", -1)
         self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
@@ -150,7 +165,9 @@ class RequestStats:
         first = "-" if first_s is None else f"{first_s * 1000:.1f}"
         told = f"prompt={self._num_prompt_tokens} first_ms={first} total_ms={seconds * 1000:.1f}"
         log.info("%s %s key=%s %s %s", self._endpoint, outcome, self._key, told, detail)
-        known = {name: round(at, 6) for name, at in (self._times | {"end": seconds}).items()}
+        known = {
+            name: round(at, 6) for name, at in (self._times | {"end": seconds}).items()
+        }
         self._metrics.ended(
             Served(
                 number=self._metrics.num_ended,

@@ -23,7 +23,12 @@ from protocol.messages import AddRequest, Known, TokenDelta
 from protocol.resume import Origin, Resume
 
 _MARGIN_BYTES = 1 << 15  # of texts, that a stream may send until it has moved
-_COMPUTED_BY = ("kv_digest", "device", "dtype", "kv_dtype")  # ranks and blocks may be others
+_COMPUTED_BY = (
+    "kv_digest",
+    "device",
+    "dtype",
+    "kv_dtype",
+)  # ranks and blocks may be others
 
 
 def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
@@ -56,26 +61,39 @@ def going_on(
     answer to another request, or go on with other tokens."""
     origin, tokens = resumed.origin, defaultdict[int, list[int]](list)
     if origin.digest != _digest(api, endpoint, adds):
-        raise ResumeRefused("the stream began with another prompt, model, version or dtype")
+        raise ResumeRefused(
+            "the stream began with another prompt, model, version or dtype"
+        )
     largest = api.client.require_ready().vocab_size - 1
     ended = set()
     for told in (told for frame in resumed.frames for told in frame):
         tokens[told.index] += told.token_ids
         if told.finish_reason is not None:
             ended.add(told.index)
-        if told.token_ids and not 0 <= min(told.token_ids) <= max(told.token_ids) <= largest:
-            raise ResumeRefused(f"the stream has tokens beyond {largest}, this model's last one")
+        if (
+            told.token_ids
+            and not 0 <= min(told.token_ids) <= max(told.token_ids) <= largest
+        ):
+            raise ResumeRefused(
+                f"the stream has tokens beyond {largest}, this model's last one"
+            )
     n, known = adds[0].num_choices, list[AddRequest]()
     for at, (add, limit) in enumerate(zip(adds, origin.limits, strict=True)):
         if limit > add.max_tokens:
             told_of = f"{limit} more tokens than the prompt's {len(add.token_ids)}"
-            raise ResumeRefused(f"the stream was promised {told_of}, and the context is shorter")
-        add = replace(add, max_tokens=limit, sampling=replace(add.sampling, seed=origin.seed))
+            raise ResumeRefused(
+                f"the stream was promised {told_of}, and the context is shorter"
+            )
+        add = replace(
+            add, max_tokens=limit, sampling=replace(add.sampling, seed=origin.seed)
+        )
         choices = [Known(tokens[at * n + i], at * n + i in ended) for i in range(n)]
         begun = [bool(choice.token_ids or choice.has_ended) for choice in choices]
         if any(begun):
             if add.num_prompt_logprobs is not None and not all(begun):
-                raise ResumeRefused("logprobs of its prompt were told with some choices only")
+                raise ResumeRefused(
+                    "logprobs of its prompt were told with some choices only"
+                )
             add = replace(add, known=choices, num_prompt_logprobs=None)
         known.append(add)
     return known
@@ -104,7 +122,9 @@ class Framing:
     is_movable: bool = False
     is_stream: bool = True
     keeps_logprobs: bool = False
-    _held: list[bytes] = field(default_factory=list)  # frames of an answer that is told whole
+    _held: list[bytes] = field(
+        default_factory=list
+    )  # frames of an answer that is told whole
     _num_bytes: int = 0  # of the texts that a proxy keeps
     _entries: list[list[Any]] = field(default_factory=list)  # since the last frame
 

@@ -26,7 +26,9 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-_LIKELY_CHARS = 16  # of a token: only texts of longer ones are looked at before they are tokenized
+_LIKELY_CHARS = (
+    16  # of a token: only texts of longer ones are looked at before they are tokenized
+)
 
 _T = TypeVar("_T")
 
@@ -35,7 +37,9 @@ def check_parsers(settings: EngineSettings, tokenizer: Tokenizer) -> None:
     """Raises ValueError where the options name what the model cannot write."""
     named = settings.reasoning_parser, settings.tool_call_parser
     if "harmony" in named and not tags_of(tokenizer):
-        raise ValueError("harmony as parser: the model has no token <|channel|>; take another")
+        raise ValueError(
+            "harmony as parser: the model has no token <|channel|>; take another"
+        )
 
 
 def given_texts(parsed: GenerationRequest) -> list[str | None]:
@@ -96,7 +100,11 @@ class TextEncoder:
             ContextLengthExceeded: a longer text has more than `max_model_len` tokens by far.
         """
         limit = parsed.max_prompt_tokens(max_model_len)
-        if limit is not None and isinstance(parsed, ChatRequest) and parsed.drops_oldest_messages:
+        if (
+            limit is not None
+            and isinstance(parsed, ChatRequest)
+            and parsed.drops_oldest_messages
+        ):
             return [await self._without_oldest(parsed, num_bytes, max_model_len, limit)]
         return await self._tokenize(parsed, num_bytes, max_model_len, sure_to, limit)
 
@@ -122,7 +130,9 @@ class TextEncoder:
                 known[start] = await ids_from(start, limit)
             except ContextLengthExceeded:
                 return False
-            except InvalidRequest:  # of the chat template: one that begins earlier may be taken
+            except (
+                InvalidRequest
+            ):  # of the chat template: one that begins earlier may be taken
                 return True
             return len(known[start]) <= limit
 
@@ -145,7 +155,9 @@ class TextEncoder:
         coder: Tokenizer | SpecialTokenSplitter = self._tokenizer
         if isinstance(parsed, ChatRequest) and self._splitter is not None:
             coder = self._splitter
-        encode_text = partial(coder.encode, add_special_tokens=parsed.add_special_tokens)
+        encode_text = partial(
+            coder.encode, add_special_tokens=parsed.add_special_tokens
+        )
 
         def render() -> Sequence[str | list[int]]:
             prompts = self._render(parsed)
@@ -158,9 +170,13 @@ class TextEncoder:
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
         encode = partial(_encode, rendered, encode_text)
-        return await self.run(sum(len(p) for p in rendered if isinstance(p, str)), encode)
+        return await self.run(
+            sum(len(p) for p in rendered if isinstance(p, str)), encode
+        )
 
-    def _render(self, parsed: ChatRequest | CompletionRequest) -> Sequence[str | list[int]]:
+    def _render(
+        self, parsed: ChatRequest | CompletionRequest
+    ) -> Sequence[str | list[int]]:
         """The prompts as texts or ids; a chat's text is marked for the splitter.
 
         Raises:
@@ -172,7 +188,9 @@ class TextEncoder:
         try:
             return [self._tokenizer.render_chat(**chat, on_piece=check_wanted)]
         except InvalidRequest as error:  # its message may quote a marked text
-            raise InvalidRequest(self._unmarked(error.message), param=error.param) from None
+            raise InvalidRequest(
+                self._unmarked(error.message), param=error.param
+            ) from None
 
     def _check_lengths(
         self,
@@ -191,7 +209,9 @@ class TextEncoder:
             if not isinstance(prompt, str) or len(prompt) <= max_chars:
                 continue
             text = self._unmarked(prompt)
-            num_tokens = self._tokenizer.at_least(text, max_model_len, on_piece=check_wanted)
+            num_tokens = self._tokenizer.at_least(
+                text, max_model_len, on_piece=check_wanted
+            )
             if num_tokens:
                 raise too_long(num_tokens, max_model_len, field, "at least ")
 
@@ -200,7 +220,9 @@ class TextEncoder:
 
 
 def _truncated(
-    prompts: Sequence[str | list[int]], limit: int, encode_text: Callable[[str], list[int]]
+    prompts: Sequence[str | list[int]],
+    limit: int,
+    encode_text: Callable[[str], list[int]],
 ) -> list[list[int]]:
     """The last `limit` token ids of each prompt."""
     all_ids = []
@@ -225,7 +247,10 @@ def _encode(
 
 
 def _chat(
-    parsed: ChatRequest, tokenizer: Tokenizer, option: str, splitter: SpecialTokenSplitter | None
+    parsed: ChatRequest,
+    tokenizer: Tokenizer,
+    option: str,
+    splitter: SpecialTokenSplitter | None,
 ) -> dict[str, Any]:
     """The keyword arguments of Tokenizer.render_chat."""
     messages = [turn.template_message for turn in parsed.messages]

@@ -23,8 +23,12 @@ from protocol.settings.machine import available_cores
 INLINE_CHARS = 2048  # shorter texts are worked on at once: a thread would take longer
 LONG_CHARS = 1 << 20  # longer texts are worked on one at a time
 MAX_WAITING_CHARS = 1 << 26  # of all texts that wait for a thread or have one
-_NUM_PYTHON = 2  # each of these threads may hold the GIL for 5 ms before the event loop gets it
-_MIN_TOKENIZING = 4  # threads, however few cores there are: long texts let short ones pass
+_NUM_PYTHON = (
+    2  # each of these threads may hold the GIL for 5 ms before the event loop gets it
+)
+_MIN_TOKENIZING = (
+    4  # threads, however few cores there are: long texts let short ones pass
+)
 _MAX_TOKENIZING = 16
 
 _T = TypeVar("_T")
@@ -66,11 +70,15 @@ class TextWorkers:
         """The same for work that is mostly Python code."""
         return await self._run(size, work, self._python)
 
-    async def _run(self, size: int, work: Callable[[], _T], lane: asyncio.Semaphore) -> _T:
+    async def _run(
+        self, size: int, work: Callable[[], _T], lane: asyncio.Semaphore
+    ) -> _T:
         if size <= INLINE_CHARS:
             return work()
         if self._num_chars and self._num_chars + size > MAX_WAITING_CHARS:
-            raise QueueFull(f"texts of {self._num_chars} characters wait already; try again soon")
+            raise QueueFull(
+                f"texts of {self._num_chars} characters wait already; try again soon"
+            )
         if size > LONG_CHARS:
             lane = self._long
         self._num_chars += size
@@ -96,7 +104,9 @@ class TextWorkers:
         context.run(_abandoned.set, abandoned)
         return context
 
-    def _release(self, lane: asyncio.Semaphore, size: int, running: "asyncio.Future[Any]") -> None:
+    def _release(
+        self, lane: asyncio.Semaphore, size: int, running: "asyncio.Future[Any]"
+    ) -> None:
         lane.release()
         self._num_chars -= size
         if not running.cancelled():

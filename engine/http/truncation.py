@@ -9,9 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from protocol.openai.chat import Message
 
 MIN_TAIL_CHARS = 2048
-_CHARS_PER_TOKEN = 16  # what a text is expected to have at most; more are taken if that is too few
+_CHARS_PER_TOKEN = (
+    16  # what a text is expected to have at most; more are taken if that is too few
+)
 _GROWTH = 4
-_MARGIN_TOKENS = 64  # behind a cut, where a text may be split into other tokens than in the whole
+_MARGIN_TOKENS = (
+    64  # behind a cut, where a text may be split into other tokens than in the whole
+)
 _INSTRUCTIONS = ("system", "developer")
 
 Encode = Callable[[str], list[int]]
@@ -49,7 +53,9 @@ def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
     return num_kept, starts + [at for at in after if messages[at].role == "assistant"]
 
 
-async def first_that_fits(starts: Sequence[int], fits: Callable[[int], Awaitable[bool]]) -> int:
+async def first_that_fits(
+    starts: Sequence[int], fits: Callable[[int], Awaitable[bool]]
+) -> int:
     """The first of `starts` that fits, or the last one if none does.
 
     Args:

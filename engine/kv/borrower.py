@@ -65,9 +65,15 @@ def _zeros(policy: str) -> dict[str, float]:
         "baton_kv_transfer_bytes",
         "baton_kv_transfer_descriptors",
         "baton_kv_verified_tokens",
-        *(stat_key("baton_kv_unverified_tokens", reason=reason) for reason in UNVERIFIED),
+        *(
+            stat_key("baton_kv_unverified_tokens", reason=reason)
+            for reason in UNVERIFIED
+        ),
         "baton_kv_verify_failures",
-        *(stat_key("baton_kv_lookups", outcome=o) for o in ("found", "none", "late", "computed")),
+        *(
+            stat_key("baton_kv_lookups", outcome=o)
+            for o in ("found", "none", "late", "computed")
+        ),
         stat_key("baton_kv_recoveries", policy=policy),
         stat_key("baton_kv_transfers", outcome="failed", path="none"),
         *(stat_key("baton_kv_transfer_failures", code=kind.code) for kind in kinds),
@@ -101,9 +107,15 @@ class Borrower(KVConnector):
         self._rates, self._engine_id = rates, engine_id
         self._looking: dict[str, Sequence] = {}  # while somebody is asked for a prefix
         self._locked_out: dict[Sequence, float] = {}  # and since when
-        self._stands_since = math.inf  # while nobody has blocks to run, or to receive, here
-        self._remote: dict[str, Sequence] = {}  # all whose KV is still to come from elsewhere
-        self._undrained: dict[str, list[int]] = {}  # blocks that READs may still write to
+        self._stands_since = (
+            math.inf
+        )  # while nobody has blocks to run, or to receive, here
+        self._remote: dict[
+            str, Sequence
+        ] = {}  # all whose KV is still to come from elsewhere
+        self._undrained: dict[
+            str, list[int]
+        ] = {}  # blocks that READs may still write to
         self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
@@ -122,7 +134,10 @@ class Borrower(KVConnector):
                 self.core.enqueue(sequence)
             return
         # DecodeLeg checks that a reference has what the request asks for.
-        assert len(remote.first_tokens) in (0, len(sequence.choices)) and not sequence.is_scoring
+        assert (
+            len(remote.first_tokens) in (0, len(sequence.choices))
+            and not sequence.is_scoring
+        )
         is_offer = remote.transfer_id is not None  # then they come later
         draws = request.max_tokens and not request.known
         if draws and not (remote.first_tokens or is_offer):
@@ -192,16 +207,25 @@ class Borrower(KVConnector):
             self._release_remote(sequence)
             scheduler.received(sequence)
             return
-        blocks = scheduler.tables.full(sequence, -(-stop // scheduler.limits.block_size))
-        span, reach = (sequence.num_computed, stop), scheduler.tables.reach(sequence, stop)
-        self._coordinator.pull(sequence.request_id, sequence.remote, *span, blocks, reach=reach)
+        blocks = scheduler.tables.full(
+            sequence, -(-stop // scheduler.limits.block_size)
+        )
+        span, reach = (
+            (sequence.num_computed, stop),
+            scheduler.tables.reach(sequence, stop),
+        )
+        self._coordinator.pull(
+            sequence.request_id, sequence.remote, *span, blocks, reach=reach
+        )
 
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
             seconds = times.drawn - (times.pulled or times.admitted)
             self._rates.computed(sequence.num_recomputed, seconds)
-        if sequence.remote is not None:  # it ended with the first token, before any pull
+        if (
+            sequence.remote is not None
+        ):  # it ended with the first token, before any pull
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
@@ -254,7 +278,10 @@ class Borrower(KVConnector):
 
     def _compute_beside_hung(self) -> None:
         """What could be pulled only when READs that hang have ended, and can be computed before."""
-        scheduler, quarantined = self.core.scheduler, self.core.scheduler.allocator.num_quarantined
+        scheduler, quarantined = (
+            self.core.scheduler,
+            self.core.scheduler.allocator.num_quarantined,
+        )
         for sequence in list(scheduler.waiting) if quarantined else ():
             if sequence.remote is None or scheduler.is_locked_out(sequence):
                 continue
@@ -268,7 +295,9 @@ class Borrower(KVConnector):
         who waits here, and both would for ever: the last of these lets go, one a round, or beside
         streams one in so long."""
         scheduler, now = self.core.scheduler, time.monotonic()
-        self._stands_since = min(self._stands_since, now) if scheduler.stands else math.inf
+        self._stands_since = (
+            min(self._stands_since, now) if scheduler.stands else math.inf
+        )
         if now - self._stands_since >= _STANDS_S:
             self._stands_since = now if scheduler.running else self._stands_since
             for sequence in [s for s in scheduler.waiting if s.remote is not None][-1:]:
@@ -278,10 +307,15 @@ class Borrower(KVConnector):
     def _fail_locked_out(self) -> None:
         scheduler, now = self.core.scheduler, time.monotonic()
         hung, total = scheduler.allocator.num_quarantined, scheduler.allocator.capacity
-        found = [s for s in scheduler.waiting if scheduler.is_locked_out(s)] if hung else []
+        found = (
+            [s for s in scheduler.waiting if scheduler.is_locked_out(s)] if hung else []
+        )
         self._locked_out = {s: self._locked_out.get(s, now) for s in found}
         for sequence, since in self._locked_out.items():
-            if now - since < self._quarantine_timeout_s or sequence.phase is not Phase.WAITING:
+            if (
+                now - since < self._quarantine_timeout_s
+                or sequence.phase is not Phase.WAITING
+            ):
                 continue
             if sequence.remote is not None:
                 self._release_remote(sequence, lend=True)
@@ -319,12 +353,21 @@ class Borrower(KVConnector):
         request = sequence.request
         try:
             params = kv_params.parse(msgspec.json.decode(event.reference))
-        except (KVParamsRejected, msgspec.DecodeError) as error:  # its KV is pulled all the same
-            logger.warning("request %s: %s (drawing its first token here)", event.pull_id, error)
+        except (
+            KVParamsRejected,
+            msgspec.DecodeError,
+        ) as error:  # its KV is pulled all the same
+            logger.warning(
+                "request %s: %s (drawing its first token here)", event.pull_id, error
+            )
             self._totals["baton_kv_first_tokens_redrawn"] += 1
             return
-        draws = bool(request.max_tokens and not request.known)  # else its client has them
-        is_usable = draws and kv_params.are_first_tokens_of(params, request, request.sampling.seed)
+        draws = bool(
+            request.max_tokens and not request.known
+        )  # else its client has them
+        is_usable = draws and kv_params.are_first_tokens_of(
+            params, request, request.sampling.seed
+        )
         self._totals["baton_kv_first_tokens_redrawn"] += draws and not is_usable
         sequence.find_first(kv_params.to_remote_prefill(params), is_usable=is_usable)
         if sequence.phase in (Phase.WAITING, Phase.RECEIVING):
@@ -334,7 +377,9 @@ class Borrower(KVConnector):
         sequence = self._remote.pop(event.pull_id, None)
         if sequence is None:
             return  # aborted meanwhile; PullDrained follows
-        self._totals[stat_key("baton_kv_transfers", outcome="done", path=event.path)] += 1
+        self._totals[
+            stat_key("baton_kv_transfers", outcome="done", path=event.path)
+        ] += 1
         self._totals["baton_kv_transfer_bytes"] += event.nbytes
         self._totals["baton_kv_transfer_descriptors"] += event.descriptors
         if event.verified in UNVERIFIED:
@@ -402,13 +447,18 @@ class Borrower(KVConnector):
         action = "recomputing" if self._may_recompute(sequence) else "failing"
         if self._may_recompute(sequence):
             self._totals[stat_key("baton_kv_recoveries", policy=self._policy)] += 1
-        logger.warning("request %s: %s (%s)", sequence.request_id, error.message, action)
+        logger.warning(
+            "request %s: %s (%s)", sequence.request_id, error.message, action
+        )
 
     # -- the rest ----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         handshakes = self._coordinator.handshakes().items()
-        counts = {stat_key("baton_handshakes", outcome=name): float(n) for name, n in handshakes}
+        counts = {
+            stat_key("baton_handshakes", outcome=name): float(n)
+            for name, n in handshakes
+        }
         return {**self._totals, **counts, **self._transfer_seconds.values()}
 
 

@@ -21,7 +21,9 @@ class Connector(KVConnector):
 
     def on_add(self, sequence: Sequence) -> None:
         if sequence.remote is not None and self._lender.take_back(sequence.remote):
-            sequence.remote = None  # this engine did the prompt, too: its prefix cache has it
+            sequence.remote = (
+                None  # this engine did the prompt, too: its prefix cache has it
+            )
         self._lender.expect(sequence)
         self._borrower.on_add(sequence)
 

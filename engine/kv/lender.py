@@ -33,8 +33,12 @@ class Lender(KVConnector):
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
-        self._by_request: dict[str, str] = {}  # lease ids of ended requests and of lookups
-        self._named: dict[str, str] = {}  # whose a transfer id is: two requests may come with one
+        self._by_request: dict[
+            str, str
+        ] = {}  # lease ids of ended requests and of lookups
+        self._named: dict[
+            str, str
+        ] = {}  # whose a transfer id is: two requests may come with one
         self._lookups = dict.fromkeys(("found", "none", "full"), 0)
         self._stands = False  # as of the scheduler, at the last look
 
@@ -45,7 +49,9 @@ class Lender(KVConnector):
             digest = kv_params.prompt_digest(request.token_ids, request.cache_salt)
             size = config.block_size
             with self._leases.offers() as (offers, now):
-                offers.expect(name, sequence.request_id, digest, config.lease_s, size, now)
+                offers.expect(
+                    name, sequence.request_id, digest, config.lease_s, size, now
+                )
             self._named[name] = sequence.request_id
 
     def _name_of(self, sequence: Sequence) -> str:
@@ -85,21 +91,35 @@ class Lender(KVConnector):
                 offers.withdraw(name, now)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        if not (sequence.is_moving or (sequence.request.retain_kv and not sequence.choice)):
+        if not (
+            sequence.is_moving or (sequence.request.retain_kv and not sequence.choice)
+        ):
             return None  # one choice answers for all
-        is_whole = sequence.is_moving and len(sequence.choices) == 1  # else what all have in common
+        is_whole = (
+            sequence.is_moving and len(sequence.choices) == 1
+        )  # else what all have in common
         num_tokens = sequence.num_computed if is_whole else sequence.num_prompt_tokens
-        if sequence.is_moving and not is_whole and self.core.scheduler.limits.groups.drops:
+        if (
+            sequence.is_moving
+            and not is_whole
+            and self.core.scheduler.limits.groups.drops
+        ):
             return None  # the windows of the prompt's end have passed
         table = self.core.scheduler.tables.of_prompt(sequence, num_tokens)
         name = self._name_of(sequence)
         with self._leases.offers() as (offers, _):
             leased = offers.leased(name)
-        lease_id = self._grow(sequence, name, table[len(leased) :], seals=True) if leased else ""
+        lease_id = (
+            self._grow(sequence, name, table[len(leased) :], seals=True)
+            if leased
+            else ""
+        )
         block_ids = [*leased, *table[len(leased) :]] if lease_id else table
         if not lease_id:  # or it has ended, and another reader may come
             self.core.scheduler.allocator.lease(held(table))
-            lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
+            lease_id = self._leases.grant(
+                sequence.request_id, table, self._config.lease_s
+            )
             self._by_request[sequence.request_id] = lease_id
         try:
             params = self._params(sequence, block_ids, lease_id, num_tokens)
@@ -134,14 +154,24 @@ class Lender(KVConnector):
             ],
             prompt_logprobs=None if sequence.is_moving else sequence.prompt_logprobs,
         )
-        return kv_params.build(self._config.cluster_secret, remote, digest, sampling.seed).to_json()
+        return kv_params.build(
+            self._config.cluster_secret, remote, digest, sampling.seed
+        ).to_json()
 
     def _reference(
-        self, name: str, block_ids: list[int], lease_id: str, num_tokens: int, **found: Any
+        self,
+        name: str,
+        block_ids: list[int],
+        lease_id: str,
+        num_tokens: int,
+        **found: Any,
     ) -> RemotePrefill:
         """Blocks as readers see them: of ranks that share tokens each has its own."""
         config = self._config
-        num_blocks = -(-num_tokens // config.block_size) * self.core.scheduler.limits.groups.count
+        num_blocks = (
+            -(-num_tokens // config.block_size)
+            * self.core.scheduler.limits.groups.count
+        )
         return RemotePrefill(
             host=config.side_channel_advertise,
             port=self._leases.address[1],
@@ -150,7 +180,9 @@ class Lender(KVConnector):
             request_id=name,
             lease_id=lease_id,
             lease_s=config.lease_s,
-            block_ids=[block for block in block_ids for _ in range(config.dcp)][:num_blocks],
+            block_ids=[block for block in block_ids for _ in range(config.dcp)][
+                :num_blocks
+            ],
             block_size=config.block_size,
             num_tokens=num_tokens,
             tp_size=config.tp,
@@ -177,7 +209,9 @@ class Lender(KVConnector):
             if not self._leases.asked:
                 return
             asked, reader = self._leases.asked.popleft()
-            self._leases.found(reader, Found(nonce=asked.nonce, remote=self._look_up(asked)))
+            self._leases.found(
+                reader, Found(nonce=asked.nonce, remote=self._look_up(asked))
+            )
         self.core.wake()  # for those that are left
 
     def _let_lent_go_on(self) -> None:
@@ -204,11 +238,20 @@ class Lender(KVConnector):
             self._lookups["none"] += 1
             return None
         allocator = scheduler.allocator
-        needed = [tables.num_blocks_for(s, len(s.token_ids)) for s in islice(scheduler.waiting, 1)]
-        most = min(allocator.capacity * _MAX_LENT_SHARE, allocator.capacity - sum(needed))
+        needed = [
+            tables.num_blocks_for(s, len(s.token_ids))
+            for s in islice(scheduler.waiting, 1)
+        ]
+        most = min(
+            allocator.capacity * _MAX_LENT_SHARE, allocator.capacity - sum(needed)
+        )
         room = most - allocator.counts()[BlockState.LEASED]
-        taken = accumulate(allocator.state(block) is BlockState.CACHED for block in found)
-        block_ids = [block for block, num in zip(found, taken, strict=True) if num <= room]
+        taken = accumulate(
+            allocator.state(block) is BlockState.CACHED for block in found
+        )
+        block_ids = [
+            block for block, num in zip(found, taken, strict=True) if num <= room
+        ]
         if scheduler.limits.groups.drops and len(block_ids) < len(found):
             block_ids = []  # of a shorter one the windows may be gone
         num_tokens = tables.num_tokens(block_ids)
@@ -230,7 +273,10 @@ class Lender(KVConnector):
         }
         found = self._lookups.items()
         return {
-            **{stat_key("baton_kv_lookups_answered", outcome=o): float(n) for o, n in found},
+            **{
+                stat_key("baton_kv_lookups_answered", outcome=o): float(n)
+                for o, n in found
+            },
             **ended,
             "baton_leases_held": float(len(self._by_request)),
             "baton_lease_renewals": float(counters["renewed"]),

@@ -11,7 +11,9 @@ from kvcache.transfer.pulls.messages import PeerKey
 
 Borrow = Literal["auto", "always", "never"]
 
-_LATENCY_S = 0.005  # of a lookup, a pull of nothing and its fence, until they are measured
+_LATENCY_S = (
+    0.005  # of a lookup, a pull of nothing and its fence, until they are measured
+)
 _SAMPLE_BYTES = 1 << 20  # less says nothing about a link's speed
 _SAMPLE_TOKENS = 16
 _SHARE = 0.3  # of what was believed, that a worse measurement replaces: the first is of a new link
@@ -70,7 +72,9 @@ class Rates:
     def pulled(self, peer: PeerKey, nbytes: int, seconds: float) -> None:
         if nbytes >= _SAMPLE_BYTES:
             link = self._link(peer)
-            link.bytes_per_s = _believed(link.bytes_per_s, nbytes / seconds, smaller=False)
+            link.bytes_per_s = _believed(
+                link.bytes_per_s, nbytes / seconds, smaller=False
+            )
 
     def _link(self, peer: PeerKey) -> _Link:
         now = self._clock()

@@ -39,7 +39,9 @@ log = get_logger(__name__)
 LEASES = "baton_leases_held"  # among an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
 _SETTLE_S = 0.5  # within which an engine tells of the leases of what has moved
-MAX_UNREAD = 1 << 14  # deltas of a choice whose client is too slow for it: some megabytes
+MAX_UNREAD = (
+    1 << 14
+)  # deltas of a choice whose client is too slow for it: some megabytes
 MAX_UNREAD_CHOICES = 32  # that a call with more of them counts as
 
 
@@ -50,19 +52,27 @@ class Subscription:
     """
 
     def __init__(
-        self, engine: "EngineClient", requests: Iterable[AddRequest], place: Place | None
+        self,
+        engine: "EngineClient",
+        requests: Iterable[AddRequest],
+        place: Place | None,
     ) -> None:
         self._engine = engine
         self._place = place
         # Choices without a terminal event, by request.
         requests = tuple(requests)
         self._open = {
-            request.request_id: request.num_choices - sum(one.has_ended for one in request.known)
+            request.request_id: request.num_choices
+            - sum(one.has_ended for one in request.known)
             for request in requests
         }
-        self._max_unread = MAX_UNREAD * min(sum(self._open.values()), MAX_UNREAD_CHOICES)
+        self._max_unread = MAX_UNREAD * min(
+            sum(self._open.values()), MAX_UNREAD_CHOICES
+        )
         # Those that keep their KV for an answer that has not been given yet.
-        self._retaining = [request.request_id for request in requests if request.retain_kv]
+        self._retaining = [
+            request.request_id for request in requests if request.retain_kv
+        ]
         self._pending: list[TokenDelta] = []
         self._num_unread = 0  # of these, with the likely alternatives that they name
         self._news = asyncio.Event()
@@ -80,11 +90,15 @@ class Subscription:
         if self._place is not None:
             _leave_queue(self._place, delta)
         self._pending.append(delta)
-        self._num_unread += 1 + sum(len(found.top_ids) for found in delta.logprobs or ())
+        self._num_unread += 1 + sum(
+            len(found.top_ids) for found in delta.logprobs or ()
+        )
         self._open[delta.request_id] -= delta.finish_reason is not None
         if delta.finish_reason == MOVED:
             self._retaining.append(delta.request_id)
-        if delta.error is not None or not self._open[delta.request_id]:  # the end of all choices
+        if (
+            delta.error is not None or not self._open[delta.request_id]
+        ):  # the end of all choices
             del self._open[delta.request_id]
         self._news.set()
         if self._num_unread > self._max_unread:
@@ -122,7 +136,9 @@ class Subscription:
         if self._open:
             request_id = next(iter(self._open))
             self.close()
-            self._pending.append(TokenDelta(request_id=request_id, error=ErrorInfo.of(error)))
+            self._pending.append(
+                TokenDelta(request_id=request_id, error=ErrorInfo.of(error))
+            )
             self._news.set()
 
     def answered(self) -> None:
@@ -145,7 +161,11 @@ def _leave_queue(place: Place, delta: TokenDelta) -> None:
     before, piece by piece."""
     if delta.error is not None or delta.finish_reason == "abort":
         place.drop(delta.request_id)
-    elif delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs is None:
+    elif (
+        delta.token_ids
+        or delta.finish_reason is not None
+        or delta.prompt_logprobs is None
+    ):
         usage = delta.usage
         num_processed = None if usage is None else usage.recomputed + usage.transferred
         place.served(delta.request_id, num_processed)
@@ -168,7 +188,9 @@ class EngineClient:
         hands_over: all that can is to go on elsewhere: the server still listens.
     """
 
-    def __init__(self, queue: QueueOptions | None = None, *, caches_prefixes: bool = True) -> None:
+    def __init__(
+        self, queue: QueueOptions | None = None, *, caches_prefixes: bool = True
+    ) -> None:
         self.queue = Admission(queue or QueueOptions())
         self._caches_prefixes = caches_prefixes
         self.ready: EngineReady | None = None
@@ -178,7 +200,9 @@ class EngineClient:
         self.movable: dict[str, Callable[[], bool]] = {}
         self.moving: set[str] = set()
         self.is_draining = self.hands_over = False
-        self._settled_s = 0.0  # when the engine has told of the leases of the last that has moved
+        self._settled_s = (
+            0.0  # when the engine has told of the leases of the last that has moved
+        )
         self.failure: str | None = None  # why the engine cannot go on
         self._subscriptions: dict[str, Subscription] = {}
         self._settled = asyncio.Event()  # ready or failed
@@ -221,13 +245,17 @@ class EngineClient:
                 await asyncio.wait_for(self._settled.wait(), timeout_s)
             except TimeoutError:
                 if not self._was_heard:
-                    told = f"{self.progress}, and nothing has changed for {timeout_s:g} s"
+                    told = (
+                        f"{self.progress}, and nothing has changed for {timeout_s:g} s"
+                    )
                     raise EngineDied(f"the engine did not start: {told}") from None
         if self.ready is None or self.failure is not None:
             raise EngineDied(f"the engine did not start: {self.failure}")
         return self.ready
 
-    def submit(self, requests: Sequence[AddRequest], place: Place | None = None) -> Subscription:
+    def submit(
+        self, requests: Sequence[AddRequest], place: Place | None = None
+    ) -> Subscription:
         """Starts requests; all their deltas come through the one subscription. Each leaves its
         `place` in the queue with its first token, or its end.
 
@@ -236,7 +264,9 @@ class EngineClient:
         """
         self.check_alive()
         ids = [request.request_id for request in requests]
-        assert len(set(ids)) == len(ids) and self._subscriptions.keys().isdisjoint(ids), ids
+        assert len(set(ids)) == len(ids) and self._subscriptions.keys().isdisjoint(
+            ids
+        ), ids
         subscription = Subscription(self, requests, place)
         self._was_heard |= not self._subscriptions
         self._subscriptions.update(dict.fromkeys(ids, subscription))
@@ -307,7 +337,9 @@ class EngineClient:
     def require_ready(self) -> EngineReady:
         """What the engine said of itself. Raises BatonError before it did, or when it died."""
         if self.ready is None and self.healthy:
-            starting = f"This server is still starting ({self.progress}); try again soon."
+            starting = (
+                f"This server is still starting ({self.progress}); try again soon."
+            )
             raise NoServerAvailable(starting)
         self.check_alive()
         assert self.ready is not None

@@ -38,13 +38,22 @@ class EngineProcesses:
         config = config.model_copy(update={"meeting": f"{self._folder}/meeting"})
         data = config.model_dump_json().encode()
         link, http = socket.socketpair()
-        pairs = [[socket.socketpair(), socket.socketpair()] for _ in range(1, config.tp)]
+        pairs = [
+            [socket.socketpair(), socket.socketpair()] for _ in range(1, config.tp)
+        ]
         sockets = [[http, *(ours for two in pairs for ours, _ in two)]]
         sockets += [[theirs for _, theirs in two] for two in pairs]
         for rank, own in enumerate(sockets):
             name = config.role if config.tp == 1 else f"{config.role}.{rank}"
             files = [each.fileno() for each in own]
-            argv = [sys.executable, "-m", self._module, "--rank", str(rank), "--sockets"]
+            argv = [
+                sys.executable,
+                "-m",
+                self._module,
+                "--rank",
+                str(rank),
+                "--sockets",
+            ]
             child = lifecycle.spawn(
                 [*argv, *map(str, files)], name=name, env=_THREADING, stdin=data, capture=False,
                 on_event=self._on_event, files=files,
@@ -60,7 +69,9 @@ class EngineProcesses:
         with self._lock:
             was_stopping, self._stopping = self._stopping, True
         if not was_stopping:
-            self._on_failure(f"engine process {event.child.name}: {event.child.reason()}")
+            self._on_failure(
+                f"engine process {event.child.name}: {event.child.reason()}"
+            )
 
     def kill(self) -> None:
         """Ends every rank at once."""

@@ -21,7 +21,9 @@ _LOWBIAS_1, _LOWBIAS_2 = 0x7FEB352D, 0x846CA68B - 2**32
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
-def row_keys(seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def row_keys(
+    seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     """One 64-bit key per drawn token, as int32 [S, 2].
 
     Args:

@@ -23,12 +23,23 @@ from engine.sampling.sampling_batch import SamplingBatch
 # Where a batch's tensors begin depends on its size; it shall not compile anything anew.
 _jit_any_alignment: Any = triton.jit(
     do_not_specialize_on_alignment=(
-        *("temperature", "top_k", "top_p", "min_p", "keys", "seed", "choice", "position"),
+        *(
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "keys",
+            "seed",
+            "choice",
+            "position",
+        ),
     )
 )
 _TILE: Final = 4096  # logits of one program
 _ALL: Final = 0x7FFFFFFF  # the key that allows every token
-_PASSES: Final = tl.constexpr(11)  # of three bits each: all the bit patterns up to infinity's
+_PASSES: Final = tl.constexpr(
+    11
+)  # of three bits each: all the bit patterns up to infinity's
 _GOLDEN: Final = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND: Final = tl.constexpr(0x94D049BB133111EB)
@@ -86,7 +97,9 @@ def _search(  # type: ignore[no-untyped-def]
             token = start + tl.arange(0, TILE)
             value = tl.load(scaled + token, mask=token < vocab, other=float("-inf"))
             key = (-value).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            weight = tl.full((TILE,), 1.0, tl.float32) if COUNTS else libdevice.exp(value)
+            weight = (
+                tl.full((TILE,), 1.0, tl.float32) if COUNTS else libdevice.exp(value)
+            )
             weight = tl.where((key <= most) & (token < vocab), weight, 0.0)
             weights += tl.where(key[None, :] < keys[:, None], weight[None, :], 0.0)
             total += weight
@@ -105,7 +118,17 @@ def _search(  # type: ignore[no-untyped-def]
 
 @_jit_any_alignment  # type: ignore[untyped-decorator, unused-ignore]
 def _threshold(  # type: ignore[no-untyped-def]
-    logits, largest, temperature, top_k, top_p, min_p, keys, work, stride, vocab, TILE: tl.constexpr
+    logits,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    keys,
+    work,
+    stride,
+    vocab,
+    TILE: tl.constexpr,
 ):
     """Each row's key of the smallest allowed value, int32; `work` is [S, V] to write to."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,7 +197,9 @@ def _draw(  # type: ignore[no-untyped-def]
         counters = tl.load(seed + row), tl.load(choice + row), tl.load(position + row)
         score += _noise(counters[0], counters[1], counters[2], token)
         score = tl.where(is_allowed, score, float("-inf"))
-    value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    value, index = tl.max(
+        score, 0, return_indices=True, return_indices_tie_break_left=True
+    )
     tl.store(best + row * parts + part, value)
     tl.store(best_token + row * parts + part, part * TILE + index)
 
@@ -219,9 +244,20 @@ def draw(
             limits = (batch.top_k, batch.top_p, batch.min_p)
             scaled = torch.empty_like(logits, memory_format=torch.contiguous_format)
             _threshold[(rows,)](
-                logits, largest, heat, *limits, keys, scaled, stride, vocab, TILE=2048, num_warps=32
+                logits,
+                largest,
+                heat,
+                *limits,
+                keys,
+                scaled,
+                stride,
+                vocab,
+                TILE=2048,
+                num_warps=32,
             )
         of_rows = (logits, largest, heat, keys, *counters)
         _draw[grid](*of_rows, *best, *sizes, TILE=_TILE, num_warps=8)
-    _finish[(rows,)](*best, out, parts, PARTS=triton.next_power_of_2(parts), launch_pdl=PDL)
+    _finish[(rows,)](
+        *best, out, parts, PARTS=triton.next_power_of_2(parts), launch_pdl=PDL
+    )
     return out

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.core.batch import Int64s, ScoredRows
@@ -56,7 +57,10 @@ class Logprobs(NamedTuple):
     def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Each with so many of the most likely tokens."""
         rows = zip(*(each.tolist() for each in self), counts, strict=True)
-        return [TokenLogprobs(one, ids[:k], top[:k], rank) for one, ids, top, rank, k in rows]
+        return [
+            TokenLogprobs(one, ids[:k], top[:k], rank)
+            for one, ids, top, rank, k in rows
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +110,9 @@ def sample(
     if batch.max_logprobs is None:
         return SampledTokens(token_ids)
     total = unshaped.logsumexp(-1, keepdim=True)
-    return SampledTokens(token_ids, _logprobs(unshaped, total, token_ids, batch.max_logprobs))
+    return SampledTokens(
+        token_ids, _logprobs(unshaped, total, token_ids, batch.max_logprobs)
+    )
 
 
 def _draw_on_gpu(
@@ -118,7 +124,10 @@ def _draw_on_gpu(
 
 
 def _draw_on_cpu(
-    logits: torch.Tensor, largest: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    token_ids: torch.Tensor,
+    batch: SamplingBatch,
 ) -> None:
     """Replaces, in `token_ids`, those of rows of a temperature."""
     for rows, is_free in ((batch.free_rows, True), (batch.restricted_rows, False)):
@@ -129,14 +138,20 @@ def _draw_on_cpu(
         scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
         keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
         if is_free:
-            token_ids[rows] = scaled.add_(gumbel_of_vocabulary(keys, scaled.shape[1])).argmax(-1)
+            token_ids[rows] = scaled.add_(
+                gumbel_of_vocabulary(keys, scaled.shape[1])
+            ).argmax(-1)
             continue
         values, ids, threshold = _candidates(scaled, rows, batch)
-        scores = (values + gumbel(keys, ids)).masked_fill_(values < threshold, float("-inf"))
+        scores = (values + gumbel(keys, ids)).masked_fill_(
+            values < threshold, float("-inf")
+        )
         token_ids[rows] = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 
-def _without_non_numbers(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _without_non_numbers(
+    logits: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits without NaN and +inf and with a finite maximum, as the module says; the maxima, and
     where they are."""
     largest, token_ids = logits.max(-1)
@@ -199,13 +214,34 @@ def _smallest_allowed(
 
 
 def _logprobs(
-    logits: torch.Tensor, total: torch.Tensor | float, token_ids: torch.Tensor, num_top: int
+    logits: torch.Tensor,
+    total: torch.Tensor | float,
+    token_ids: torch.Tensor,
+    num_top: int,
 ) -> Logprobs:
     """Of logits [S, V] whose probabilities add up to exp(`total`)."""
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
-    ranks = (logits >= chosen).sum(-1)
+    ranks = _ranks(logits, chosen, top)
     return Logprobs((chosen - total).squeeze(1), top_ids, top - total, ranks)
+
+
+def _ranks(
+    logits: torch.Tensor, chosen: torch.Tensor, top: torch.Tensor
+) -> torch.Tensor:
+    """How many of each row of `logits` [S, V] are at least `chosen` [S, 1]. On a CPU, counting in
+    all of a row takes as long as computing it, so only rows are counted whose token is not above
+    the last of the `top` ones [S, k]. A GPU would have to wait to know which these are."""
+    if logits.device.type != "cpu":
+        return (logits >= chosen).sum(-1)
+    ranks = (top >= chosen).sum(-1)
+    is_counted = (top >= chosen).all(-1)  # of no top ones, too
+    values, least = logits.numpy(), chosen.numpy()
+    for row in (
+        is_counted.nonzero().squeeze(1).tolist()
+    ):  # no copies, which cost page faults
+        ranks[row] = int(np.count_nonzero(values[row] >= least[row]))
+    return ranks
 
 
 class LastSampledTokens:
@@ -214,18 +250,26 @@ class LastSampledTokens:
 
     def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
         known = torch.arange(vocab_size - 1, -1, -1, device=device)
-        self._by_complement = torch.cat((known.new_zeros(size), known))  # of -1 - r: what r drew
+        self._by_complement = torch.cat(
+            (known.new_zeros(size), known)
+        )  # of -1 - r: what r drew
         self.token_ids, self._num_kept = self._by_complement[:size], 0
 
     def keep(self, drawn: torch.Tensor) -> None:
         """Takes the draws of the step launched last, int64 [R]."""
         self._num_kept = min(len(drawn), len(self.token_ids))
-        if drawn.data_ptr() != self.token_ids.data_ptr():  # else they were drawn into it
+        if (
+            drawn.data_ptr() != self.token_ids.data_ptr()
+        ):  # else they were drawn into it
             self.token_ids[: self._num_kept] = drawn[: self._num_kept]
 
     def complements(self, token_ids: Int64s) -> Int64s:
         """Of a step's token ids, of which -1 - r stands for what row r drew."""
-        row, token, known = ~int(token_ids.min()), int(token_ids.max()), self._by_complement
+        row, token, known = (
+            ~int(token_ids.min()),
+            int(token_ids.max()),
+            self._by_complement,
+        )
         assert row < max(self._num_kept, 1), f"no draw of row {row} was kept"
         # What lies before the tokens are draws, and others'.
         assert token < len(known) - len(self.token_ids), f"no token has the id {token}"
@@ -257,7 +301,9 @@ class PendingScores:
         return [list(islice(rows, len(w.targets))) for w in self._wanted]
 
 
-def score(model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]) -> PendingScores:
+def score(
+    model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]
+) -> PendingScores:
     """Log-probabilities, of the unmodified distribution, of the tokens that `wanted` names. Every
     rank of a model takes part. On a GPU nothing is waited for.
 
@@ -266,14 +312,18 @@ def score(model: CausalLM, hidden: torch.Tensor, wanted: list[ScoredRows]) -> Pe
     """
     if not wanted:
         return PendingScores([], [])
-    rows = torch.cat([torch.arange(w.first_row, w.first_row + len(w.targets)) for w in wanted])
+    rows = torch.cat(
+        [torch.arange(w.first_row, w.first_row + len(w.targets)) for w in wanted]
+    )
     targets = torch.tensor([target for w in wanted for target in w.targets])
     rows, targets = (to_device(ids, hidden.device) for ids in (rows, targets))
     num_top = max(w.num_top for w in wanted)
     chunks = []
     for start in range(0, len(rows), _SCORED_ROWS):
         chunk = slice(start, start + _SCORED_ROWS)
-        logprobs = model.logits(hidden[rows[chunk]]).log_softmax(-1)  # logsumexp takes longer
+        logprobs = model.logits(hidden[rows[chunk]]).log_softmax(
+            -1
+        )  # logsumexp takes longer
         logprobs = logprobs.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
         chunks.append(_logprobs(logprobs, 0.0, targets[chunk], num_top).on_host())
     return PendingScores(wanted, chunks)

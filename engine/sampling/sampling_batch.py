@@ -22,8 +22,12 @@ class SamplingBatch:
     position: torch.Tensor  # int64 [S], index in its sequence of the token being drawn
     max_logprobs: int | None  # None: no logprobs at all; 0: of the drawn token only
     # Known on the host, so that no step waits for the device to learn its own shape.
-    free_rows: torch.Tensor | None  # int64, rows of a temperature that allow every token
-    restricted_rows: torch.Tensor | None  # int64, rows of a temperature with top_k, top_p or min_p
+    free_rows: (
+        torch.Tensor | None
+    )  # int64, rows of a temperature that allow every token
+    restricted_rows: (
+        torch.Tensor | None
+    )  # int64, rows of a temperature with top_k, top_p or min_p
     max_top_k: int  # of the restricted rows
     has_bare_top_p: bool  # some row has top_p without top_k
 
@@ -41,8 +45,14 @@ class SamplingBatch:
         restricted = [i for i in sampled if _is_restricted(params[i])]
         free = [i for i in sampled if not _is_restricted(params[i])]
         wanted = [p.num_logprobs for p in params if p.num_logprobs is not None]
-        floats = [[getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")]
-        ints = [[getattr(p, name) for p in params] for name in ("top_k", "seed", "choice_index")]
+        floats = [
+            [getattr(p, name) for p in params]
+            for name in ("temperature", "top_p", "min_p")
+        ]
+        ints = [
+            [getattr(p, name) for p in params]
+            for name in ("top_k", "seed", "choice_index")
+        ]
         ints.append(list(positions))
         temperature, top_p, min_p = to_device(floats, device, torch.float32).unbind()
         top_k, seed, choice, position = to_device(ints, device).unbind()
@@ -58,7 +68,9 @@ class SamplingBatch:
             free_rows=to_device(free, device) if free else None,
             restricted_rows=to_device(restricted, device) if restricted else None,
             max_top_k=max((params[i].top_k for i in restricted), default=0),
-            has_bare_top_p=any(params[i].top_p < 1 and not params[i].top_k for i in restricted),
+            has_bare_top_p=any(
+                params[i].top_p < 1 and not params[i].top_k for i in restricted
+            ),
         )
 
 

@@ -41,7 +41,9 @@ class ChatTemplate:
         self.source: str = source + (tool_use.source if tool_use else "")
         self._knows_developer = "developer" in self.source
         self.knows_tools = "tools" in self.source
-        self.is_harmony = "<|channel|>" in self.source  # gpt-oss: see engine/text/harmony.py
+        self.is_harmony = (
+            "<|channel|>" in self.source
+        )  # gpt-oss: see engine/text/harmony.py
 
     def render(
         self,
@@ -70,7 +72,11 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages or fails on them.
         """
         plain = [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
+            {
+                key: value
+                for key, value in message.items()
+                if value is not None or key == "content"
+            }
             for message in messages
         ]
         for message in plain:
@@ -97,7 +103,11 @@ class ChatTemplate:
             pieces.append(piece)
             on_piece()
         text = "".join(pieces)
-        return _cut_at_the_end_of_the_last_message(text) if continue_final_message else text
+        return (
+            _cut_at_the_end_of_the_last_message(text)
+            if continue_final_message
+            else text
+        )
 
 
 class _NullContent(str):
@@ -131,7 +141,9 @@ def _next_piece(rendering: Iterator[str], field: str) -> str | None:
     """The next piece of a text; None at its end. Raises InvalidRequest where the template fails."""
     try:
         return next(rendering, None)
-    except Exception as error:  # a template may fail in any way; none is the server's fault
+    except (
+        Exception
+    ) as error:  # a template may fail in any way; none is the server's fault
         raise InvalidRequest(
             f"The model's chat template refuses these messages: {error}", param=field
         ) from None
@@ -182,7 +194,9 @@ def find_chat_template(
         "tool_use": "additional_chat_templates/tool_use.jinja",
         "default": "chat_template.jinja",
     }
-    files = {name: file for name, at in names.items() if (file := folder / at).is_file()}
+    files = {
+        name: file for name, at in names.items() if (file := folder / at).is_file()
+    }
     found: Any = {"default": given} if given else files
     path = folder / "tokenizer_config.json"
     try:
@@ -210,16 +224,22 @@ def find_chat_template(
         told = f"{type(error).__name__}: {error}"
     except OSError as error:
         raise BrokenTemplate(f"chat template {path}: {error.strerror}") from None
-    raise BrokenTemplate(f"{path} holds a chat template that cannot be read: {told}; correct it")
+    raise BrokenTemplate(
+        f"{path} holds a chat template that cannot be read: {told}; correct it"
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _tojson
     environment.tests["none"] = lambda value: value is None or value is _NULL
-    environment.tests["string"] = lambda value: isinstance(value, str) and value is not _NULL
+    environment.tests["string"] = lambda value: (
+        isinstance(value, str) and value is not _NULL
+    )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -238,4 +258,6 @@ def _tojson(
 ) -> str:
     """Jinja's own filter escapes HTML, which would put other text into the prompt."""
     layout = {"indent": indent, "separators": separators}
-    return json.dumps(_with_nulls(value), ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout)
+    return json.dumps(
+        _with_nulls(value), ensure_ascii=ensure_ascii, sort_keys=sort_keys, **layout
+    )

@@ -39,7 +39,11 @@ def create_detokenizer(
         echoes_prompt: the text of `echo` goes before the generated text, which therefore begins
             with U+FFFD if it does not complete the prompt's last character.
     """
-    shown_ids = {i: text for text in shown if (i := tokenizer.id_of(text)) in tokenizer.special_ids}
+    shown_ids = {
+        i: text
+        for text in shown
+        if (i := tokenizer.id_of(text)) in tokenizer.special_ids
+    }
     special_ids = tokenizer.special_ids - shown_ids.keys()
     if not skip_special_tokens:
         special_ids = frozenset()
@@ -152,9 +156,18 @@ class WindowDetokenizer:
             return ""  # skipped before decoding, as a decode of the whole sequence does
         if token_id in self._shown:  # a text begins anew behind it
             text = self.flush() + self._shown[token_id]
-            self._ids, self._context_start, self._emitted, self._context_text = [], 0, 0, ""
+            self._ids, self._context_start, self._emitted, self._context_text = (
+                [],
+                0,
+                0,
+                "",
+            )
             return text
-        before = self._leave_prompt(self._byte_of(token_id) or b"") if self._from_prompt else ""
+        before = (
+            self._leave_prompt(self._byte_of(token_id) or b"")
+            if self._from_prompt
+            else ""
+        )
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context_start :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._emitted < 8:

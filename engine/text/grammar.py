@@ -39,10 +39,14 @@ logger = logging.getLogger("baton.engine")
 Int32s = npt.NDArray[np.int32]
 
 _MAX_CACHED_BYTES = 256 * 2**20
-_NUM_COMPILING = 2  # as one takes long, others do not wait: slow ones come one at a time
+_NUM_COMPILING = (
+    2  # as one takes long, others do not wait: slow ones come one at a time
+)
 _BITS = 32
 _ID_BYTES = 64  # of memory, in a tuple
-_SLOW_S = 0.01  # of a core: above it a grammar's latest mask makes all its sequences sit out
+_SLOW_S = (
+    0.01  # of a core: above it a grammar's latest mask makes all its sequences sit out
+)
 
 
 class Ending(NamedTuple):
@@ -78,10 +82,14 @@ class CompiledGrammar:
     ) -> None:
         self.matcher, self.make = matcher, make
         self.num_words = num_words
-        self.banned: dict[tuple[int, ...], list[int]] = {}  # tokens by those before them
+        self.banned: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # tokens by those before them
         for *before, last in grammar.banned:
             self.banned.setdefault(tuple(before), []).append(last)
-        self.sizes = {len(before) for before in self.banned} - {0}  # outputs that bans look back
+        self.sizes = {len(before) for before in self.banned} - {
+            0
+        }  # outputs that bans look back
         self.allowed = _bits_of(grammar.allowed, num_words) if grammar.allowed else None
         if always := self.banned.get(()):
             others = ~_bits_of(always, num_words)
@@ -124,13 +132,20 @@ class GrammarState:
         self, grammar: CompiledGrammar, request: AddRequest, end_ids: Sequenceable[int]
     ) -> None:
         self.ending: Ending | None = None
-        self.row = np.full(grammar.num_words, -1, dtype=np.int32)  # the mask, once it is filled
+        self.row = np.full(
+            grammar.num_words, -1, dtype=np.int32
+        )  # the mask, once it is filled
         self.work: Future[None] | None = None  # of another thread, on this state
         self._grammar = grammar
         self._begin = grammar.matcher
         self._matcher = self._begin and self._begin.deep_copy()
-        self._told: tuple[Sequenceable[int], int] = ((), 0)  # tokens, of which the first output
-        self._has_own = False  # a lexer: all copies of a matcher share one, which may be full
+        self._told: tuple[Sequenceable[int], int] = (
+            (),
+            0,
+        )  # tokens, of which the first output
+        self._has_own = (
+            False  # a lexer: all copies of a matcher share one, which may be full
+        )
         self._recent: list[int] = []  # the latest outputs, as far as bans look back
         self._num_consumed = 0
         self._num_filled_at = -1  # outputs that `row` is for
@@ -158,7 +173,10 @@ class GrammarState:
         return self.ending
 
     def begin(
-        self, token_ids: Sequenceable[int], first_output: int, threads: ThreadPoolExecutor
+        self,
+        token_ids: Sequenceable[int],
+        first_output: int,
+        threads: ThreadPoolExecutor,
     ) -> None:
         """Has another thread follow the outputs and write the allowed tokens' bits to `row`, unless
         that is done. Where nothing can be drawn, it sets `ending`, and `row` allows everything."""
@@ -168,8 +186,12 @@ class GrammarState:
 
     def _news(self, token_ids: Sequenceable[int], first_output: int) -> list[int]:
         self._told = token_ids, first_output
-        if len(token_ids) - first_output < self._num_consumed:  # a first token was taken back
-            self._matcher = self._begin and self._begin.deep_copy()  # reset mends no failed one
+        if (
+            len(token_ids) - first_output < self._num_consumed
+        ):  # a first token was taken back
+            self._matcher = (
+                self._begin and self._begin.deep_copy()
+            )  # reset mends no failed one
             self._recent = []
             self._num_consumed, self._num_filled_at, self.ending = 0, -1, None
         return list(token_ids[first_output + self._num_consumed :])
@@ -183,9 +205,15 @@ class GrammarState:
                 if sizes := self._grammar.sizes:
                     self._recent = (self._recent + news)[-max(sizes) :]
                 self.ending = self._look()
-            if fill and self.ending is None and self._num_filled_at != self._num_consumed:
+            if (
+                fill
+                and self.ending is None
+                and self._num_filled_at != self._num_consumed
+            ):
                 self.ending = self._allow()
-        except Exception as error:  # the matcher's own mistake ends one request, not all
+        except (
+            Exception
+        ) as error:  # the matcher's own mistake ends one request, not all
             logger.exception("a grammar's matcher failed", exc_info=error)
             self.ending = self._failed("a fault of the server; see its log")
         if fill:
@@ -233,7 +261,9 @@ class GrammarState:
         self._matcher, self._has_own = self._grammar.make(), True
         if self._grammar.matcher is self._begin:  # for those that come
             self._grammar.matcher = self._grammar.make()
-        self._matcher.consume_tokens(list(token_ids[first : first + self._num_consumed]))
+        self._matcher.consume_tokens(
+            list(token_ids[first : first + self._num_consumed])
+        )
         self._compute()
 
     def _look(self) -> Ending | None:
@@ -289,9 +319,13 @@ class GrammarCompiler:
         self._model_dir = model_dir
         self.vocab_size = vocab_size
         self.on_compiled = on_compiled
-        self._num_words = 0  # W: of the tokenizer's masks, which may be wider than the model's
+        self._num_words = (
+            0  # W: of the tokenizer's masks, which may be wider than the model's
+        )
         self._end_ids: tuple[int, ...] = ()
-        self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = (
+            OrderedDict()
+        )
         self._compiling = compiling_threads("grammar-compiler", _NUM_COMPILING)
         # At once: it takes about a second for a large vocabulary, and nobody waits for it yet.
         self._tokenizer = self._compiling.submit(self._load)
@@ -325,7 +359,9 @@ class GrammarCompiler:
         tokenizer = self._tokenizer.result()
         matcher = None if grammar.kind == "any" else make_matcher(tokenizer, grammar)
         make = partial(self._compiling.submit, make_matcher, tokenizer, grammar)
-        return CompiledGrammar(grammar, matcher, self._num_words, lambda: make().result())
+        return CompiledGrammar(
+            grammar, matcher, self._num_words, lambda: make().result()
+        )
 
     def state(
         self, request: AddRequest, compiled: Future[CompiledGrammar] | None = None
@@ -343,7 +379,9 @@ class GrammarCompiler:
         try:
             found = (compiled or self.compiled(grammar)).result()
         except (GrammarError, TokenizerNotFound) as error:
-            raise GrammarFailed(f"the request's grammar cannot be used: {error}") from None
+            raise GrammarFailed(
+                f"the request's grammar cannot be used: {error}"
+            ) from None
         except Exception as error:
             logger.exception("a grammar could not be compiled", exc_info=error)
             raise GrammarFailed(

@@ -37,7 +37,9 @@ _NUM_QUICK = 4
 _NUM_SLOW = 1
 _MAX_KNOWN = 8192  # more than a request can have
 _MAX_WAIT_S = 10.0  # for a turn, and for a child to begin
-MAX_WAITING_TRIALS = 1024  # requests in the trial queue, each of which keeps its schemas in memory
+MAX_WAITING_TRIALS = (
+    1024  # requests in the trial queue, each of which keeps its schemas in memory
+)
 _START_TIMEOUT_S = 60.0  # of the process; it takes a second for a large vocabulary
 
 
@@ -61,7 +63,9 @@ class GrammarChecker:
             (asyncio.Semaphore(_NUM_SLOW), timeout_s),
         )
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._held: dict[bytes, tuple[int, int]] = {}  # by grammar: open requests, bytes
+        self._held: dict[
+            bytes, tuple[int, int]
+        ] = {}  # by grammar: open requests, bytes
         self.num_waiting = 0
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +85,9 @@ class GrammarChecker:
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                self._process, self._control = await asyncio.to_thread(_spawn, self._folder)
+                self._process, self._control = await asyncio.to_thread(
+                    _spawn, self._folder
+                )
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
@@ -106,8 +112,13 @@ class GrammarChecker:
             return lambda: None
         key = _key(grammar)
         count, nbytes = self._held.get(key, (0, self.nbytes(grammar)))
-        if not count and sum(held for _, held in self._held.values()) + nbytes > MAX_HELD_BYTES:
-            raise Overloaded("Open requests' schemas and grammars fill the memory; try again soon.")
+        if (
+            not count
+            and sum(held for _, held in self._held.values()) + nbytes > MAX_HELD_BYTES
+        ):
+            raise Overloaded(
+                "Open requests' schemas and grammars fill the memory; try again soon."
+            )
         self._held[key] = count + 1, nbytes
 
         def let_go() -> None:
@@ -130,7 +141,9 @@ class GrammarChecker:
                 return
             await self._take_turn(turns)
             try:
-                left = self._unknown(left)  # another request may have had the same ones tried
+                left = self._unknown(
+                    left
+                )  # another request may have had the same ones tried
                 if left:
                     await self._try(left, cpu_s)
             finally:
@@ -160,14 +173,23 @@ class GrammarChecker:
         for guided, known in zip(all_guided, verdicts, strict=True):
             if known is None:
                 continue
-            self._known.move_to_end(_key(guided.grammar))  # new schemas push out unused ones only
+            self._known.move_to_end(
+                _key(guided.grammar)
+            )  # new schemas push out unused ones only
             if known.mistake is not None:
                 refuse(guided.field, f"cannot be used: {known.mistake}")
-        return [g for g, known in zip(all_guided, verdicts, strict=True) if known is None]
+        return [
+            g for g, known in zip(all_guided, verdicts, strict=True) if known is None
+        ]
 
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
         """Remembers the verdicts that come in time, until a grammar is too much for the child."""
-        asked = Try([guided.grammar for guided in all_guided], MEMORY_BYTES, cpu_s, self._timeout_s)
+        asked = Try(
+            [guided.grammar for guided in all_guided],
+            MEMORY_BYTES,
+            cpu_s,
+            self._timeout_s,
+        )
         reader, writer = await self._child(asked)
         try:
             with contextlib.suppress(TimeoutError):
@@ -175,21 +197,30 @@ class GrammarChecker:
                     for guided in all_guided:
                         if not (line := await _line(reader)):
                             return
-                        self._known[_key(guided.grammar)] = msgspec.json.decode(line, type=Verdict)
-                        self._unknown([guided])  # a mistake is told before the next one is tried
+                        self._known[_key(guided.grammar)] = msgspec.json.decode(
+                            line, type=Verdict
+                        )
+                        self._unknown(
+                            [guided]
+                        )  # a mistake is told before the next one is tried
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         finally:
             writer.transport.abort()
 
-    async def _child(self, asked: Try) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _child(
+        self, asked: Try
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A new child that has begun; of a new process where the old one was killed or hangs."""
         for _ in range(2):
             await self.start()
             process, control = self._process, self._control
             assert control is not None
             ours, theirs = socket.socketpair()
-            with theirs, contextlib.suppress(OSError):  # nobody is there: ours reads as ended
+            with (
+                theirs,
+                contextlib.suppress(OSError),
+            ):  # nobody is there: ours reads as ended
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             has_begun = b""
@@ -221,7 +252,13 @@ def _spawn(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     control, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.text.grammar_compile", f"{theirs.fileno()}", folder],
+            [
+                sys.executable,
+                "-m",
+                "engine.text.grammar_compile",
+                f"{theirs.fileno()}",
+                folder,
+            ],
             env={**child_environment(), "MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),

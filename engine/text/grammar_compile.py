@@ -36,12 +36,16 @@ from engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from protocol.messages import Grammar
 
 MAX_GRAMMAR_CHARS = 128 * 1024
-MAX_GBNF_CHARS = 16 * 1024  # turned into Lark's form in quadratic time, at this size 0.7 s
+MAX_GBNF_CHARS = (
+    16 * 1024
+)  # turned into Lark's form in quadratic time, at this size 0.7 s
 MAX_MASK_S = 0.5  # of a core, for the tokens that may be drawn at one place
 
 # A state of the lexer takes 1 to 2 kB and is made as outputs reach it. A mask's time grows with the
 # square of its items: a choice of 1,024 texts has fewer than these. Errors go to clients.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
+)
 
 # What llguidance takes for Lark's form. Its own pattern takes minutes over 100,000 empty lines.
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
@@ -69,7 +73,9 @@ def vocabulary_of(tokenizer: Tokenizer, num_tokens: int | None = None) -> LLToke
     # An end token may be of the model's padding, which the tokenizer does not have.
     end_ids = [end_id for end_id in tokenizer.eos_ids if end_id < tokenizer.vocab_size]
     num_tokens = num_tokens or tokenizer.vocab_size
-    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids or None)
+    return LLTokenizer(
+        tokenizer.to_json(), n_vocab=num_tokens, eos_token=end_ids or None
+    )
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -80,7 +86,9 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         GrammarError: it has a mistake or is too large.
     """
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}")
+        raise GrammarError(
+            f"it has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS}"
+        )
     try:
         source = _with_others(_to_llguidance(grammar), grammar)
     except RecursionError:
@@ -111,7 +119,10 @@ def _to_llguidance(grammar: Grammar) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
-            texts = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
+            texts = (
+                json.dumps(choice, ensure_ascii=False)
+                for choice in json.loads(grammar.text)
+            )
             # Lark takes every character as JSON writes it, but for this one.
             quoted = " | ".join(text.replace("\x7f", r"\u007f") for text in texts)
             return LLMatcher.grammar_from_lark(f"start: {quoted}")
@@ -127,7 +138,11 @@ def _to_llguidance(grammar: Grammar) -> str:
 
 
 _BLANKS = r"/[ \n\r\t]{0,4}/"
-_THOUGHTS = {"": "", "open": "thoughts ", "perhaps": f'{_BLANKS} ("<think>" thoughts)? '}
+_THOUGHTS = {
+    "": "",
+    "open": "thoughts ",
+    "perhaps": f'{_BLANKS} ("<think>" thoughts)? ',
+}
 # Of gpt-oss: tags are tokens, and a call's recipient stands before its channel or behind it.
 _HARMONY = r"""start: (<|start|> "assistant")? thought* said
 thought: <|channel|> "analysis" <|message|> /(.|\n)*/ <|end|> <|start|> "assistant"
@@ -144,9 +159,14 @@ def _with_others(source: str, grammar: Grammar) -> str:
     """What a grammar became, with anything before it up to </think>, and calls in its place."""
     if not (grammar.reasoning or grammar.calls):
         return source
-    tags = [json.dumps(tag) if isinstance(tag, str) else f"<[{tag}]>" for tag in grammar.calls]
+    tags = [
+        json.dumps(tag) if isinstance(tag, str) else f"<[{tag}]>"
+        for tag in grammar.calls
+    ]
     is_lark = not source.lstrip().startswith("{")
-    first, *others = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    first, *others = (
+        [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    )
     if grammar.reasoning == "harmony":
         lark = _HARMONY % (" | call" + _HARMONY_CALL + " | ".join(tags) if tags else "")
     else:
@@ -154,7 +174,9 @@ def _with_others(source: str, grammar: Grammar) -> str:
         lark = f"start: {_THOUGHTS[grammar.reasoning]}said\nsaid: @answer{calls}\n" + (
             'thoughts: until_end /[ \\n\\r\\t]{0,8}/\nuntil_end[suffix="</think>"]: /(.|\\n)*/'
         )
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
+    return json.dumps(
+        {"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]}
+    )
 
 
 def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
@@ -166,7 +188,9 @@ def _check(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     if matcher.is_error():
         reason = matcher.get_error().lower()
         is_too_complex = "too many" in reason or "too complex" in reason
-        raise GrammarError(TOO_COMPLEX if is_too_complex else "no text matches it; correct it")
+        raise GrammarError(
+            TOO_COMPLEX if is_too_complex else "no text matches it; correct it"
+        )
     if seconds > MAX_MASK_S:
         raise GrammarError(
             f"it is too ambiguous: finding what its first token may be takes {seconds:.2f} s, at "
@@ -211,14 +235,18 @@ def main() -> None:
     tokenizer = vocabulary_of(Tokenizer(sys.argv[2], NO_TEMPLATE))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    judge(tokenizer, Grammar("json_object"))  # what all grammars need is there from now on
+    judge(
+        tokenizer, Grammar("json_object")
+    )  # what all grammars need is there from now on
     gc.freeze()
     control.send(b"!")
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
             return
-        with contextlib.suppress(OSError):  # no child for now: its socket is closed, and that tells
+        with contextlib.suppress(
+            OSError
+        ):  # no child for now: its socket is closed, and that tells
             if os.fork() == 0:
                 control.close()
                 _try(socket.socket(fileno=descriptors[0]), tokenizer)
@@ -235,13 +263,19 @@ def _try(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
         most = _memory_bytes(0) + STACK_BYTES + asked.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         threading.stack_size(STACK_BYTES)
-        threading.Thread(target=_judge_all, args=(connection, tokenizer, asked.grammars)).start()
-        connection.recv(1)  # nothing, once the answer is there, or nobody wants it any more
+        threading.Thread(
+            target=_judge_all, args=(connection, tokenizer, asked.grammars)
+        ).start()
+        connection.recv(
+            1
+        )  # nothing, once the answer is there, or nobody wants it any more
     finally:
         os._exit(0)
 
 
-def _judge_all(connection: socket.socket, tokenizer: LLTokenizer, grammars: list[Grammar]) -> None:
+def _judge_all(
+    connection: socket.socket, tokenizer: LLTokenizer, grammars: list[Grammar]
+) -> None:
     try:
         connection.sendall(b"{}\n")
         for grammar in grammars:

@@ -34,13 +34,23 @@ _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
 _NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{_CHARS}]")
 # The head of a call behind a text that has no <|end|>, and how it begins.
-_OPEN_RECIPIENT = re.compile(r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}")
+_OPEN_RECIPIENT = re.compile(
+    r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
+)
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )
 _BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")  # as it begins, up to a tag
 _SYSTEM = ("system", "developer")
-_WORDS = ("assistant", "analysis", "commentary", "final", "to=", "json", "code")  # of a head
+_WORDS = (
+    "assistant",
+    "analysis",
+    "commentary",
+    "final",
+    "to=",
+    "json",
+    "code",
+)  # of a head
 
 
 def tags_of(tokenizer: Tokenizer) -> dict[int, str]:
@@ -53,13 +63,19 @@ def head_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """What a prompt says of the message that its answer goes on with, behind the role: nothing,
     or the head through MESSAGE where the message has begun."""
     tags = tags_of(tokenizer)
-    ends = (at for at in reversed(range(len(prompt_ids))) if tags.get(prompt_ids[at]) == START)
+    ends = (
+        at
+        for at in reversed(range(len(prompt_ids)))
+        if tags.get(prompt_ids[at]) == START
+    )
     last = prompt_ids[next(ends, len(prompt_ids)) :]
     kinds = [tags.get(token_id) for token_id in last]
     if END in kinds:
         return ""
     size = kinds.index(MESSAGE) + 1 if MESSAGE in kinds else len(kinds)
-    texts = (tags.get(token_id) or tokenizer.decode([token_id]) for token_id in last[:size])
+    texts = (
+        tags.get(token_id) or tokenizer.decode([token_id]) for token_id in last[:size]
+    )
     return "".join(texts).removeprefix(_ROLE)
 
 
@@ -80,8 +96,12 @@ class HarmonyParser(ReasoningParser):
         self.tags = tags
         self._tells_calls = tells_calls
         self.is_in_head, self._head = True, ""
-        self._recipient = ""  # the end of a message's text that may be the head of a call
-        self._part: Literal["reasoning", "content", "call"] = "content"  # that a message is of
+        self._recipient = (
+            ""  # the end of a message's text that may be the head of a call
+        )
+        self._part: Literal["reasoning", "content", "call"] = (
+            "content"  # that a message is of
+        )
         self._parts = set[str]()  # that have text
         self._gap = ""  # before a message's text
         self._told = "", ""  # since it was last asked
@@ -151,7 +171,9 @@ class HarmonyParser(ReasoningParser):
     def _let_go(self) -> None:
         """Ends a head that has no message. What it has beside a head's words is text."""
         text = _NO_TEXT.sub("", self._head).strip()
-        if text and not (self._has_tags and any(word.startswith(text) for word in _WORDS)):
+        if text and not (
+            self._has_tags and any(word.startswith(text) for word in _WORDS)
+        ):
             self._begin_message()
             self._end()
 
@@ -214,7 +236,10 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             message = {"role": "assistant", "content": ""}
         if message["role"] in _SYSTEM and before and before[0]["role"] in _SYSTEM:
             texts = [before[0].get("content"), said]
-            before[0] = {**before[0], "content": "\n\n".join(text or "" for text in texts)}
+            before[0] = {
+                **before[0],
+                "content": "\n\n".join(text or "" for text in texts),
+            }
         elif not calls:
             groups.append([message])
     return [message for group in groups for message in group]

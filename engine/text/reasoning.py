@@ -24,11 +24,18 @@ Begins = Literal["open", "perhaps", "harmony"]
 OPEN, CLOSE = SPECIAL_TAGS = ("<think>", "</think>")
 _TAIL_TOKENS = 16  # of a prompt, which hold a tag and blanks
 # Whether an answer thinks from its start although neither it nor the prompt has the first tag.
-_OPENS: Final[dict[str, Begins]] = {"deepseek_r1": "open", "qwen3": "perhaps", "auto": "perhaps"}
+_OPENS: Final[dict[str, Begins]] = {
+    "deepseek_r1": "open",
+    "qwen3": "perhaps",
+    "auto": "perhaps",
+}
 
 
 def reasoning_begins(
-    options: ModelOptions, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer
+    options: ModelOptions,
+    request: GenerationRequest,
+    prompt_ids: list[int],
+    tokenizer: Tokenizer,
 ) -> Begins | None:
     """Whether an answer is in its reasoning from the start, or may begin one; None: it has none;
     harmony: its reasoning and its calls are as engine/text/harmony.py reads them."""
@@ -61,10 +68,14 @@ class ReasoningParser:
         is_inside: the first tag is there, or will not come.
     """
 
-    tags: Mapping[int, str] = {}  # the tokens that are tags, and what they are in the text
+    tags: Mapping[
+        int, str
+    ] = {}  # the tokens that are tags, and what they are in the text
     is_in_head = False  # what comes is neither reasoning nor answer
 
-    def __init__(self, begins: Begins | None, openings: CallOpenings | None = None) -> None:
+    def __init__(
+        self, begins: Begins | None, openings: CallOpenings | None = None
+    ) -> None:
         self.is_over = begins is None
         self._begins = begins
         self.is_inside = False
@@ -91,7 +102,9 @@ class ReasoningParser:
         if not self.is_over and not self.is_inside:
             text = self._begin(text)
         if not self.is_over and self.is_inside:
-            thought, is_closed, text = self._hold(text) if self._held else self._think(text)
+            thought, is_closed, text = (
+                self._hold(text) if self._held else self._think(text)
+            )
             reasoning = self._stripped(thought)
             if is_closed:
                 self.is_over, self._blanks, self._has_text = True, [], False

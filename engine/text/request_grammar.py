@@ -30,11 +30,15 @@ def grammar_of(
         if option == "harmony" and MESSAGE in head_of(prompt_ids, tokenizer):
             begins, calls = None, ()  # the final message has begun
         grammar = msgspec.structs.replace(grammar, reasoning=begins or "", calls=calls)
-    banned = tuple(ids for word in parsed.bad_words for ids in _spellings(word, tokenizer))
+    banned = tuple(
+        ids for word in parsed.bad_words for ids in _spellings(word, tokenizer)
+    )
     if not (parsed.allowed_token_ids or banned):
         return grammar
     found = grammar or Grammar("any")
-    return msgspec.structs.replace(found, allowed=parsed.allowed_token_ids, banned=banned)
+    return msgspec.structs.replace(
+        found, allowed=parsed.allowed_token_ids, banned=banned
+    )
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

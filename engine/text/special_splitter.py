@@ -39,14 +39,27 @@ log = get_logger(__name__)
 
 _MARKER_CHARS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters
 _MARKER_LENGTH = 8
-_TAG = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)  # <think>, [INST]; no "```" and no word
-_WRITTEN = re.compile(r"</?\w+>")  # tags that models write; not <|user|>, which begins a turn
+_TAG = re.compile(
+    r"[^\w\s].*\w.*[^\w\s]", re.DOTALL
+)  # <think>, [INST]; no "```" and no word
+_WRITTEN = re.compile(
+    r"</?\w+>"
+)  # tags that models write; not <|user|>, which begins a turn
 _NOTHING = r"(?!)"  # a regular expression that matches nothing
-_WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}  # which NFKC makes narrow again
-_FROM_OUTSIDE = ("user", "tool")  # roles whose messages hold no control token of any kind
+_WIDE = {
+    code: code + 0xFEE0 for code in range(0x21, 0x7F)
+}  # which NFKC makes narrow again
+_FROM_OUTSIDE = (
+    "user",
+    "tool",
+)  # roles whose messages hold no control token of any kind
 _STRICT_MEMBERS = ("tool_calls", "name")  # of a message of any role
 _NUM_PROBED = 64  # control tokens in a message of the self-test
-_TOOL_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "{}"}}}
+_TOOL_CALL = {
+    "id": "a",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"x": "{}"}},
+}
 _PROBES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "{}"}],
     [{"role": "system", "content": "{}"}, {"role": "user", "content": "{}"}],
@@ -105,9 +118,15 @@ class SpecialTokenSplitter:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         letters = (secrets.choice(_MARKER_CHARS) for _ in range(_MARKER_LENGTH))
         self._marker = "".join(letters)
-        self._escaped = self._marker.encode("ascii", "backslashreplace").decode()  # as JSON has it
+        self._escaped = self._marker.encode(
+            "ascii", "backslashreplace"
+        ).decode()  # as JSON has it
         added = tokenizer.added_tokens()
-        special = {text for text, is_special in added.items() if is_special and _is_divisible(text)}
+        special = {
+            text
+            for text, is_special in added.items()
+            if is_special and _is_divisible(text)
+        }
         named = {text for text in added if _is_named(text, self._template.source)}
         controls = special | named
         self._strict = _Rule(controls, others=added.keys() - controls)
@@ -132,7 +151,9 @@ class SpecialTokenSplitter:
             prompt = prompt.replace(self._escaped, self._marker)
         if self._marker not in prompt:
             return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        found = self._guarded.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+        found = self._guarded.encode_batch_fast(
+            [prompt], add_special_tokens=add_special_tokens
+        )
         return list[int](found[0].ids)
 
     def without_marks(self, text: str) -> str:
@@ -147,11 +168,16 @@ class SpecialTokenSplitter:
             texts = [text for text in rule.texts if text not in self.unprotected]
             hostile = _filled(probe, f"a{''.join(texts[:_NUM_PROBED])}b")
             plain = self._render(_filled(probe, "a b"))
-            rendered, marked = self._render(hostile), self._render(self.mark_messages(hostile))
+            rendered, marked = (
+                self._render(hostile),
+                self._render(self.mark_messages(hostile)),
+            )
             if plain is None or rendered is None or marked is None:
                 continue  # the template takes no such conversation
             if self.without_marks(marked) != rendered:
-                return "the chat template changes the text of messages by what it contains"
+                return (
+                    "the chat template changes the text of messages by what it contains"
+                )
             if self._guarded_ids(plain) != self._usual_ids(plain):
                 return "the tokenizer matches special tokens in normalized text"
             if self._num_controls(marked) != self._num_controls(plain):
@@ -163,7 +189,9 @@ class SpecialTokenSplitter:
         rule = self._rule_of(message)
         own_rules = dict.fromkeys(_STRICT_MEMBERS, self._strict)
         return {
-            name: value if name == "role" else self._marked(value, own_rules.get(name, rule))
+            name: value
+            if name == "role"
+            else self._marked(value, own_rules.get(name, rule))
             for name, value in message.items()
         }
 
@@ -191,13 +219,17 @@ class SpecialTokenSplitter:
         for text in self._strict.texts:
             marked = self._strict.mark(text, self._marker)
             likes = {text.swapcase(), text.translate(_WIDE)} - texts
-            is_other = any(self._is_control(self._tokenizer.library, like) for like in likes)
+            is_other = any(
+                self._is_control(self._tokenizer.library, like) for like in likes
+            )
             if is_other or self._is_control(self._guarded, marked):
                 unprotected.append(text)
         return unprotected
 
     def _is_control(self, library: tokenizers.Tokenizer, text: str) -> bool:
-        return not self._ids.isdisjoint(library.encode(text, add_special_tokens=False).ids)
+        return not self._ids.isdisjoint(
+            library.encode(text, add_special_tokens=False).ids
+        )
 
     def _has_own_tokens(self) -> bool:
         """Whether more turns have more control tokens."""
@@ -210,7 +242,9 @@ class SpecialTokenSplitter:
         return sum(token_id in self._ids for token_id in self._guarded_ids(prompt))
 
     def _usual_ids(self, prompt: str) -> list[int]:
-        return list[int](self._tokenizer.library.encode(prompt, add_special_tokens=False).ids)
+        return list[int](
+            self._tokenizer.library.encode(prompt, add_special_tokens=False).ids
+        )
 
     def _guarded_ids(self, prompt: str) -> list[int]:
         return list[int](self._guarded.encode(prompt, add_special_tokens=False).ids)
@@ -232,7 +266,9 @@ class _Rule:
             every other character that a control token begins with is marked.
     """
 
-    def __init__(self, texts: Iterable[str], *, others: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, texts: Iterable[str], *, others: Iterable[str] | None = None
+    ) -> None:
         self.texts = sorted(texts)
         ways = [_pattern(self.texts)] if self.texts else []
         if others is not None:

@@ -25,7 +25,9 @@ from protocol.short_repr import short_repr
 
 NO_TEMPLATE = Path(os.devnull)  # for who renders no chat: the model's own may be broken
 _MANY_IDS = 2048  # take a millisecond to decode
-_SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_SPECIAL_NAMES = [
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+]
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _MAP)
 _FLAGS = ("single_word", "lstrip", "rstrip", "special")  # of an added token
@@ -53,7 +55,9 @@ class Tokenizer:
         unknown_eos_ids: others that the model's files name for it and that it cannot generate.
     """
 
-    def __init__(self, model_dir: str | Path, chat_template: Path | None = None) -> None:
+    def __init__(
+        self, model_dir: str | Path, chat_template: Path | None = None
+    ) -> None:
         self.folder = folder = Path(model_dir)
         config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # the older split of the same facts
@@ -80,16 +84,22 @@ class Tokenizer:
         self.eos_ids = tuple(i for i in end_ids if 0 <= i < num_logits)
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
-        self.digest = _digest_of(folder, self.chat_template)  # of all that token ids follow from
+        self.digest = _digest_of(
+            folder, self.chat_template
+        )  # of all that token ids follow from
         plain = (i for i in range(self.vocab_size) if self.decode([i]).isalnum())
         # A token that is plain text wherever it stands, or none.
-        self._anchor = list(itertools.islice(plain, 1)) if self.token_bytes is None else []
+        self._anchor = (
+            list(itertools.islice(plain, 1)) if self.token_bytes is None else []
+        )
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the model expects around a prompt."""
         # Of the library's ways only those for batches let other threads run meanwhile.
-        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        encoded = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         return list[int](encoded[0].ids)
 
     @property
@@ -111,13 +121,19 @@ class Tokenizer:
         for _, token in decoder:
             is_raw = token.content in tokens or not token.normalized
             flags = {name: getattr(token, name) for name in _FLAGS}
-            added.append(tokenizers.AddedToken(token.content, normalized=not is_raw, **flags))
+            added.append(
+                tokenizers.AddedToken(token.content, normalized=not is_raw, **flags)
+            )
         copy = tokenizers.Tokenizer(inner.model)  # which shares the vocabulary
         copy.add_tokens(added)
-        if [*sorted(copy.get_added_tokens_decoder())] != [token_id for token_id, _ in decoder]:
+        if [*sorted(copy.get_added_tokens_decoder())] != [
+            token_id for token_id, _ in decoder
+        ]:
             copy = self._copy(added)
         before = [inner.normalizer] if inner.normalizer is not None else []
-        copy.normalizer = normalizers.Sequence([normalizers.Replace(marker, ""), *before])
+        copy.normalizer = normalizers.Sequence(
+            [normalizers.Replace(marker, ""), *before]
+        )
         for part in ("pre_tokenizer", "post_processor", "decoder"):
             if (value := getattr(inner, part)) is not None:
                 setattr(copy, part, value)
@@ -161,7 +177,9 @@ class Tokenizer:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens by name."""
         if len(token_ids) > _MANY_IDS:  # as in `encode`: others run meanwhile
-            return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
+            return str(
+                self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]
+            )
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def id_of(self, text: str) -> int | None:
@@ -179,7 +197,11 @@ class Tokenizer:
         return bytes.fromhex(spelled[1]) if spelled else None
 
     def render_chat(
-        self, messages: Sequence[dict[str, Any]], *, field: str = "messages", **options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        field: str = "messages",
+        **options: Any,
     ) -> str:
         """The prompt for the assistant's next turn, with the special tokens that the template
         writes itself.
@@ -191,8 +213,13 @@ class Tokenizer:
             InvalidRequest: the model has no chat template, or its template refuses the messages.
         """
         if self.chat_template is None:
-            refuse(field, "cannot be used: the model has no chat template; use /v1/completions")
-        return self.chat_template.render(messages, self.special_tokens, field=field, **options)
+            refuse(
+                field,
+                "cannot be used: the model has no chat template; use /v1/completions",
+            )
+        return self.chat_template.render(
+            messages, self.special_tokens, field=field, **options
+        )
 
     def _token_text(self, token_id: int) -> TokenText:
         """How one token alone is shown: special tokens by name, a part of a character as
@@ -210,7 +237,9 @@ class Tokenizer:
         if byte is not None:
             return byte
         # A decoder may drop a space at the very start, so the token is read after another one.
-        both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+        both: str = self._tokenizer.decode(
+            [*self._anchor, token_id], skip_special_tokens=False
+        )
         return both[len(self._tokenizer.decode(self._anchor)) :].encode()
 
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
@@ -233,7 +262,9 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         kinds = "*.model", "*.txt", "tekken.json"
-        found = ", ".join(sorted(file.name for kind in kinds for file in folder.glob(kind)))
+        found = ", ".join(
+            sorted(file.name for kind in kinds for file in folder.glob(kind))
+        )
         raise TokenizerNotFound(
             f"{folder} has no tokenizer.json (found: {found or 'no vocabulary'}); take it from a "
             "model with the same vocabulary, or have transformers make it, where it can: "
@@ -249,7 +280,9 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _digest_of(folder: Path, template: ChatTemplate | None) -> str:
-    digest = hashlib.sha256((template.source if template else "").encode(errors="replace"))
+    digest = hashlib.sha256(
+        (template.source if template else "").encode(errors="replace")
+    )
     for name in _FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
@@ -281,9 +314,14 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Special tokens by name, the seven usual ones first; templates know them by these names. Each
     is written as a string or as an object with `content`."""
     named = {
-        name: config.get(name) for name in (*_SPECIAL_NAMES, *config) if name.endswith("_token")
+        name: config.get(name)
+        for name in (*_SPECIAL_NAMES, *config)
+        if name.endswith("_token")
     }
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in named.items()}
+    texts = {
+        name: t.get("content") if isinstance(t, dict) else t
+        for name, t in named.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -291,14 +329,18 @@ def _add_missing(
     tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
     """Adds tokens that only tokenizer_config.json knows, as transformers does."""
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    listed = sorted(
+        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+    )
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for _, token in listed:
         if token["content"] not in known:
             tokenizer.add_tokens([tokenizers.AddedToken(**token)])
             known.add(token["content"])
     missing = [content for content in special.values() if content not in known]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in missing])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True) for text in missing]
+    )
 
 
 def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
@@ -311,10 +353,14 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
         return None
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
-    byte_of = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    byte_of = {
+        chr(byte if byte in printable else next(others)): byte for byte in range(256)
+    }
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         is_spelled = byte_of.keys() >= set(token)
-        table[token_id] = bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
+        table[token_id] = (
+            bytes(map(byte_of.__getitem__, token)) if is_spelled else token.encode()
+        )
     return table

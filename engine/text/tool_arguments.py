@@ -20,7 +20,10 @@ def call_in(text: str) -> tuple[str | None, str]:
     try:
         found = exact_json.loads(text)
         # Some write the arguments as a string, or nothing where there are none.
-        name, given = found["name"], found.get("arguments", found.get("parameters")) or {}
+        name, given = (
+            found["name"],
+            found.get("arguments", found.get("parameters")) or {},
+        )
         arguments = given.strip() if isinstance(given, str) else exact_json.dumps(given)
         (name + arguments).encode()
     except (LookupError, TypeError, ValueError, RecursionError):
@@ -49,14 +52,23 @@ def json_of_python(text: str) -> str | None:
     """The arguments of Python's `f(a=1, b=[True])`, from behind the first bracket, as JSON."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model writes nobody's log need tell
+            warnings.simplefilter(
+                "ignore"
+            )  # of what a model writes nobody's log need tell
             call = _JsonNames().visit(ast.parse("f(" + text, mode="eval").body)
         assert isinstance(call, ast.Call) and not call.args
         given = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
         arguments = quoted(given)
         arguments.encode()  # half a surrogate pair cannot be sent
         return None if "" in given else arguments
-    except (AssertionError, SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+    except (
+        AssertionError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+        MemoryError,
+        RecursionError,
+    ):
         return None
 
 
@@ -65,7 +77,10 @@ def as_json(text: str, schema: Any) -> str:
     text."""
     said = schema if isinstance(schema, dict) else {}
     several = [said]
-    for name in ("anyOf", "oneOf"):  # nobody has looked at a schema that no answer must match
+    for name in (
+        "anyOf",
+        "oneOf",
+    ):  # nobody has looked at a schema that no answer must match
         several += more if isinstance(more := said.get(name), list) else []
     found = (one.get("type") for one in several if isinstance(one, dict))
     kinds = [kind for of in found for kind in (of if isinstance(of, list) else [of])]

@@ -55,9 +55,13 @@ class Tags(NamedTuple):
     value: str  # none: a line's ends around the value are not of it
     value_end: str
     ends: tuple[str, ...]  # of a call
-    after_call: tuple[str, ...]  # without blanks: what no value has, but the text behind one
+    after_call: tuple[
+        str, ...
+    ]  # without blanks: what no value has, but the text behind one
 
-    def ends_value(self, text: str, keys: Collection[str], names: Collection[str]) -> bool | None:
+    def ends_value(
+        self, text: str, keys: Collection[str], names: Collection[str]
+    ) -> bool | None:
         """Whether a value ends before `text`, perhaps without its end tag; None if that depends on
         more text.
 
@@ -70,7 +74,9 @@ class Tags(NamedTuple):
             name, end, _ = text[len(self.key) :].partition(self.key_end)
             if end:
                 name = name.strip()
-                is_name = bool(_PARAMETER.fullmatch(name)) and (not names or name in names)
+                is_name = bool(_PARAMETER.fullmatch(name)) and (
+                    not names or name in names
+                )
                 return is_name and name not in keys
         bare = "".join(text.split())
         if text.startswith(self.value_end) or bare.startswith(self.after_call):
@@ -144,17 +150,23 @@ def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
     """How the model writes calls: `--tool-call-parser`, or as its chat template shows; Hermes' way
     where that does not say."""
     source = template.source if template and template.knows_tools else ""
-    shown: Iterator[ToolSyntax] = (name for name, tags in _SHOWN.items() if re.search(tags, source))
+    shown: Iterator[ToolSyntax] = (
+        name for name, tags in _SHOWN.items() if re.search(tags, source)
+    )
     return next(shown, "hermes") if option == "auto" else cast(ToolSyntax, option)
 
 
-def call_beginnings(tools: Tools, option: str, tokenizer: Tokenizer) -> tuple[str | int, ...]:
+def call_beginnings(
+    tools: Tools, option: str, tokenizer: Tokenizer
+) -> tuple[str | int, ...]:
     """What the model may begin an answer with to call a tool of its own accord: texts, and tokens
     that are no text."""
     if tools.mode != "auto":
         return ()
     forms = _BEGINNINGS[tool_syntax(option, tokenizer.chat_template)]
-    texts = dict.fromkeys(form.format(name) for form in forms for name in sorted(tools.names))
+    texts = dict.fromkeys(
+        form.format(name) for form in forms for name in sorted(tools.names)
+    )
     found = {text: tokenizer.id_of(text) for text in texts}
     return tuple(n if n in tokenizer.special_ids else text for text, n in found.items())
 
@@ -166,10 +178,18 @@ class CallOpenings:
     def __init__(
         self, tools: Tools, option: str = "auto", template: ChatTemplate | None = None
     ) -> None:
-        forms = _OPENINGS.get(tool_syntax(option, template), ()) if tools.mode == "auto" else ()
-        self._openings = tuple(form.format(name) for form in forms for name in sorted(tools.names))
+        forms = (
+            _OPENINGS.get(tool_syntax(option, template), ())
+            if tools.mode == "auto"
+            else ()
+        )
+        self._openings = tuple(
+            form.format(name) for form in forms for name in sorted(tools.names)
+        )
         self._tags = [
-            tag for tag in _FIRST_TAGS if any(opening.startswith(tag) for opening in self._openings)
+            tag
+            for tag in _FIRST_TAGS
+            if any(opening.startswith(tag) for opening in self._openings)
         ]
         self._tag = re.compile("|".join(map(re.escape, self._tags)))
 
@@ -184,4 +204,6 @@ class CallOpenings:
             may_go_on = len(text) - at < _MAX_OPENING
             if may_go_on and any(whole.startswith(opening) for whole in self._openings):
                 return at, False
-        return len(text) - max((overlap(text, tag) for tag in self._tags), default=0), False
+        return len(text) - max(
+            (overlap(text, tag) for tag in self._tags), default=0
+        ), False

@@ -29,7 +29,10 @@ _OTHER_CALLS = {  # of models whose templates know no tools, too
 
 
 def with_tools(
-    messages: list[dict[str, Any]], tools: Tools, tokenizer: Tokenizer, option: str = "auto"
+    messages: list[dict[str, Any]],
+    tools: Tools,
+    tokenizer: Tokenizer,
+    option: str = "auto",
 ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
     """The messages, and the tools for the chat template; either may be the way to tell of them."""
     template = tokenizer.chat_template
@@ -40,11 +43,20 @@ def with_tools(
         messages = [_without_tool_calls(message) for message in messages]
     if not tools.active:
         return messages, None
-    functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered)
-    how = _HOW_TO_CALL[tools.mode].replace("{name}", tools.name or "").replace("{call}", call)
+    functions = (
+        json.dumps(tool["function"], ensure_ascii=False) for tool in tools.offered
+    )
+    how = (
+        _HOW_TO_CALL[tools.mode]
+        .replace("{name}", tools.name or "")
+        .replace("{call}", call)
+    )
     told = "\n".join(["You can call these tools:", *functions, how])
     if messages and messages[0]["role"] in ("system", "developer"):
-        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{told}"}
+        first = {
+            **messages[0],
+            "content": f"{messages[0].get('content') or ''}\n\n{told}",
+        }
         return [first, *messages[1:]], None
     return [{"role": "system", "content": told}, *messages], None
 

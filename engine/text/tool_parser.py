@@ -41,7 +41,8 @@ _BETWEEN = _BLANKS + "[],;"
 _PLAIN = re.compile(rf".[^<\[{_BLANKS}]*", re.DOTALL)  # where no tag begins
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
-    rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]', re.DOTALL
+    rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]',
+    re.DOTALL,
 )
 
 _MAX_HEAD = 512  # characters
@@ -60,7 +61,10 @@ class Parsed:
 
 
 def create_tool_parser(
-    tools: Tools, option: str = "auto", template: ChatTemplate | None = None, answer_id: str = ""
+    tools: Tools,
+    option: str = "auto",
+    template: ChatTemplate | None = None,
+    answer_id: str = "",
 ) -> "ToolParser | None":
     """A parser for one answer, None where it can have no calls; see `tool_syntax`. Its calls' ids
     follow from `answer_id`."""
@@ -96,7 +100,10 @@ class ToolParser:
         self._depth, self._quoted, self._escaped = 0, "", False  # where an object is
         # What quotes texts in it, and opens and closes brackets.
         self._marks = ("\"'", "([{", ")]}") if form == "pythonic" else ('"', "[{", "]}")
-        self._has_tags = form in ("hermes", "deepseek_v3")  # which begin as no JSON does
+        self._has_tags = form in (
+            "hermes",
+            "deepseek_v3",
+        )  # which begin as no JSON does
         self._reader = _READERS[form](self)
         next(self._reader)
 
@@ -130,7 +137,9 @@ class ToolParser:
     def _told(self) -> Parsed:
         """What the client receives of the parsed text."""
         if not self._tools.parallel:
-            self._parsed.calls = [call for call in self._parsed.calls if call.index == 0]
+            self._parsed.calls = [
+                call for call in self._parsed.calls if call.index == 0
+            ]
         return self._parsed
 
     def _read_hermes(self) -> _Reader[None]:
@@ -179,12 +188,16 @@ class ToolParser:
             while (yield from self._skip(tags.key)):
                 self._ends_call = True
                 key = yield from self._key(tags)
-                margin = "" if tags.value and (yield from self._tag(tags.value)) else "\n"
+                margin = (
+                    "" if tags.value and (yield from self._tag(tags.value)) else "\n"
+                )
                 before = ", " if keys else "{"
                 keys.append(key)
                 value, is_closed = yield from self._value(tags, types, keys)
                 self._held = []
-                value = value.removeprefix(margin).removesuffix(margin if is_closed else "\n")
+                value = value.removeprefix(margin).removesuffix(
+                    margin if is_closed else "\n"
+                )
                 self._tell(f"{before}{quoted(key)}: {as_json(value, types.get(key))}")
             self._tell("}" if keys else "{}")
             self._end_call()
@@ -225,7 +238,9 @@ class ToolParser:
             if is_end is False:
                 at += 1
                 continue
-            if is_end is None and self._is_ended:  # the end tag is missing: another one counts
+            if (
+                is_end is None and self._is_ended
+            ):  # the end tag is missing: another one counts
                 self._text = "".join([*parts, self._text])
                 parts = [""]
                 ends = [end for tag in tags.ends if (end := self._text.find(tag)) >= 0]
@@ -427,7 +442,9 @@ class ToolParser:
         self._let_go()
         return False
 
-    def _until(self, depths: tuple[int, ...], take: Callable[[str], None]) -> _Reader[None]:
+    def _until(
+        self, depths: tuple[int, ...], take: Callable[[str], None]
+    ) -> _Reader[None]:
         """Takes an object's text up to where its brackets come to be so deep, or up to a tag, where
         some of them are missing."""
         quotes, opening, closing = self._marks
@@ -456,7 +473,10 @@ class ToolParser:
 
     def _begin_call(self, name: str | None) -> bool:
         """Whether there is such a tool, whose call has begun."""
-        is_sure = self._form not in ("llama3_json", "pythonic")  # they look like other text
+        is_sure = self._form not in (
+            "llama3_json",
+            "pythonic",
+        )  # they look like other text
         if name is None or not (is_sure or name in self._tools.names):
             return False
         self._held = []

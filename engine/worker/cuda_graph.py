@@ -48,7 +48,9 @@ def captured_sizes(max_seqs: int) -> list[int]:
 def _products_of(num_rows: int) -> Iterator[None]:
     """The library that multiplies so many rows best."""
     before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt" if num_rows in _LT_ROWS else "cublas")
+    torch.backends.cuda.preferred_blas_library(
+        "cublaslt" if num_rows in _LT_ROWS else "cublas"
+    )
     try:
         yield
     finally:
@@ -60,7 +62,9 @@ class DecodeOutput:
     """What a step left on the device, a row for each of its sequences."""
 
     raw_logits: torch.Tensor  # [rows, vocab], see CausalLM.raw_logits
-    greedy_ids: torch.Tensor | None  # int64 [rows] in LastSampledTokens; None: not computed yet
+    greedy_ids: (
+        torch.Tensor | None
+    )  # int64 [rows] in LastSampledTokens; None: not computed yet
     scores: PendingScores = field(default_factory=lambda: PendingScores([], []))
 
     @property
@@ -119,13 +123,17 @@ class DecodeGraphs:
                 self._graphs[size] = graph, self._step(size)
         torch.cuda.synchronize()
         logger.info(
-            "captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started_s
+            "captured %d decode graphs in %.1f s",
+            len(self._sizes),
+            time.perf_counter() - started_s,
         )
 
     def _step(self, num_rows: int) -> DecodeOutput:
         with _products_of(num_rows):
             token_ids = self._last_drawn.fill_in(self._complements[:num_rows])
-            hidden = self._model.forward(token_ids, self._positions[:num_rows], self._backend)
+            hidden = self._model.forward(
+                token_ids, self._positions[:num_rows], self._backend
+            )
             logits = self._model.raw_logits(hidden)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
         return DecodeOutput(logits, greedy_ids)
@@ -146,7 +154,10 @@ class DecodeGraphs:
         num_seqs = len(step.query_lens)
         size = self._size_for(num_seqs)
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
-        host.numpy()[:, :num_seqs] = self._last_drawn.complements(step.token_ids), step.positions
+        host.numpy()[:, :num_seqs] = (
+            self._last_drawn.complements(step.token_ids),
+            step.positions,
+        )
         self._inputs.copy_(host, non_blocking=True)
         self._backend.plan_captured(
             step.attention_batch(self._block_size, self._backend.num_groups), size
@@ -167,7 +178,9 @@ class DecodeGraphs:
 def _null_batch(num_groups: int) -> AttentionBatch:
     """One sequence of one token, in the null block."""
     one = np.ones(1, np.int32)
-    return AttentionBatch(one, one, np.zeros((1, num_groups), np.int32), np.zeros(1, np.int64))
+    return AttentionBatch(
+        one, one, np.zeros((1, num_groups), np.int32), np.zeros(1, np.int64)
+    )
 
 
 class _Piece(NamedTuple):
@@ -179,11 +192,18 @@ class PromptGraphs:
     """The captured pieces of one rank's steps. Rows that are added are computed, not stored."""
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, *, max_tokens: int, device: torch.device
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        *,
+        max_tokens: int,
+        device: torch.device,
     ) -> None:
         self._model, self._backend = model, backend
         self._sizes = [size for size in _PROMPT_SIZES if size <= max_tokens]
-        self._inputs = torch.zeros(2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(
+            2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device
+        )
         # Queries and answers, which all layers and sizes share, by their place and shape.
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._pieces: dict[int, list[_Piece]] = {}
@@ -249,6 +269,8 @@ class PromptGraphs:
 
     def _buffer(self, place: object, like: Tensor) -> Tensor:
         key = place, like.shape[1:], like.dtype
-        if key not in self._buffers:  # the largest size comes first, and runs before it is captured
+        if (
+            key not in self._buffers
+        ):  # the largest size comes first, and runs before it is captured
             self._buffers[key] = like.new_zeros(self._sizes[-1], *like.shape[1:])
         return self._buffers[key]

@@ -10,7 +10,9 @@ from torch import Tensor
 from attention.base import AttentionBackend, AttentionBatch, LayerAttention
 from kvcache.pool import KVPool
 
-MakeBackend = Callable[[Sequence[LayerAttention], AttentionBackend | None], AttentionBackend]
+MakeBackend = Callable[
+    [Sequence[LayerAttention], AttentionBackend | None], AttentionBackend
+]
 
 
 class GroupedBackend(AttentionBackend):
@@ -75,7 +77,9 @@ class GroupedBackend(AttentionBackend):
         rows = np.repeat(np.arange(len(lens)), lens)
         ends = np.cumsum(lens, dtype=np.int64)
         positions = np.arange(len(rows)) + np.repeat(batch.context_lens - ends, lens)
-        slots = batch.slot_mapping % size  # of padding that is all: it is in the null block
+        slots = (
+            batch.slot_mapping % size
+        )  # of padding that is all: it is in the null block
         slots[: len(rows)] += tables[rows, positions // size].astype(np.int64) * size
         return AttentionBatch(lens, batch.context_lens, tables, slots)
 

@@ -20,7 +20,9 @@ class KernelWatch:
     def __init__(self) -> None:
         self.num_before = 0  # the engine was ready
         self.num_after = 0
-        self.is_ready = False  # once it is, requests wait for what is compiled or loaded
+        self.is_ready = (
+            False  # once it is, requests wait for what is compiled or loaded
+        )
 
     def saw(self, name: str) -> None:
         """A kernel or module is being loaded, compiled before if it was not kept."""
@@ -43,7 +45,9 @@ def keep_kernels() -> None:
     """Has compiled kernels kept under `~/.cache`, or where BATON_CACHE says; to be called before
     anything imports their compilers. Both name what they keep by all that it depends on: Triton by
     a digest, FlashInfer by its version and the GPU."""
-    with contextlib.suppress(OSError):  # no home: they find places of their own, or say so
+    with contextlib.suppress(
+        OSError
+    ):  # no home: they find places of their own, or say so
         folder = str(cache_dir())
         os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
         if "BATON_CACHE" in os.environ:  # else it is ~/.cache/flashinfer

@@ -51,13 +51,25 @@ def _build(
     config: EngineConfig, links: RankLinks, transport: EngineTransport
 ) -> tuple[EngineCore, Rank, EngineReady]:
     model_config = read_config(config.model_dir, config)
-    compiler = GrammarCompiler(config.model_dir, model_config.vocab_size, transport.wake)
-    rank = Rank(config, model_config, 0, links, lambda text: transport.tell(EngineProgress(text)))
+    compiler = GrammarCompiler(
+        config.model_dir, model_config.vocab_size, transport.wake
+    )
+    rank = Rank(
+        config,
+        model_config,
+        0,
+        links,
+        lambda text: transport.tell(EngineProgress(text)),
+    )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=longest_sequence(
-            config, rank.size, rank.num_blocks, model_config.max_position, rank.runner.groups
+            config,
+            rank.size,
+            rank.num_blocks,
+            model_config.max_position,
+            rank.runner.groups,
         ),
         block_size=config.tokens_per_block,
         itl_target_s=config.itl_target_s if config.role != "prefill" else None,

@@ -67,8 +67,12 @@ def load(
         free_bytes=free_host_bytes(),
     )
     pool.shutdown(wait=False)
-    if device.type == "cuda":  # a machine's memory is looked at before its ranks are started
-        check_weights_fit(model_config, *torch.cuda.mem_get_info(device), config, str(device))
+    if (
+        device.type == "cuda"
+    ):  # a machine's memory is looked at before its ranks are started
+        check_weights_fit(
+            model_config, *torch.cuda.mem_get_info(device), config, str(device)
+        )
     is_dummy = config.load_format == "dummy"
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with fitting(f"a model with weights in {config.dtype}", device, fix):
@@ -81,7 +85,9 @@ def load(
             load_format=config.load_format,
             seed=config.seed,
             pack=config.pack_weights,
-            on_load=LoadProgress({} if is_dummy else read_headers(Path(config.model_dir)), tell),
+            on_load=LoadProgress(
+                {} if is_dummy else read_headers(Path(config.model_dir)), tell
+            ),
         )
     if not compiling.done():
         tell("compiling kernels")
@@ -137,7 +143,11 @@ def _module(name: str) -> str:
 
 
 def check_weights_fit(
-    model: ModelConfig, free_bytes: int, total_bytes: int, config: EngineConfig, device: str
+    model: ModelConfig,
+    free_bytes: int,
+    total_bytes: int,
+    config: EngineConfig,
+    device: str,
 ) -> None:
     """Raises MemoryTooSmall before minutes are spent on loading what cannot fit."""
 

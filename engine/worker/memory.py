@@ -75,13 +75,17 @@ def make_memory(
             layers=layers,
             beside=beside,
             dtype=getattr(torch, config.dtype),
-            limits=step_limits(config, model_config, of_group=num_q_heads > spec.num_q_heads),
+            limits=step_limits(
+                config, model_config, of_group=num_q_heads > spec.num_q_heads
+            ),
         )
 
     if pool.groups.count > 1:
         _, dealt = kv_groups(model_config)
         of_group = partial(make, pool, spec.num_q_heads)
-        return RankMemory(pool, GroupedBackend(pool, dealt, spec.layers, of_group, **own))
+        return RankMemory(
+            pool, GroupedBackend(pool, dealt, spec.layers, of_group, **own)
+        )
     if context is None:
         return RankMemory(pool, make(pool, spec.num_q_heads))
     backend = ContextParallelBackend(
@@ -90,7 +94,9 @@ def make_memory(
         pool,
         partial(make, layers=()),  # see check_parallelism
         **own,
-        scratch_tokens=max(longest(config, model_config), config.max_num_batched_tokens),
+        scratch_tokens=max(
+            longest(config, model_config), config.max_num_batched_tokens
+        ),
     )
     return RankMemory(pool, backend)
 
@@ -122,7 +128,9 @@ def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Of a block of a rank's pool, and of what its attention backend keeps of it besides."""
     layout, wanted = layout_of(config, model, 2), wanted_of(config, model, 1)
-    return layout.block_bytes + copied_bytes(config.attention_backend, wanted, layout.block_size)
+    return layout.block_bytes + copied_bytes(
+        config.attention_backend, wanted, layout.block_size
+    )
 
 
 def size_pool(
@@ -171,7 +179,9 @@ def size_pool(
     )
 
 
-def longest_in(config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int) -> int:
+def longest_in(
+    config: EngineConfig, groups: KVGroups, num_blocks: int, max_len: int
+) -> int:
     """Tokens of the longest sequence that so many blocks hold, with two steps beside each window,
     and what a prefill server keeps for other block sizes."""
     step = 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
@@ -212,7 +222,11 @@ def longest_sequence(
 
 
 def _capacity(
-    config: EngineConfig, block_bytes: int, wanted_len: int, free_bytes: int, groups: KVGroups
+    config: EngineConfig,
+    block_bytes: int,
+    wanted_len: int,
+    free_bytes: int,
+    groups: KVGroups,
 ) -> tuple[int, str]:
     """Usable blocks, and which option or rule decided. A GPU's null block counts: memory that is
     not there shows at once."""
@@ -265,6 +279,9 @@ def lower_for_steps(config: EngineConfig) -> str:
 
 def _more_memory(config: EngineConfig) -> str:
     """The options that make the pool larger."""
-    if config.device == "cuda" and config.kv_cache_tokens is config.kv_cache_bytes is None:
+    if (
+        config.device == "cuda"
+        and config.kv_cache_tokens is config.kv_cache_bytes is None
+    ):
         return f"{_UTILIZATION} or --tp"
     return "--kv-cache-tokens or --kv-cache-bytes"

@@ -60,10 +60,18 @@ class Rank:
         self.compat = _compat(config, model_config, runner.groups.to_wire())
         stepping = runner.stepping
         self.service = KVService(
-            config, rank, pool, agent, self.compat, links.pulls, busy=lambda: stepping.busy
+            config,
+            rank,
+            pool,
+            agent,
+            self.compat,
+            links.pulls,
+            busy=lambda: stepping.busy,
         )
         own = [describe(pool, rank, agent.metadata())]
-        told = links.agree(own, list[RankMetadata], lambda each: [one for (one,) in each])
+        told = links.agree(
+            own, list[RankMetadata], lambda each: [one for (one,) in each]
+        )
         self.metadata = sorted(told, key=lambda metadata: metadata.rank)
         self.service.start()
 
@@ -79,7 +87,9 @@ class Rank:
         gc.freeze()
 
 
-def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> PoolSize:
+def pool_size(
+    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner
+) -> PoolSize:
     if config.device == "cuda":
         free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
@@ -94,10 +104,16 @@ def pool_size(config: EngineConfig, model_config: ModelConfig, runner: ModelRunn
 
 
 def _parallel(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
-    device = f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
-    links.agree(0, int, max)  # all have started: the group waits for a minute, links for ten
+    device = (
+        f"cuda:{config.devices[rank]}" if config.device == "cuda" else config.device
+    )
+    links.agree(
+        0, int, max
+    )  # all have started: the group waits for a minute, links for ten
     groups = {"dcp": config.dcp, "ep": config.ep}
-    return Parallel.connect(rank, config.tp, meeting=config.meeting, device=device, **groups)
+    return Parallel.connect(
+        rank, config.tp, meeting=config.meeting, device=device, **groups
+    )
 
 
 def _compat(
@@ -105,7 +121,10 @@ def _compat(
 ) -> CompatRecord:
     return CompatRecord(
         model_fingerprint=fingerprint(
-            model_config, config.model_dir, load_format=config.load_format, seed=config.seed
+            model_config,
+            config.model_dir,
+            load_format=config.load_format,
+            seed=config.seed,
         ),
         kv_dtype=config.kv_dtype,
         num_layers=model_config.num_layers,

@@ -51,7 +51,11 @@ class RankLinks:
     """
 
     def __init__(
-        self, rank: int, sockets: Sequence[socket], *, timeout_s: float = _JOIN_TIMEOUT_S
+        self,
+        rank: int,
+        sockets: Sequence[socket],
+        *,
+        timeout_s: float = _JOIN_TIMEOUT_S,
     ) -> None:
         self._rank, self._timeout_s = rank, timeout_s
         self._links = [Connection(link.detach()) for link in sockets[::2]]
@@ -67,8 +71,12 @@ class RankLinks:
         if self._rank:
             self.send(msgspec.msgpack.encode(own))
             return msgspec.msgpack.decode(self._receive(), type=kind)
-        told = [self._receive(index, self._timeout_s) for index in range(len(self._links))]
-        agreed = combine([own, *(msgspec.msgpack.decode(one, type=kind) for one in told)])
+        told = [
+            self._receive(index, self._timeout_s) for index in range(len(self._links))
+        ]
+        agreed = combine(
+            [own, *(msgspec.msgpack.decode(one, type=kind) for one in told)]
+        )
         self.send(msgspec.msgpack.encode(agreed))
         return agreed
 

@@ -60,7 +60,10 @@ class Stage:
     ) -> StepInput:
         """Of sequences that compute `lens` tokens each after `stored` ones, as many as fit, each of
         which draws the likeliest token."""
-        lens, stored = list(lens), [stored] * len(lens) if isinstance(stored, int) else list(stored)
+        lens, stored = (
+            list(lens),
+            [stored] * len(lens) if isinstance(stored, int) else list(stored),
+        )
         room = self.max_tokens
         for index, wanted in enumerate(lens):
             lens[index] = min(wanted, room, self.max_len)
@@ -70,7 +73,10 @@ class Stage:
         context = np.array(lens, np.int32) + np.array(stored[: len(lens)], np.int32)
         width = -(-int(context.max()) // self.block_size) * self.num_groups
         # Nobody owns a block yet. Sequences that wrap around read what others wrote.
-        tables = np.arange(len(lens) * width, dtype=np.int32) % max(1, self.num_blocks - 1) + 1
+        tables = (
+            np.arange(len(lens) * width, dtype=np.int32) % max(1, self.num_blocks - 1)
+            + 1
+        )
         return StepInput(
             token_ids=np.full(sum(lens), token, np.int64),
             query_lens=np.array(lens, np.int32),
@@ -85,13 +91,17 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
     """GPU memory that a rank's KV may take: what is free under the configured utilization
     once the largest step has run and been measured."""
     config = runner.config
-    what = f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+    what = (
+        f"a step of {config.max_num_batched_tokens} tokens beside the model's weights"
+    )
     fix = f"lower {lower_for_steps(config)}, or use a larger --tp"
     with fitting(what, runner.device, fix):
         _run_largest_step(runner)
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
-    graphs = config.max_num_seqs * runner.model_config.vocab_size * _GRAPH_BYTES_PER_LOGIT
+    graphs = (
+        config.max_num_seqs * runner.model_config.vocab_size * _GRAPH_BYTES_PER_LOGIT
+    )
     return free_gpu_bytes(
         runner.device,
         config.gpu_memory_utilization,
@@ -102,7 +112,9 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
 @torch.inference_mode()
 def _run_largest_step(runner: ModelRunner) -> None:
     """A prompt as long as a step may be, and as many draws, with all that shapes and tells them."""
-    num_tokens = min(runner.config.max_num_batched_tokens, runner.model_config.max_position)
+    num_tokens = min(
+        runner.config.max_num_batched_tokens, runner.model_config.max_position
+    )
     num_blocks = -(-num_tokens // runner.config.tokens_per_block) * runner.groups.count
     torch.cuda.reset_peak_memory_stats(runner.device)
     memory = runner.make_memory(num_blocks + 1)
@@ -110,7 +122,9 @@ def _run_largest_step(runner: ModelRunner) -> None:
     stage = Stage(*sizes, runner.groups.count)
     hidden = runner.forward(memory, stage.step([num_tokens]))
     rows = min(runner.config.max_num_seqs, num_tokens)
-    params = [msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])] * rows
+    params = [
+        msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])
+    ] * rows
     batch = SamplingBatch.from_params(params, [0] * rows, runner.device)
     shaping = runner.shaper.prepare(_shapes(rows, _PENALTIES))
     shaping = runner.shaper.masked(shaping, _no_masks(runner, rows))
@@ -136,7 +150,9 @@ def rehearse(runner: ModelRunner) -> None:
             if step.is_masked and runner.model.parallel.rank == 0:
                 pending.draw(_no_masks(runner, len(step.sampling)))
             pending.result()
-        except StepFailed as error:  # of one rank, which has gone on; so would a request's
+        except (
+            StepFailed
+        ) as error:  # of one rank, which has gone on; so would a request's
             logger.warning("a step of %d tokens fails: %s", len(step.token_ids), error)
     logger.info(
         "ran every kind of step in %.1f s; they loaded %d kernels",
@@ -177,7 +193,9 @@ def _mixtures(stage: Stage) -> Iterator[StepInput]:
                 lens = [1] * decodes + prompts
                 yield stage.step(lens, [7] * decodes + [stored] * len(prompts))
     yield stage.step([1], stored=7)
-    yield stage.step([1, 5], [8, 0], token=-1)  # what the step before has drawn, outside a graph
+    yield stage.step(
+        [1, 5], [8, 0], token=-1
+    )  # what the step before has drawn, outside a graph
     yield stage.step([1, 1], stored=9, token=-1)
 
 
@@ -188,7 +206,9 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
         for wanted in _LOGPROBS:
             params = msgspec.structs.replace(sampling, num_logprobs=wanted)
             yield replace(step, sampling=[params] * count)
-        shaped = replace(step, sampling=[sampling] * count, shapes=_shapes(count, _PENALTIES))
+        shaped = replace(
+            step, sampling=[sampling] * count, shapes=_shapes(count, _PENALTIES)
+        )
         yield shaped
         yield replace(shaped, shapes=_shapes(count, None))
         yield replace(shaped, is_masked=True)
@@ -200,8 +220,12 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
 def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
     """Of a bias for each row, stop tokens banned in every other one, and perhaps penalties."""
     prompt, outputs = ([0, 0], [0]) if penalties else ([], [])
-    setups = [SamplingRow(r, prompt, outputs, penalties, {0: 1.0}, [0]) for r in range(count)]
-    return StepShapes(list(range(count)), [row % 2 == 0 for row in range(count)], setups)
+    setups = [
+        SamplingRow(r, prompt, outputs, penalties, {0: 1.0}, [0]) for r in range(count)
+    ]
+    return StepShapes(
+        list(range(count)), [row % 2 == 0 for row in range(count)], setups
+    )
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:

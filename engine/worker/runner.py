@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.core.batch import Int32s, Int64s, PendingStep, StepFailed, StepInput, StepOutput
+from engine.core.batch import (
+    Int32s,
+    Int64s,
+    PendingStep,
+    StepFailed,
+    StepInput,
+    StepOutput,
+)
 from engine.core.logits_processing import LogitShaper, Shaping, to_device
 from engine.geometry import kv_groups, layout_of
 from engine.sampling.sampler import (
@@ -99,7 +106,9 @@ class LaunchedStep:
             return StepOutput(token_ids, [None] * len(token_ids), scores)
         counts = [params.num_logprobs for params in self._params]
         found = self._drawn.logprobs.rows([k or 0 for k in counts])
-        wanted = [None if k is None else row for row, k in zip(found, counts, strict=True)]
+        wanted = [
+            None if k is None else row for row, k in zip(found, counts, strict=True)
+        ]
         return StepOutput(token_ids, wanted, scores)
 
 
@@ -121,7 +130,9 @@ class ModelRunner:
         vocab_size = model_config.vocab_size
         self.shaper = LogitShaper(vocab_size, config.max_num_seqs, self.device)
         self.model = load(config, model_config, parallel, self.device, tell)
-        self.last_drawn = LastSampledTokens(config.max_num_seqs, vocab_size, self.device)
+        self.last_drawn = LastSampledTokens(
+            config.max_num_seqs, vocab_size, self.device
+        )
         self.stepping = StepWatch()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -136,7 +147,9 @@ class ModelRunner:
         with fitting(f"a KV pool of {num_blocks} blocks", self.device, fix):
             self.memory = self.make_memory(num_blocks)
         if scratch := self.memory.backend.workspace_bytes:
-            logger.info("attention: %.0f MiB beside the KV pool per rank", scratch / 2**20)
+            logger.info(
+                "attention: %.0f MiB beside the KV pool per rank", scratch / 2**20
+            )
         return self.memory
 
     def make_memory(self, num_blocks: int) -> RankMemory:
@@ -162,7 +175,9 @@ class ModelRunner:
                 device=self.device,
             )
         except NotImplementedError as error:
-            logger.warning("decode runs without CUDA graphs, which is slower: %s", error)
+            logger.warning(
+                "decode runs without CUDA graphs, which is slower: %s", error
+            )
             return
         fix = "lower --gpu-memory-utilization or --max-num-seqs, or use --enforce-eager"
         prompt_graphs = PromptGraphs(
@@ -211,7 +226,9 @@ class ModelRunner:
             if self.model.parallel.size > 1:
                 raise  # the other ranks have begun it
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # raises where it is the device that failed
+                torch.cuda.synchronize(
+                    self.device
+                )  # raises where it is the device that failed
                 torch.cuda.empty_cache()
             self.stepping.launched(lambda: True)
             raise StepFailed(f"{type(error).__name__}: {error}") from error
@@ -220,8 +237,12 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.memory.pool.use(int(step.block_tables.max()))
         if len(step.sample_rows) == 0:
-            rows = None if step.scores else np.zeros(1, np.int64)  # all that is wanted is its KV
-            scores = score(self.model, self.forward(self.memory, step, rows), step.scores)
+            rows = (
+                None if step.scores else np.zeros(1, np.int64)
+            )  # all that is wanted is its KV
+            scores = score(
+                self.model, self.forward(self.memory, step, rows), step.scores
+            )
             return LaunchedStep(None, [], self.device, scores)
         # Uploads come before the step, whose launch they might wait for.
         shaping = self.shaper.prepare(step.shapes)
@@ -233,15 +254,22 @@ class ModelRunner:
         draw, drawn = None, None
         if step.is_masked and self.model.parallel.rank == 0:
             draw = partial(self._draw_masked, computed, batch, shaping)
-        elif step.is_masked:  # rank 0 alone learns the masks; the others take what it draws
-            zeros = torch.zeros(len(step.sampling), dtype=torch.int64, device=self.device)
+        elif (
+            step.is_masked
+        ):  # rank 0 alone learns the masks; the others take what it draws
+            zeros = torch.zeros(
+                len(step.sampling), dtype=torch.int64, device=self.device
+            )
             drawn = self._shared(SampledTokens(zeros))
         else:
             drawn = self._draw(computed, batch, shaping)
         return LaunchedStep(drawn, step.sampling, self.device, computed.scores, draw)
 
     def _draw(
-        self, computed: DecodeOutput, batch: SamplingBatch | None, shaping: Shaping | None
+        self,
+        computed: DecodeOutput,
+        batch: SamplingBatch | None,
+        shaping: Shaping | None,
     ) -> SampledTokens:
         """Without a batch, the likeliest tokens."""
         if batch is not None:
@@ -278,20 +306,30 @@ class ModelRunner:
             hidden = self.forward(self.memory, step, step.last_token_rows)
             return DecodeOutput(self.model.raw_logits(hidden), None)
         hidden = self.forward(self.memory, step)
-        logits = self.model.raw_logits(hidden[to_device(step.last_token_rows, self.device)])
+        logits = self.model.raw_logits(
+            hidden[to_device(step.last_token_rows, self.device)]
+        )
         return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
 
     def forward(
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
         """Hidden states of all tokens of the step, or of those `rows` only."""
-        memory.backend.plan(step.attention_batch(self.config.tokens_per_block, self.groups.count))
-        complements = to_device(self.last_drawn.complements(step.token_ids), self.device)
+        memory.backend.plan(
+            step.attention_batch(self.config.tokens_per_block, self.groups.count)
+        )
+        complements = to_device(
+            self.last_drawn.complements(step.token_ids), self.device
+        )
         token_ids = self.last_drawn.fill_in(complements)
         positions = to_device(step.positions, self.device)
         wanted = None if rows is None else to_device(rows, self.device)
         graphs = self.prompt_graphs
-        if graphs is not None and memory is self.memory and graphs.takes(len(token_ids)):
+        if (
+            graphs is not None
+            and memory is self.memory
+            and graphs.takes(len(token_ids))
+        ):
             hidden = graphs.run(token_ids, positions)
             return hidden if wanted is None else hidden[wanted]
         return self.model.forward(token_ids, positions, memory.backend, wanted)

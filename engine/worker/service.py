@@ -53,7 +53,9 @@ class KVService:
         self._config, self._pool = config, pool
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
         maps = config.transfer != "nixl"
-        placer = placer_for(pool, busy=busy, convert=config.kv_convert) if maps else None
+        placer = (
+            placer_for(pool, busy=busy, convert=config.kv_convert) if maps else None
+        )
         local = LocalRank(
             rank,
             config.tp,
@@ -91,7 +93,9 @@ class KVService:
             self._worker = TransferWorker(local, self._coordinator)
         self.start, self.close = self._worker.start, self._worker.close
 
-    def make_connector(self, metadata: EngineMetadata, wake: Callable[[], None]) -> Connector:
+    def make_connector(
+        self, metadata: EngineMetadata, wake: Callable[[], None]
+    ) -> Connector:
         """Rank 0's, once. `wake`, from any thread, has the core poll."""
         config, layout, coordinator = self._config, self._pool.layout, self._coordinator
         coordinator.on_event = wake
@@ -108,7 +112,9 @@ class KVService:
         leases.start()
         self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
-        whole = self._pool.groups.windows.count(None) or 1  # of windows the end alone is pulled
+        whole = (
+            self._pool.groups.windows.count(None) or 1
+        )  # of windows the end alone is pulled
         num_bytes = layout.block_bytes * whole * config.tp // config.tokens_per_block
         borrower = Borrower(
             coordinator,

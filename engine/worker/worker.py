@@ -8,7 +8,6 @@ and end with it.
 
 import argparse
 import logging
-import os
 import socket
 import sys
 
@@ -22,7 +21,11 @@ from engine.worker.load import CannotStart, check_devices, reason_of, starting
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
 from protocol.process import lifecycle
-from protocol.process.lifecycle import end_on_alarm, end_with_vital_threads, ignore_alarm
+from protocol.process.lifecycle import (
+    end_on_alarm,
+    end_with_vital_threads,
+    ignore_alarm,
+)
 from protocol.process.logging import setup_logging
 
 logger = logging.getLogger("baton.engine")
@@ -35,7 +38,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--sockets", type=int, nargs="+", required=True)
     given = parser.parse_args()
-    rank, sockets = given.rank, [socket.socket(fileno=number) for number in given.sockets]
+    rank, sockets = (
+        given.rank,
+        [socket.socket(fileno=number) for number in given.sockets],
+    )
     lifecycle.watch_parent(number=lifecycle.ALARM)
     end_with_vital_threads()
     end_on_alarm()
@@ -66,7 +72,7 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    lifecycle.exit_now(code)
 
 
 def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:

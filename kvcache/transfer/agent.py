@@ -27,7 +27,9 @@ MemoryKind = Literal["DRAM", "VRAM"]
 class ReadState(Enum):
     ACTIVE = "active"  # bytes may still arrive, even after a release
     DONE = "done"
-    ERROR = "error"  # some runs may go on: bytes may still arrive until the agent is closed
+    ERROR = (
+        "error"  # some runs may go on: bytes may still arrive until the agent is closed
+    )
 
 
 @dataclass(eq=False)
@@ -61,7 +63,12 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def register(
-        self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        device_id: int = 0,
+        kind: MemoryKind = "DRAM",
     ) -> None:
         """Makes memory readable by peers and usable as the local side of reads.
 
@@ -140,7 +147,9 @@ class Throttle:
         busy: whether a batch is being computed.
     """
 
-    def __init__(self, window: ReadWindow, busy: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, window: ReadWindow, busy: Callable[[], bool] = lambda: False
+    ) -> None:
         self.window = window
         self._busy = busy
         self._due_s = float("-inf")

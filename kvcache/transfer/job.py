@@ -19,7 +19,9 @@ from kvcache.transfer.plan.plan import Step, TransferPlan
 from kvcache.transfer.pulls.messages import Pull
 from protocol.errors import BatonError, InternalError, PeerIncompatible, TransferFailed
 
-HANGS_S = 1.0  # a job hangs when none of its READs has been posted or has ended for this long
+HANGS_S = (
+    1.0  # a job hangs when none of its READs has been posted or has ended for this long
+)
 MAX_LAUNCHES = 4  # queued at once: the device goes from one to the next without waiting
 
 
@@ -142,7 +144,9 @@ class ReadJob(TransferJob):
 
     def stop(self, error: BatonError | None = None) -> None:
         if self._link is not None and not self.is_stopping:
-            self._link.active -= len(self._active)  # other pulls may post in their stead
+            self._link.active -= len(
+                self._active
+            )  # other pulls may post in their stead
         super().stop(error)
 
     def leave(self) -> None:
@@ -190,21 +194,31 @@ class ReadJob(TransferJob):
                 state = link.agent.poll(read[0])
                 if state is ReadState.DONE:
                     ended.append(read)
-                elif state is ReadState.ERROR:  # runs may go on: active until the link is closed
+                elif (
+                    state is ReadState.ERROR
+                ):  # runs may go on: active until the link is closed
                     failed = TransferFailed(f"a READ from {read[0].peer} failed")
         for read in ended:
             self._end(link, read)
         if failed is not None:
             link.close(failed)
             self.stop(failed)
-        placed = [slot for slot in self._placing if self._staging and self._staging.is_free(slot)]
+        placed = [
+            slot
+            for slot in self._placing
+            if self._staging and self._staging.is_free(slot)
+        ]
         self._placing = [slot for slot in self._placing if slot not in placed]
         return bool(ended or placed)
 
     def _begin(self, link: PeerLink) -> None:
         self._link, self.waits = link, False
         plan = self._plan = self.peer.plan(self.pull, link)
-        self.path, self.nbytes, self.bytes_read = plan.path, plan.useful_bytes, plan.bytes_read
+        self.path, self.nbytes, self.bytes_read = (
+            plan.path,
+            plan.useful_bytes,
+            plan.bytes_read,
+        )
         self._slot_bytes = plan.slot_bytes
         if not self._slot_bytes:
             self._staging = None
@@ -226,7 +240,9 @@ class ReadJob(TransferJob):
             if filling or slot in self._placing or staging.owner != self.pull_id:
                 return None
             reads = step.reads
-            posting = _Posting(deque(), staging.base_address + slot * self._slot_bytes, step, slot)
+            posting = _Posting(
+                deque(), staging.base_address + slot * self._slot_bytes, step, slot
+            )
         self._num_begun += 1
         self.descriptors += sum(len(read.lengths) for read in reads)
         posting.posts.extend(self.peer.rank.throttle.cut(reads))
@@ -263,7 +279,9 @@ class MappedJob(TransferJob):
     @property
     def ended(self) -> bool:
         has_begun = self._transfer is not None
-        return not self._active and (self.is_stopping or (has_begun and not self._pending))
+        return not self._active and (
+            self.is_stopping or (has_begun and not self._pending)
+        )
 
     def fault(self, error: Exception) -> BatonError:
         if self._transfer is None:
@@ -273,7 +291,11 @@ class MappedJob(TransferJob):
 
     def post(self) -> bool:
         transfer, posted = self._transfer or self._begin(), False
-        while self._pending and len(self._active) < MAX_LAUNCHES and self._launch(transfer):
+        while (
+            self._pending
+            and len(self._active) < MAX_LAUNCHES
+            and self._launch(transfer)
+        ):
             posted = True
         return posted
 
@@ -301,12 +323,16 @@ class MappedJob(TransferJob):
         """Queues the next launch, or its first part if the placer has no room for all of it."""
         placer, copy, factors = self._placer, self._pending[0], transfer.factors
         room = placer.room(copy, factors)
-        fitting = max(room // copy.piece_bytes, min(room, 1))  # a piece may exceed the room
+        fitting = max(
+            room // copy.piece_bytes, min(room, 1)
+        )  # a piece may exceed the room
         if fitting == 0:
             return False
         self._pending.popleft()
         if fitting < len(copy.sources):
             self._pending.appendleft(copy.part(fitting, len(copy.sources) - fitting))
             copy = copy.part(0, fitting)
-        self._active.append(placer.launch(copy, self.peer.memories[copy.owner], factors))
+        self._active.append(
+            placer.launch(copy, self.peer.memories[copy.owner], factors)
+        )
         return True

@@ -83,7 +83,12 @@ class NixlAgent(TransferAgent):
             torch.cuda.set_device(self._device_id)
 
     def register(
-        self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        device_id: int = 0,
+        kind: MemoryKind = "DRAM",
     ) -> None:
         runs = [(address, nbytes, device_id, "")]
         with _as_transfer_failed(f"cannot register {nbytes} bytes of {kind}"):
@@ -131,7 +136,9 @@ class NixlAgent(TransferAgent):
         if handle.ended:
             return handle.state
         try:
-            handle.state = _STATES.get(self._agent.getXferStatus(handle.key), ReadState.ERROR)
+            handle.state = _STATES.get(
+                self._agent.getXferStatus(handle.key), ReadState.ERROR
+            )
         except Exception as error:
             logger.warning("READ from %s failed: %s", handle.peer, error)
             handle.state = ReadState.ERROR
@@ -150,15 +157,21 @@ class NixlAgent(TransferAgent):
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
-        if not (self._active or self._failed):  # else deleting the agent closes the connections
+        if not (
+            self._active or self._failed
+        ):  # else deleting the agent closes the connections
             for peer in self._peers:
                 _quietly(agent.invalidateRemoteMD, peer)
             for region in self._regions:
                 _quietly(agent.deregisterMem, region, [self._backend])
-        del agent  # the last reference: UCX's sockets, queues and threads are gone with it
+        del (
+            agent
+        )  # the last reference: UCX's sockets, queues and threads are gone with it
 
 
-def _descriptors(kind: MemoryKind, addresses: IntArray, lengths: IntArray, device: int) -> Any:
+def _descriptors(
+    kind: MemoryKind, addresses: IntArray, lengths: IntArray, device: int
+) -> Any:
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
     return nixl.nixlXferDList(_SEGMENTS[kind], rows)
@@ -173,7 +186,9 @@ def _quietly(call: Callable[..., Any], *args: Any) -> None:
 
 def _why_not(error: Exception) -> str:
     told = f"NIXL cannot start UCX ({error or type(error).__name__})"
-    names = sorted(name for name in os.environ if name.startswith("UCX_") and name not in _OURS)
+    names = sorted(
+        name for name in os.environ if name.startswith("UCX_") and name not in _OURS
+    )
     if not names:
         return f"{told}; with UCX_LOG_LEVEL=info in its environment UCX says more"
     given = ", ".join(f"{name}={os.environ[name]}" for name in names)

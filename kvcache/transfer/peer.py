@@ -28,12 +28,28 @@ from kvcache.transfer.move.cuda_placer import staging_placer
 from kvcache.transfer.move.peer_memory import Memory, NotMappable
 from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.block_copy import ReadDescriptors, Transfer
-from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel, Sample, fit_costs, measure_link
-from kvcache.transfer.plan.endpoint import Endpoint, PlanError, endpoints_of, head_groups
+from kvcache.transfer.plan.cost import (
+    DEFAULT_COSTS,
+    CostModel,
+    Sample,
+    fit_costs,
+    measure_link,
+)
+from kvcache.transfer.plan.endpoint import (
+    Endpoint,
+    PlanError,
+    endpoints_of,
+    head_groups,
+)
 from kvcache.transfer.plan.plan import Planner, TransferPlan, joined
 from kvcache.transfer.pulls.messages import PeerKey, Pull
 from kvcache.transports import UcxRead, ucx_log
-from protocol.errors import BatonError, PeerIncompatible, PeerUnreachable, TransferFailed
+from protocol.errors import (
+    BatonError,
+    PeerIncompatible,
+    PeerUnreachable,
+    TransferFailed,
+)
 from protocol.handshake import EngineMetadata
 from protocol.ipc.wire import allow_short_naps
 from protocol.process.logging import get_logger
@@ -94,15 +110,21 @@ class LocalRank:
         self.placer, self.maps_only = placer, maps_only
         self.convert, self.costs = convert, costs
         self.busy = busy if on_gpu else None
-        self.endpoint = Endpoint(pool.layout, number, tp_size, pool.scales, dcp, pool.groups)
+        self.endpoint = Endpoint(
+            pool.layout, number, tp_size, pool.scales, dcp, pool.groups
+        )
         self.staging = None
         if staging_bytes:
-            self.staging = StagingBuffer(staging_bytes, pool, staging_placer(pool, convert=convert))
+            self.staging = StagingBuffer(
+                staging_bytes, pool, staging_placer(pool, convert=convert)
+            )
         window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
         self.throttle = Throttle(window, busy) if on_gpu else Throttle(window)
         self.agent, self.connect_timeout_s = agent, connect_timeout_s
         self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
-        self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=pool.device)
+        self._scratch = torch.empty(
+            SCRATCH_BYTES, dtype=torch.uint8, device=pool.device
+        )
         self.scratch_address = int(self._scratch.data_ptr())
         self.wake: Callable[[], None] = lambda: None
         self.links: set[PeerLink] = set()
@@ -167,19 +189,31 @@ class PeerLink:
     """
 
     def __init__(
-        self, rank: LocalRank, metadata: EngineMetadata, ranks: Sequence[Endpoint], *, probes: bool
+        self,
+        rank: LocalRank,
+        metadata: EngineMetadata,
+        ranks: Sequence[Endpoint],
+        *,
+        probes: bool,
     ) -> None:
-        self.is_connecting = True  # also after a timeout, while the system's call still blocks
+        self.is_connecting = (
+            True  # also after a timeout, while the system's call still blocks
+        )
         self.is_ready = self.is_closed = False
         self.costs: CostModel | None = None
         self.deadline = time.monotonic() + rank.connect_timeout_s
         self.active = 0
-        self.agent: TransferAgent = rank.agent  # replaced by the link's own, in its thread
+        self.agent: TransferAgent = (
+            rank.agent
+        )  # replaced by the link's own, in its thread
         self._error: BatonError | None = None
         self._rank, self._metadata, self._ranks = rank, metadata, ranks
         self._probes = probes
         on_gpu = metadata.ranks[0].device_kind == "cuda"
-        self._kinds: tuple[MemoryKind, MemoryKind] = rank.kind, "VRAM" if on_gpu else "DRAM"
+        self._kinds: tuple[MemoryKind, MemoryKind] = (
+            rank.kind,
+            "VRAM" if on_gpu else "DRAM",
+        )
         self.between_gpus = self._kinds == ("VRAM", "VRAM")
         self._names: dict[int, str] = {}  # of the server's agents, by rank
         self._closing = threading.Event()
@@ -195,7 +229,11 @@ class PeerLink:
     @property
     def error(self) -> BatonError | None:
         """Why the link cannot be used; None while it can, or is still connecting."""
-        if self._error is None and not self.is_ready and time.monotonic() >= self.deadline:
+        if (
+            self._error is None
+            and not self.is_ready
+            and time.monotonic() >= self.deadline
+        ):
             limit = f"{self._rank.connect_timeout_s:g} s (--connect-timeout-s)"
             self._error = self._unreachable(f"no connection within {limit}")
         return self._error
@@ -222,7 +260,9 @@ class PeerLink:
         """Begins to close the link, after an error or because it is not needed. Its READs may write
         until `is_closed`."""
         if error is not None and not self.is_closing:
-            logger.warning("prefill server %s: %s", self._metadata.engine_id, error.message)
+            logger.warning(
+                "prefill server %s: %s", self._metadata.engine_id, error.message
+            )
             self._error = error
         self._closing.set()
 
@@ -249,7 +289,9 @@ class PeerLink:
                 if self._rank.kind == "VRAM":  # its last copies go on for milliseconds
                     torch.cuda.synchronize(self._rank.pool.device)
         except Exception:  # never `is_closed`: blocks it may write to stay quarantined
-            logger.exception("ending the link to prefill server %s", self._metadata.engine_id)
+            logger.exception(
+                "ending the link to prefill server %s", self._metadata.engine_id
+            )
             return
         self.is_closed = True
         self._rank.links.discard(self)
@@ -257,7 +299,9 @@ class PeerLink:
 
     def _connect(self, agent: TransferAgent) -> None:
         for end in self._ranks:
-            self._names[end.rank] = agent.add_peer(self._metadata.ranks[end.rank].agent_metadata)
+            self._names[end.rank] = agent.add_peer(
+                self._metadata.ranks[end.rank].agent_metadata
+            )
         if not self._probes:
             return
         most, name = _MOST_PROBED[self._rank.kind], self._metadata.engine_id
@@ -268,7 +312,9 @@ class PeerLink:
             logger.info("prefill server %s: %s; the usual costs", name, error)
             return
         way = self.way_of_reading
-        logger.info("prefill server %s: NIXL by %s, %s", name, way or "an untold way", costs)
+        logger.info(
+            "prefill server %s: NIXL by %s, %s", name, way or "an untold way", costs
+        )
         if warning := way and way.warning():
             logger.warning("prefill server %s: %s", name, warning)
         self.costs = costs
@@ -280,7 +326,9 @@ class PeerLink:
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
                 raise TransferFailed("a READ at first contact does not end")
-            nap_s = (time.perf_counter() - began) / 16  # bounds the error of the measured time
+            nap_s = (
+                time.perf_counter() - began
+            ) / 16  # bounds the error of the measured time
             time.sleep(min(max(nap_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
         seconds = time.perf_counter() - began
         if handle.state is ReadState.ERROR:
@@ -290,7 +338,9 @@ class PeerLink:
 
     def _unreachable(self, reason: str) -> PeerUnreachable:
         name = self._metadata.engine_id
-        return PeerUnreachable(f"prefill server {name} cannot be read over NIXL: {reason}. {FIX}.")
+        return PeerUnreachable(
+            f"prefill server {name} cannot be read over NIXL: {reason}. {FIX}."
+        )
 
 
 class Peer:
@@ -354,7 +404,9 @@ class Peer:
         usual = DEFAULT_COSTS["cuda" if link.between_gpus else "cpu"]
         with _as_incompatible():
             costs = self.rank.costs or link.costs or usual
-            return joined([self._plans().plan(part, costs) for part in self.transfers(pull)])
+            return joined(
+                [self._plans().plan(part, costs) for part in self.transfers(pull)]
+            )
 
     def _plans(self) -> Planner:
         if self._planner is None:
@@ -381,7 +433,9 @@ class Peer:
                 for owner in self._owners:
                     self.memories[owner] = placer.open(self.metadata.ranks[owner])
                 logger.info("prefill server %s: its KV is mapped here", self.engine_id)
-            except Exception as error:  # not NotMappable: a bug of ours, and NIXL may still work
+            except (
+                Exception
+            ) as error:  # not NotMappable: a bug of ours, and NIXL may still work
                 if not isinstance(error, NotMappable):
                     logger.exception("mapping KV of prefill server %s", self.engine_id)
                 logger.info("prefill server %s: not mapped, %s", self.engine_id, error)

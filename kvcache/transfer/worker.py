@@ -5,6 +5,8 @@ within one post. A READ that does not end keeps its job here until it does (I7).
 """
 
 import faulthandler
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -43,8 +45,12 @@ logger = get_logger(__name__)
 _NAP_S = 0.0005
 # On a GPU. Longer beside a batch: meanwhile the engine has the interpreter's lock.
 _GPU_NAP_S, _GPU_BUSY_NAP_S = 0.00002, 0.00005
-_STUCK_NAP_S = 0.02  # while only READs of stopped pulls are left, and after a failed round
-_TEAR_DOWN_S = 10.0  # a link is closed once its READs of stopped pulls have hung for this long
+_STUCK_NAP_S = (
+    0.02  # while only READs of stopped pulls are left, and after a failed round
+)
+_TEAR_DOWN_S = (
+    10.0  # a link is closed once its READs of stopped pulls have hung for this long
+)
 _SAMPLE_BYTES = 1 << 20  # the speed of a smaller pull is not logged
 _MAX_FAILURES = 100  # failed rounds in a row, about two seconds of them
 # Together longer than a driver's slowest call (compiling a kernel) on a busy machine.
@@ -66,7 +72,9 @@ class TransferWorker:
         self.digester = Digester(rank.endpoint, rank.total_kv_heads, rank.pool)
         self._commands: list[Command] = []  # still to be carried out
         self._peers: dict[PeerKey, Peer] = {}
-        self._jobs: OrderedDict[str, TransferJob] = OrderedDict()  # in the order of their turns
+        self._jobs: OrderedDict[str, TransferJob] = (
+            OrderedDict()
+        )  # in the order of their turns
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._num_rounds = 0
         self._failures: list[Exception] = []  # since the last round without one
@@ -118,9 +126,11 @@ class TransferWorker:
             num_same = num_same + 1 if self._num_rounds == seen else 0
             seen = self._num_rounds
             if num_same == _NUM_LOOKS:
-                faulthandler.dump_traceback()
+                _print_stacks()
                 seconds = _LOOK_S * _NUM_LOOKS
-                raise RuntimeError(f"{self._thread.name} has made no progress for {seconds:g} s")
+                raise RuntimeError(
+                    f"{self._thread.name} has made no progress for {seconds:g} s"
+                )
 
     def _round(self) -> bool:
         """Carries out commands, posts at most one piece, polls, ends jobs; whether it did any."""
@@ -131,7 +141,9 @@ class TransferWorker:
             happened |= self._drive(job, job.poll)
             if job.error is not None and job.active and not job.is_failure_told:
                 job.is_failure_told = True
-                failing = RankFailing(job.pull_id, self._number, ErrorInfo.of(job.error))
+                failing = RankFailing(
+                    job.pull_id, self._number, ErrorInfo.of(job.error)
+                )
                 self._link.report(failing)
             if job.ended:
                 self._end(job)
@@ -177,7 +189,11 @@ class TransferWorker:
         is_idle = not self.digester.is_busy
         if is_idle and all(job.waits for job in jobs):
             links = [peer.link for peer in self._peers.values() if peer.link]
-            soon = [link.deadline for link in links if not (link.is_ready or link.is_closing)]
+            soon = [
+                link.deadline
+                for link in links
+                if not (link.is_ready or link.is_closing)
+            ]
             return max(0.0, min([_LOOK_S, *(each - time.monotonic() for each in soon)]))
         if is_idle and all(job.is_stopping or job.waits for job in jobs):
             return _STUCK_NAP_S
@@ -221,7 +237,9 @@ class TransferWorker:
         if is_complete:  # reported first: the fence waits for it
             path, tell = job.path if job.nbytes else "none", self._tell_end
             if job.pull.scope is not None:
-                tell = partial(self._tell_digest, job.pull.scope, job.pull.local_block_ids)
+                tell = partial(
+                    self._tell_digest, job.pull.scope, job.pull.local_block_ids
+                )
             tell(job.pull_id, nbytes=job.nbytes, descriptors=job.descriptors, path=path)
         try:
             self._drive(job, job.leave)
@@ -260,32 +278,47 @@ class TransferWorker:
         """Closes links on which only READs of stopped pulls are left and hang, and lets no pull
         wait for staging memory whose owner hangs."""
         jobs = self._jobs.values()
-        for peer in {job.peer for job in jobs if job.is_stopping and job.still_s >= _TEAR_DOWN_S}:
-            still_s = min(job.still_s for job in jobs if job.peer is peer and job.active)
+        for peer in {
+            job.peer for job in jobs if job.is_stopping and job.still_s >= _TEAR_DOWN_S
+        }:
+            still_s = min(
+                job.still_s for job in jobs if job.peer is peer and job.active
+            )
             if still_s >= _TEAR_DOWN_S and peer.link is not None:
                 peer.link.close(TransferFailed("READs hang"))
         staging = self._rank.staging
         holder = self._jobs.get(staging.owner or "") if staging else None
         if holder is None:
             return
-        behind = any(job.hangs for job in jobs if job.peer is holder.peer) and not holder.active
+        behind = (
+            any(job.hangs for job in jobs if job.peer is holder.peer)
+            and not holder.active
+        )
         if not (holder.hangs or behind):
             return
         for job in jobs:
             passes_by = not isinstance(job, ReadJob) or job.pass_staging_by()
-            if not passes_by and holder.is_stopping:  # a holder that goes on may free the memory
+            if (
+                not passes_by and holder.is_stopping
+            ):  # a holder that goes on may free the memory
                 job.stop(PullWithheld("READs that hang have the staging memory"))
 
-    def _tell_digest(self, scope: Scope, blocks: Sequence[int], name: str, **done: Any) -> None:
+    def _tell_digest(
+        self, scope: Scope, blocks: Sequence[int], name: str, **done: Any
+    ) -> None:
         """Reports the end of a pull or of a DigestOrder once the blocks' digest is computed."""
 
         def tell(part: DigestPart | None) -> None:
-            error = None if part else InternalError("a digest of KV could not be computed")
+            error = (
+                None if part else InternalError("a digest of KV could not be computed")
+            )
             self._tell_end(name, error, **({"part": part, **done} if part else {}))
 
         self.digester.begin(name, scope, blocks, tell)
 
-    def _tell_end(self, pull_id: str, error: BatonError | None = None, **done: Any) -> None:
+    def _tell_end(
+        self, pull_id: str, error: BatonError | None = None, **done: Any
+    ) -> None:
         """
         Args:
             done: further fields of RankEnded, only for a complete pull.
@@ -300,6 +333,15 @@ def use_one_core() -> None:
     libgomp stops spinning for work, and the engine's operations would wait to be woken."""
     torch.set_num_threads(1)
     torch.get_num_threads()  # fixes the number for this thread
+
+
+def _print_stacks() -> None:
+    """Prints the stack of every thread to stderr. Not directly: faulthandler writes to the
+    descriptor itself, which blocks while nothing reads it."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        print(file.read(), file=sys.stderr, end="", flush=True)
 
 
 def _not_connected(engine_id: str) -> TransferFailed:

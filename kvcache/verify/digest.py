@@ -31,7 +31,9 @@ Tell = Callable[[DigestPart | None], None]  # None: it has failed
 _WORDS = torch.int32, torch.int16, torch.int8
 _CPU_PIECE_BYTES: Final = 2 << 20  # two milliseconds, in which nothing else is driven
 _GPU_PIECE_BYTES: Final = 256 << 20  # a launch of some 0.2 ms takes as long to prepare
-_CACHED_BYTES: Final = 256 << 10  # with more, malloc returns and faults in pages time and again
+_CACHED_BYTES: Final = (
+    256 << 10
+)  # with more, malloc returns and faults in pages time and again
 
 
 class Rows(NamedTuple):
@@ -56,7 +58,9 @@ class Digester:
         self._heads, self._total_heads = endpoint.heads(total_kv_heads), total_kv_heads
         nbytes = pool.layout.head_dim * pool.layout.itemsize
         word = next(dtype for dtype in _WORDS if nbytes % dtype.itemsize == 0)
-        self._words = pool.flat_bytes.view(word).view(-1, nbytes // word.itemsize)  # by row
+        self._words = pool.flat_bytes.view(word).view(
+            -1, nbytes // word.itemsize
+        )  # by row
         self._open: deque[tuple[str, Generator[None, None, DigestPart], Tell]] = deque()
         self.values, self._stream = _values, None
         self.piece_bytes = _CPU_PIECE_BYTES
@@ -107,11 +111,19 @@ class Digester:
             self._open.append((name, pieces, tell))
         return True
 
-    def _part(self, scope: Scope, blocks: IntArray) -> Generator[None, None, DigestPart]:
-        layout, stripe, groups = self._layout, self._endpoint.stripe, self._endpoint.groups
+    def _part(
+        self, scope: Scope, blocks: IntArray
+    ) -> Generator[None, None, DigestPart]:
+        layout, stripe, groups = (
+            self._layout,
+            self._endpoint.stripe,
+            self._endpoint.groups,
+        )
         spans = groups.spans(scope.start, scope.stop, scope.reach)
         layers = scope.layers(layout.num_layers)
-        count = int(self.piece_bytes * layout.num_layers / layers.shape[1] / layout.token_bytes)
+        count = int(
+            self.piece_bytes * layout.num_layers / layers.shape[1] / layout.token_bytes
+        )
         sums = self._tensor(np.zeros((len(scope.chunks), len(self._heads)), np.int64))
         numbers = np.arange(self._words.shape[1], dtype=np.uint64)
         word_keys = self._tensor(scope.keys(0, numbers) | np.uint64(1))
@@ -121,7 +133,9 @@ class Digester:
             table = blocks[group :: groups.count]
             for at in range(0, len(tokens), max(1, count)):
                 some = tokens[at : at + max(1, count)]
-                rows, first = self._rows(scope, table, some, layers, group * layout.num_layers)
+                rows, first = self._rows(
+                    scope, table, some, layers, group * layout.num_layers
+                )
                 values = self.values(self._words, word_keys, rows)
                 by_head = values.view(len(values), len(self._heads), -1).sum(-1)
                 sums.index_add_(0, rows.chunks + first, by_head)
@@ -130,18 +144,28 @@ class Digester:
         return DigestPart(copy, self._heads.start, sums.cpu().numpy().T.tobytes())
 
     def _rows(
-        self, scope: Scope, blocks: IntArray, tokens: IntArray, layers: IntArray, first_layer: int
+        self,
+        scope: Scope,
+        blocks: IntArray,
+        tokens: IntArray,
+        layers: IntArray,
+        first_layer: int,
     ) -> tuple[Rows, int]:
         """Those of some tokens in a group's layers, the first of which is `first_layer`, and which
         chunk of the digest is the first of them."""
         layout, stripe = self._layout, self._endpoint.stripe
-        strides = {axis: step // layout.head_dim for axis, step in layout.strides.items()}
+        strides = {
+            axis: step // layout.head_dim for axis, step in layout.strides.items()
+        }
         starts = blocks[tokens // stripe.tokens_per_block] * strides["B"]
         starts += tokens % layout.block_size * strides["N"]
         chunks = tokens // scope.chunk_tokens - scope.chunks.start
         first, stop = int(chunks[0]), int(chunks[-1]) + 1
         head = np.arange(len(self._heads))[:, None, None]
-        layer, component = layers[first:stop, None, :, None], np.arange(layout.num_components)
+        layer, component = (
+            layers[first:stop, None, :, None],
+            np.arange(layout.num_components),
+        )
         groups = head * strides["H"] + layer * strides["L"] + component * strides["C"]
         names = (first_layer + layer) * layout.num_components + component
         names = names * self._total_heads
@@ -159,7 +183,9 @@ class Digester:
         return torch.from_numpy(numbers.view(np.int64)).to(self._pool.device)
 
 
-def _by_kernel(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _by_kernel(
+    words: torch.Tensor, word_keys: torch.Tensor, rows: Rows
+) -> torch.Tensor:
     from kvcache.verify.digest_kernel import values  # needs Triton
 
     return values(words, word_keys, rows)

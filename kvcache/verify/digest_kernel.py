@@ -47,7 +47,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         row = first + tl.arange(0, TILE)
         wanted = row < num_rows
         token = row // num_groups
-        group = tl.load(chunks + token, mask=wanted, other=0) * num_groups + row % num_groups
+        group = (
+            tl.load(chunks + token, mask=wanted, other=0) * num_groups
+            + row % num_groups
+        )
         start = tl.load(tokens + token, mask=wanted, other=0)
         start = (start + tl.load(groups + group, mask=wanted, other=0)) * WIDTH
         value = tl.load(token_keys + token, mask=wanted, other=0)

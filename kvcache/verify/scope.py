@@ -44,7 +44,9 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def chunks(self) -> range:
-        return range(self.start // self.chunk_tokens, -(-self.stop // self.chunk_tokens))
+        return range(
+            self.start // self.chunk_tokens, -(-self.stop // self.chunk_tokens)
+        )
 
     def layers(self, count: int) -> IntArray:
         """i64[chunks, layers], the layers of `count` that are digested in each chunk."""
@@ -82,19 +84,26 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
         told = ", ".join(map(str, np.flatnonzero(wrong.any(1))))
         return f"tokens {start} to {stop - 1} in KV heads {told}"
 
-    def _copies(self, parts: Sequence[DigestPart | None]) -> Iterable[tuple[slice, U64s]]:
+    def _copies(
+        self, parts: Sequence[DigestPart | None]
+    ) -> Iterable[tuple[slice, U64s]]:
         """Each copy's heads and sums."""
         copies: dict[int, tuple[slice, U64s]] = {}
         for part in filter(None, parts):
             sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))
             if part.copy in copies:
                 sums = sums + copies[part.copy][1]
-            copies[part.copy] = slice(part.first_head, part.first_head + len(sums)), sums
+            copies[part.copy] = (
+                slice(part.first_head, part.first_head + len(sums)),
+                sums,
+            )
         return copies.values()
 
     @cached_property
     def _seeds(self) -> U64s:
-        return np.frombuffer(hashlib.blake2b(self.lease_id.encode()).digest(), np.uint64)
+        return np.frombuffer(
+            hashlib.blake2b(self.lease_id.encode()).digest(), np.uint64
+        )
 
 
 def scrambled(numbers: U64s) -> U64s:

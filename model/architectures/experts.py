@@ -8,7 +8,10 @@ from model.architectures.values import each_layer, number, size, unsupported, wr
 from model.errors import UnsupportedModel
 from protocol.short_repr import short_repr
 
-_METHODS: Final = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
+_METHODS: Final = {
+    "softmax": ("greedy", "group_limited_greedy"),
+    "sigmoid": ("noaux_tc",),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class MoEConfig:
 def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
     """None where every layer is dense."""
     count = mixture.count
-    first, step = int(raw.get("first_k_dense_replace") or 0), raw.get("decoder_sparse_step") or 1
+    first, step = (
+        int(raw.get("first_k_dense_replace") or 0),
+        raw.get("decoder_sparse_step") or 1,
+    )
     listed, layers = raw.get("mlp_only_layers") or (), range(each_layer(raw))
     dense = tuple(n for n in layers if n < first or n in listed or (n + 1) % step)
     if not raw.get(count) or len(dense) == len(layers):
@@ -52,7 +58,9 @@ def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
         raise unsupported(f"scoring_func {short_repr(scoring)}", f"{expected} here")
     method = str(raw.get("topk_method") or _METHODS[scoring][0])
     if method not in _METHODS[scoring]:
-        raise unsupported(f"topk_method {short_repr(method)}", ", ".join(_METHODS[scoring]))
+        raise unsupported(
+            f"topk_method {short_repr(method)}", ", ".join(_METHODS[scoring])
+        )
     if raw.get("moe_layer_freq", 1) != 1:
         raise UnsupportedModel("moe_layer_freq other than 1 is not supported")
     if raw.get("mlp_bias"):
@@ -87,7 +95,9 @@ def parse_experts(raw: dict[str, Any], mixture: Mixture) -> MoEConfig | None:
     )
 
 
-def _groups(raw: dict[str, Any], count: str, experts: int, each: int) -> tuple[int, int]:
+def _groups(
+    raw: dict[str, Any], count: str, experts: int, each: int
+) -> tuple[int, int]:
     groups, kept = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
     if experts % groups or not 1 <= kept <= groups or each > experts // groups * kept:
         told = f"n_group {groups}, topk_group {kept} and num_experts_per_tok {each}"

@@ -37,7 +37,9 @@ class Quantization:
         """Of an element, with its share of a scale and a zero, as they are kept."""
         if self.stored in ("fp8", AT_LOAD):
             return 8 + (32 / self.block[1] if self.block else 0)
-        return 4 + (8 / 32 if self.stored == "mxfp4" else 24 / self.group if self.group else 0)
+        return 4 + (
+            8 / 32 if self.stored == "mxfp4" else 24 / self.group if self.group else 0
+        )
 
 
 def parse_quantization(found: Any) -> Quantization | None:
@@ -55,7 +57,12 @@ def parse_quantization(found: Any) -> Quantization | None:
         return Quantization("mxfp4")
     algorithm = found.get("quant_algo")
     of_kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
-    if method == "modelopt" and of_kv and not algorithm and not found.get("config_groups"):
+    if (
+        method == "modelopt"
+        and of_kv
+        and not algorithm
+        and not found.get("config_groups")
+    ):
         return None
     is_known = method in ("fp8", "fbgemm_fp8")
     if not is_known and (method != "modelopt" or algorithm not in _MODELOPT):
@@ -73,10 +80,16 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     sparsity = (found.get("sparsity_config") or {}).get("format") or "dense"
     transforms = (found.get("transform_config") or {}).get("config_groups")
     if transforms or sparsity != "dense":
-        raise _refused(f"compressed-tensors with {'transform_config' if transforms else sparsity}")
+        raise _refused(
+            f"compressed-tensors with {'transform_config' if transforms else sparsity}"
+        )
     each_group = (found.get("config_groups") or {}).values()
     # A group of null weights is one of inputs alone.
-    schemes = [weights for each in each_group if (weights := each.get("weights", {})) is not None]
+    schemes = [
+        weights
+        for each in each_group
+        if (weights := each.get("weights", {})) is not None
+    ]
     kinds = {(each.get("type"), each.get("num_bits")) for each in schemes}
     if not kinds and found.get("kv_cache_scheme"):
         return None  # only a KV cache is
@@ -84,23 +97,38 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     if kinds == {("float", 8)} and groups <= {None, -1}:
         blocks = (block for each in schemes if (block := each.get("block_structure")))
         return Quantization("fp8", block=_block(next(blocks, None)))
-    if kinds != {("int", 4)} or found.get("format") != "pack-quantized" or len(groups) > 1:
-        each = {f"{w.get('type')}{w.get('num_bits')} by {w.get('group_size')}" for w in schemes}
+    if (
+        kinds != {("int", 4)}
+        or found.get("format") != "pack-quantized"
+        or len(groups) > 1
+    ):
+        each = {
+            f"{w.get('type')}{w.get('num_bits')} by {w.get('group_size')}"
+            for w in schemes
+        }
         told = f"compressed-tensors {found.get('format')} of {', '.join(sorted(each))}"
         raise _refused(told.replace(" by None", ""))
     return Quantization("packed", group=_group(groups.pop()))
 
 
 def _of_four_bits(found: dict[str, Any], method: str) -> Quantization:
-    older = "version" if method == "awq" else "checkpoint_format"  # transformers 5 says format
+    older = (
+        "version" if method == "awq" else "checkpoint_format"
+    )  # transformers 5 says format
     version = str(found.get(older) or found.get("format") or "")
     known = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")
-    if (bits := found.get("bits", found.get("w_bit"))) != 4 or version.lower() not in known:
-        raise _refused(f"{method} of {short_repr(bits)} bits{version and ', '}{version}")
+    if (
+        bits := found.get("bits", found.get("w_bit"))
+    ) != 4 or version.lower() not in known:
+        raise _refused(
+            f"{method} of {short_repr(bits)} bits{version and ', '}{version}"
+        )
     if method == "awq" and not found.get("zero_point", True):
         raise _refused("awq without zero_point")
     group = _group(found.get("group_size", found.get("q_group_size", 128)))
-    less = int(method == "gptq" and version.lower() != "gptq_v2")  # as the first kind holds them
+    less = int(
+        method == "gptq" and version.lower() != "gptq_v2"
+    )  # as the first kind holds them
     return Quantization(method, group=group, zero_offset=less)
 
 
@@ -113,6 +141,10 @@ def _block(block: Any) -> tuple[int, ...] | None:
 
 
 def _sizes(name: str, found: Any, count: int = 1) -> tuple[int, ...]:
-    if len(found) != count or any(not isinstance(size, int) or size < 1 for size in found):
-        raise wrong(f"{name} is {short_repr(found)}, expected {count} positive integers")
+    if len(found) != count or any(
+        not isinstance(size, int) or size < 1 for size in found
+    ):
+        raise wrong(
+            f"{name} is {short_repr(found)}, expected {count} positive integers"
+        )
     return tuple(found)

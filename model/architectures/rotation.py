@@ -39,13 +39,17 @@ class RopeConfig:
     original_max_position: int = 0  # llama3, yarn, longrope: tokens
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None derives it from factor and the mscales
+    attention_factor: float | None = (
+        None  # yarn: None derives it from factor and the mscales
+    )
     mscale: float = 0.0  # yarn: 0 means absent
     mscale_all_dim: float = 0.0  # yarn: 0 means absent
     truncate: bool = True  # yarn
     divisors: tuple[float, ...] = ()  # longrope: of the frequency of each pair
     exponent_dim: int = 0  # what exponents of theta are divided by; 0: dim
-    interleaved: bool = False  # DeepSeek and GLM-4 rotate neighbours, the others rotate halves
+    interleaved: bool = (
+        False  # DeepSeek and GLM-4 rotate neighbours, the others rotate halves
+    )
 
 
 def parse_ropes(
@@ -86,7 +90,8 @@ def _only_rope(raw: dict[str, Any]) -> dict[str, Any]:
     for name, found in (("rope_scaling", scaling), ("rope_parameters", stored)):
         if found.keys() & {FULL, SLIDING}:
             raise unsupported(
-                f"{name} by kind of layer in this architecture", "one rope for all layers"
+                f"{name} by kind of layer in this architecture",
+                "one rope for all layers",
             )
     if not scaling:
         return dict(stored)
@@ -99,7 +104,11 @@ def _only_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _comparable(found: dict[str, Any], theta: float) -> dict[str, Any]:
     """Returns rope parameters with one spelling of the type, and with a rope_theta."""
-    rest = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
+    rest = {
+        name: value
+        for name, value in found.items()
+        if name not in ("type", "rope_type")
+    }
     return {"rope_theta": theta, **rest, "rope_type": _type_of(found)}
 
 
@@ -110,12 +119,16 @@ def _says_otherwise(scaling: dict[str, Any]) -> ModelLoadError:
     )
 
 
-def _ropes_by_kind(raw: dict[str, Any], declared: Architecture) -> dict[str, dict[str, Any]]:
+def _ropes_by_kind(
+    raw: dict[str, Any], declared: Architecture
+) -> dict[str, dict[str, Any]]:
     """Returns the parameters of each kind of layer's rope, as transformers chooses them."""
     scaling = raw.get("rope_scaling") or {}
     stored = raw.get("rope_parameters") or {}
     if scaling.keys() & {FULL, SLIDING}:
-        raise unsupported("rope_scaling by kind of layer in this architecture", "rope_parameters")
+        raise unsupported(
+            "rope_scaling by kind of layer in this architecture", "rope_parameters"
+        )
     if stored and not stored.keys() & {FULL, SLIDING}:
         raise wrong(
             f"rope_parameters is {short_repr(stored)}; in this architecture rope_parameters has an "
@@ -125,7 +138,11 @@ def _ropes_by_kind(raw: dict[str, Any], declared: Architecture) -> dict[str, dic
     sliding = dict(stored.get(SLIDING) or {})
     if stored and not scaling.items() <= full.items():
         raise _says_otherwise(scaling)
-    if not stored and "rope_type" not in scaling and scaling.get("type", "default") != "default":
+    if (
+        not stored
+        and "rope_type" not in scaling
+        and scaling.get("type", "default") != "default"
+    ):
         # transformers 4 reads type, and transformers 5 takes the default rope.
         raise wrong(
             f"rope_scaling has the type {short_repr(scaling['type'])} and no rope_type: write it "
@@ -133,7 +150,10 @@ def _ropes_by_kind(raw: dict[str, Any], declared: Architecture) -> dict[str, dic
         )
     full = {"rope_theta": raw["rope_theta"], **full, **scaling}
     if "rope_local_base_freq" in declared.defaults:
-        return {FULL: full, SLIDING: {"rope_theta": raw["rope_local_base_freq"], **sliding}}
+        return {
+            FULL: full,
+            SLIDING: {"rope_theta": raw["rope_local_base_freq"], **sliding},
+        }
     # Olmo 3: transformers 5 takes the default here, transformers 4 the rope_theta of all layers.
     default = declared.defaults["rope_theta"]
     if raw["rope_theta"] != default and "rope_theta" not in sliding:
@@ -161,10 +181,17 @@ def _rope(
     rotated, exponent_dim = _rotated_elements(both, rope_type, head_dim, declared)
     is_interleaved = declared.interleaved and bool(raw.get("rope_interleave", True))
     theta = number(both, "rope_theta", declared.defaults["rope_theta"])
-    plain = RopeConfig(rotated, theta, exponent_dim=exponent_dim, interleaved=is_interleaved)
-    if declared.mla and given.get("mscale_all_dim") and rope_type not in ("default", "yarn"):
+    plain = RopeConfig(
+        rotated, theta, exponent_dim=exponent_dim, interleaved=is_interleaved
+    )
+    if (
+        declared.mla
+        and given.get("mscale_all_dim")
+        and rope_type not in ("default", "yarn")
+    ):
         raise unsupported(
-            f"mscale_all_dim of rope type {short_repr(rope_type)} in this architecture", "yarn's"
+            f"mscale_all_dim of rope type {short_repr(rope_type)} in this architecture",
+            "yarn's",
         )
     if rope_type == "dynamic":
         _check_given(given, rope_type, ("factor",))
@@ -209,14 +236,20 @@ def _check_given(given: dict[str, Any], rope_type: str, names: tuple[str, ...]) 
 
 
 def _scaling(
-    raw: dict[str, Any], given: dict[str, Any], rope_type: str, dim: int, declared: Architecture
+    raw: dict[str, Any],
+    given: dict[str, Any],
+    rope_type: str,
+    dim: int,
+    declared: Architecture,
 ) -> dict[str, Any]:
     """Returns the fields of RopeConfig that this rope type has besides those of all."""
     max_position = size(raw, "max_position_embeddings")
     original = _original_context(raw, given, rope_type, declared)
     _check_given(given, rope_type, _REQUIRED.get(rope_type, ()))
     used: dict[str, Any] = {
-        name: number(given, name, 1.0) for name in _FIELDS[rope_type] if given.get(name) is not None
+        name: number(given, name, 1.0)
+        for name in _FIELDS[rope_type]
+        if given.get(name) is not None
     }
     used["factor"] = factor = number(given, "factor", max_position / original)
     if rope_type == "llama3" and used["high_freq_factor"] <= used["low_freq_factor"]:
@@ -227,20 +260,32 @@ def _scaling(
     if rope_type == "longrope":
         longest = min(raw["max_model_len"] or max_position, max_position)
         used["divisors"] = _divisors(given, dim, is_long=longest > original)
-        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        scaling = (
+            math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        )
         used.setdefault("attention_factor", scaling)
     if rope_type == "yarn":
         used |= _yarn_switches(given, factor, declared)
-    return used if rope_type == "linear" else {**used, "original_max_position": original}
+    return (
+        used if rope_type == "linear" else {**used, "original_max_position": original}
+    )
 
 
-def _yarn_switches(given: dict[str, Any], factor: float, declared: Architecture) -> dict[str, Any]:
+def _yarn_switches(
+    given: dict[str, Any], factor: float, declared: Architecture
+) -> dict[str, Any]:
     used: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
     if declared.ropes_by_kind and not used["truncate"]:
         # transformers looks for it beside the kinds of layers, and so reads true here.
-        raise unsupported("truncate false of rope type yarn in this architecture", "truncate true")
-    if given.get("attn_factor"):  # as yarn's authors and servers read it, transformers does not
-        used["attention_factor"] = number(given, "attn_factor", 1.0) * yarn_mscale(factor, 1.0)
+        raise unsupported(
+            "truncate false of rope type yarn in this architecture", "truncate true"
+        )
+    if given.get(
+        "attn_factor"
+    ):  # as yarn's authors and servers read it, transformers does not
+        used["attention_factor"] = number(given, "attn_factor", 1.0) * yarn_mscale(
+            factor, 1.0
+        )
     return used
 
 
@@ -256,7 +301,9 @@ def _original_context(
     max_position = size(raw, "max_position_embeddings")
     inner, outer = given.get(field), raw.get(field)
     if not declared.ropes_by_kind:
-        return int(number({field: inner if outer is None else outer}, field, max_position))
+        return int(
+            number({field: inner if outer is None else outer}, field, max_position)
+        )
     if outer not in (None, max_position) and inner is None and rope_type != "linear":
         raise wrong(
             f"{field} is {short_repr(outer)} outside of rope_parameters, where this architecture "
@@ -275,6 +322,8 @@ def _divisors(given: dict[str, Any], dim: int, *, is_long: bool) -> tuple[float,
     any length: keys in the cache cannot be rotated anew when a sequence grows."""
     for name in ("short_factor", "long_factor"):
         if (found := len(given.get(name) or ())) != dim // 2:
-            raise wrong(f"{name} of rope type longrope has {found} numbers, not {dim // 2}")
+            raise wrong(
+                f"{name} of rope type longrope has {found} numbers, not {dim // 2}"
+            )
     name = "long_factor" if is_long else "short_factor"
     return tuple(number({name: each}, name, 0.0) for each in given[name])

@@ -121,7 +121,9 @@ class Architecture:
     mixture: Mixture | None = None
 
 
-_POST: Final = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_POST: Final = Norms(
+    None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+)
 _SANDWICH: Final = Norms(
     "input_layernorm",
     "post_attention_layernorm",
@@ -248,7 +250,10 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 # Of architectures that are asked for and not served: the nearest that is, and what it lacks.
 REFUSED: Final = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention within chunks of tokens"),
-    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention within chunks, and images"),
+    "Llama4ForConditionalGeneration": (
+        "LlamaForCausalLM",
+        "attention within chunks, and images",
+    ),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens"),
     "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "layers of linear attention"),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", "layer norms and parallel blocks"),
@@ -267,6 +272,8 @@ def nearest(name: str) -> str:
 def served() -> str:
     """All that is served, each with the test that proves it, and what is not, as lines."""
     test = "tests/model/test_against_transformers.py"
-    lines = [f"{name:24} {test} -k '[{row.proof}]'" for name, row in ARCHITECTURES.items()]
+    lines = [
+        f"{name:24} {test} -k '[{row.proof}]'" for name, row in ARCHITECTURES.items()
+    ]
     told = [f"{name:32} {nearest(name)}" for name in REFUSED]
     return "\n".join([*lines, "", "not served:", *told])

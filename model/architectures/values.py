@@ -31,7 +31,11 @@ def number(raw: dict[str, Any], name: str, default: float) -> float:
     """
     value = raw.get(name)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value < math.inf
+    ):
         raise wrong(f"{name} is {short_repr(value)}, expected a number above 0")
     return float(value)
 

@@ -19,9 +19,13 @@ def layer_kinds(raw: dict[str, Any], declared: Architecture) -> list[str]:
     """
     kinds = raw.get("layer_types")
     if others := set(kinds or []) - {FULL, SLIDING}:
-        raise unsupported(f"layer_types {short_repr(sorted(others))}", f"{FULL}, {SLIDING}")
+        raise unsupported(
+            f"layer_types {short_repr(sorted(others))}", f"{FULL}, {SLIDING}"
+        )
     if kinds and len(kinds) != (wanted := size(raw, "num_hidden_layers")):
-        raise wrong(f"num_hidden_layers is {wanted}, but {len(kinds)} layers have a kind")
+        raise wrong(
+            f"num_hidden_layers is {wanted}, but {len(kinds)} layers have a kind"
+        )
     if kinds and not declared.windows and SLIDING in kinds:
         raise unsupported(f"layer_types {SLIDING} in this architecture", FULL)
     if declared.windows in ("", "all"):
@@ -36,7 +40,9 @@ def _default_kinds(raw: dict[str, Any], rule: str) -> list[str]:
         every = size(raw, "sliding_window_pattern")
         sliding = [(layer + 1) % every != 0 for layer in layers]
     elif rule == "unrotated":
-        sliding = [_has_window(raw) and not is_rotated for is_rotated in rotated_layers(raw)]
+        sliding = [
+            _has_window(raw) and not is_rotated for is_rotated in rotated_layers(raw)
+        ]
     elif rule == "late":
         first = int(raw["max_window_layers"])
         sliding = [_has_window(raw) and layer >= first for layer in layers]
@@ -52,7 +58,9 @@ def rotated_layers(raw: dict[str, Any]) -> list[bool]:
     Raises:
         ModelLoadError: no_rope_layers is not as long as the model has layers.
     """
-    flags = raw.get("no_rope_layers")  # 1 means, despite its name, that the layer has a rope
+    flags = raw.get(
+        "no_rope_layers"
+    )  # 1 means, despite its name, that the layer has a rope
     interval = raw.get("no_rope_layer_interval")
     if flags is None and interval:
         flags = [(layer + 1) % interval != 0 for layer in range(each_layer(raw))]
@@ -65,7 +73,9 @@ def _has_window(raw: dict[str, Any]) -> bool:
     return bool(raw.get("use_sliding_window", True) and raw.get("sliding_window"))
 
 
-def parse_windows(raw: dict[str, Any], declared: Architecture) -> tuple[int | None, ...]:
+def parse_windows(
+    raw: dict[str, Any], declared: Architecture
+) -> tuple[int | None, ...]:
     """Returns the tokens that a token of each layer sees, itself included; None: all before it.
     () where all layers see all: a window as wide as the context is none.
 
@@ -81,7 +91,11 @@ def parse_windows(raw: dict[str, Any], declared: Architecture) -> tuple[int | No
     if SLIDING not in kinds:
         return ()
     if not _has_window(raw):
-        name = "sliding_window" if raw.get("use_sliding_window", True) else "use_sliding_window"
+        name = (
+            "sliding_window"
+            if raw.get("use_sliding_window", True)
+            else "use_sliding_window"
+        )
         raise wrong(
             f"{name} is {short_repr(raw[name])}, but layer_types has {SLIDING}: set sliding_window "
             f"(and use_sliding_window, where the class has it), or write {FULL}"

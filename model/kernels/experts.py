@@ -25,7 +25,9 @@ def _of_kept_groups(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What experts are chosen by, less those outside the groups whose best add up to the most."""
     group, of_expert = tl.arange(0, PADDED), index // SIZE
-    members = tl.where(of_expert[None, :] == group[:, None], choice[None, :], float("-inf"))
+    members = tl.where(
+        of_expert[None, :] == group[:, None], choice[None, :], float("-inf")
+    )
     sums = tl.where(group < GROUPS, 0.0, float("-inf"))
     for _ in tl.static_range(BEST):
         sums += tl.max(members, 1)
@@ -49,9 +51,15 @@ def _choose(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     is_one = index < num_experts
-    bias = tl.load(correction + index, mask=is_one, other=0.0) if correction is not None else 0.0
+    bias = (
+        tl.load(correction + index, mask=is_one, other=0.0)
+        if correction is not None
+        else 0.0
+    )
     let_next_begin_and_wait()
-    logit = tl.load(logits + row * num_experts + index, mask=is_one, other=float("-inf"))
+    logit = tl.load(
+        logits + row * num_experts + index, mask=is_one, other=float("-inf")
+    )
     score = tl.sigmoid(logit) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
     if not SIGMOID and (correction is not None or not NORMALIZED):
         score = score / tl.sum(score, 0)
@@ -63,7 +71,10 @@ def _choose(  # type: ignore[no-untyped-def]
         left = _kept_groups(left, index, GROUPS, SIZE, KEPT, BEST, PADDED)
     # In the order of integers, whose largest a warp finds in one instruction.
     bits = (left + 0.0).to(tl.int32, bitcast=True)  # 0 where it is -0
-    order, place = bits ^ ((bits >> 31) & 0x7FFFFFFF), tl.full((EXPERTS,), CHOSEN, tl.int32)
+    order, place = (
+        bits ^ ((bits >> 31) & 0x7FFFFFFF),
+        tl.full((EXPERTS,), CHOSEN, tl.int32),
+    )
     for turn in tl.static_range(CHOSEN):
         best = tl.min(tl.where(order == tl.max(order, 0), index, EXPERTS), 0)
         place = tl.where(index == best, turn, place)
@@ -127,7 +138,9 @@ def _grouped(  # type: ignore[no-untyped-def]
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS
     let_next_begin_and_wait()
-    first, last, expert = tile_of(ends, tl.program_id(0) // across, 0, num_experts, EXPERTS, ROWS)
+    first, last, expert = tile_of(
+        ends, tl.program_id(0) // across, 0, num_experts, EXPERTS, ROWS
+    )
     if first < last:
         row = first + tl.arange(0, ROWS)
         pair = tl.load(order + row, mask=row < last, other=0)
@@ -147,7 +160,9 @@ def _grouped(  # type: ignore[no-untyped-def]
                 sums = tl.dot(left, right.T, sums)
         sums = sums.T if SWAPPED else sums
         if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+            gate, up = tl.split(
+                tl.permute(tl.reshape(sums, (ROWS, 2, COLUMNS)), (0, 2, 1))
+            )
             sums = gate / (1 + tl.exp(-gate)) * up
         place = row if GATED else pair
         columns = column + tl.arange(0, COLUMNS)
@@ -184,12 +199,20 @@ def _combine(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     let_next_begin_and_wait()
     pair = token * CHOSEN + slot
-    is_here = tl.load(chosen + pair, mask=slot < CHOSEN, other=num_experts) < num_experts
+    is_here = (
+        tl.load(chosen + pair, mask=slot < CHOSEN, other=num_experts) < num_experts
+    )
     weight = tl.load(weights + pair, mask=is_here, other=0.0)
     inside = is_here[:, None] & (column < WIDTH)[None, :]
-    each = tl.load(shares + pair[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    each = tl.load(
+        shares + pair[:, None] * WIDTH + column[None, :], mask=inside, other=0.0
+    )
     result = tl.sum(each.to(tl.float32) * weight[:, None], 0)
-    tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=column < WIDTH)
+    tl.store(
+        out + token * WIDTH + column,
+        result.to(out.dtype.element_ty),
+        mask=column < WIDTH,
+    )
 
 
 _combine_kernel: Any = triton.jit(_combine)
@@ -198,7 +221,14 @@ _combine_kernel: Any = triton.jit(_combine)
 # What a thread loads at once of x in 16 bytes, FOLD columns, is summed up in it. Of codes, GROUP
 # columns have a scale; a row has GROUPS of them, 0: they are no codes.
 def _products(  # type: ignore[no-untyped-def]
-    tile, value, scales, row, start, FOLD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+    tile,
+    value,
+    scales,
+    row,
+    start,
+    FOLD: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Sums of parts, scaled by their groups: those of `row` [...], and of columns from `start`."""
     product = tile.to(tl.float32) * value
@@ -248,8 +278,12 @@ def _one_gated(  # type: ignore[no-untyped-def]
                 if NORM:
                     factor = tl.load(norm + start + COLUMNS + column)
             of_all = wide[None, :]
-            gate += _sums_of_products(gates, of_all, scales, own, start, FOLD, GROUP, GROUPS)
-            up += _sums_of_products(ups, of_all, scales, own + NUM_OUT, start, FOLD, GROUP, GROUPS)
+            gate += _sums_of_products(
+                gates, of_all, scales, own, start, FOLD, GROUP, GROUPS
+            )
+            up += _sums_of_products(
+                ups, of_all, scales, own + NUM_OUT, start, FOLD, GROUP, GROUPS
+            )
         size = tl.sqrt(tl.sum(squares) / WIDTH + eps) if NORM else 1.0
         gated, other = tl.sum(gate, 1) * by_gate / size, tl.sum(up, 1) * by_up / size
         gated = gated / (1 + tl.exp(-gated)) * other
@@ -280,7 +314,9 @@ def _one_down(  # type: ignore[no-untyped-def]
     sums = tl.zeros((SLOTS, ROWS, COLUMNS // FOLD), tl.float32)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         of_x = inner + slot[:, None] * WIDTH + start + column[None, :]
-        value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)[:, None, :]
+        value = tl.load(of_x, mask=is_here[:, None], other=0.0).to(tl.float32)[
+            :, None, :
+        ]
         sums += _sums_of_products(tile, value, scales, own, start, FOLD, GROUP, GROUPS)
         if start + COLUMNS < WIDTH:
             after = at + start + COLUMNS
@@ -302,13 +338,22 @@ def _tile_of(weight: Weight, most: int) -> dict[str, int]:
     if isinstance(weight, Quantized):
         group, groups = weight.group, weight.scales.shape[2]
     columns = min(width & -width, most)
-    return {"WIDTH": width, "COLUMNS": columns, "FOLD": FOLD, "GROUP": group, "GROUPS": groups}
+    return {
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "FOLD": FOLD,
+        "GROUP": group,
+        "GROUPS": groups,
+    }
 
 
 def takes_one(*weights: Weight) -> bool:
     """Whether `mixture_of_one` takes these, on a GPU: on Hopper, and of codes those of FP8."""
     codes = [each for each in weights if isinstance(each, Quantized)]
-    if any(c.kind != "fp8" or c.scales.dtype != torch.float32 or c.group % FOLD for c in codes):
+    if any(
+        c.kind != "fp8" or c.scales.dtype != torch.float32 or c.group % FOLD
+        for c in codes
+    ):
         return False
     is_hopper = torch.cuda.get_device_capability(weights[0].device)[0] == 9
     return is_hopper and all(weight.shape[2] % 64 == 0 for weight in weights)
@@ -328,7 +373,9 @@ def mixture_of_one(
     (count, width, num), each = down.shape, chosen.shape[1]
     inner = x.new_empty(each, num)
     out = torch.empty_like(x) if residual is None else residual
-    rows, most, warps = _GATED_OF_ONE if isinstance(gate_up, Tensor) else _GATED_OF_CODES
+    rows, most, warps = (
+        _GATED_OF_ONE if isinstance(gate_up, Tensor) else _GATED_OF_CODES
+    )
     _one_gated_kernel[(num // rows, each)](
         x, *_matrix(gate_up), norm, chosen, inner, eps, count, NUM_OUT=num, ROWS=rows,
         NORM=norm is not None, **_tile_of(gate_up, most), num_warps=warps, launch_pdl=PDL,
@@ -349,10 +396,16 @@ def mixture(
     """x [T, hidden] through `chosen` experts int64 [T, k], summed by weights float32 [T, k]: by
     gate_up [experts, 2 n, hidden], silu of the first half times the second, by down [experts,
     hidden, n]. Ids from `experts` on are another rank's; all are below `total`."""
-    (num_tokens, each), (count, width, _), pairs = chosen.shape, down.shape, chosen.numel()
+    (num_tokens, each), (count, width, _), pairs = (
+        chosen.shape,
+        down.shape,
+        chosen.numel(),
+    )
     order, ends = (x.new_empty(size, dtype=torch.int32) for size in (pairs, count))
     size = 512 if pairs <= 4096 else 4096  # pairs looked at at a time
-    _sort_kernel[(count,)](chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=PDL)
+    _sort_kernel[(count,)](
+        chosen, order, ends, pairs, size, num_warps=size // 256, launch_pdl=PDL
+    )
     tiles, found = tiles or next(t for most, t in TILES if pairs // total <= most), x
     for weight, tile, halves in zip((gate_up, down), tiles, (2, 1), strict=True):
         rows, columns, depth, is_swapped, warps, stages = tile

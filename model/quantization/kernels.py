@@ -30,7 +30,10 @@ _BITS: Final = {
     ("fp4", torch.bfloat16): (6, 0x01C0, 0x7E80), ("fp4", torch.float16): (3, 0x0E00, 0x7400),
 }  # fmt: skip
 # Codes of int4 are the last bits of a number that is so much larger; its high byte, and 1.
-_OFFSETS: Final = {torch.bfloat16: (128, 0x43, 0x3F80), torch.float16: (1024, 0x64, 0x3C00)}
+_OFFSETS: Final = {
+    torch.bfloat16: (128, 0x43, 0x3F80),
+    torch.float16: (1024, 0x64, 0x3C00),
+}
 
 
 @functools.cache
@@ -40,12 +43,18 @@ def _ptx(kind: Kind, dtype: torch.dtype) -> str:
     two = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
     if kind == "int4":  # less the offset and the zero
         _, high, factor = _OFFSETS[dtype]
-        halves = ["and.b32 w, $4, 0x0F0F0F0F;", "shr.u32 w, $4, 4; and.b32 w, w, 0x0F0F0F0F;"]
+        halves = [
+            "and.b32 w, $4, 0x0F0F0F0F;",
+            "shr.u32 w, $4, 4; and.b32 w, w, 0x0F0F0F0F;",
+        ]
         number = f"prmt.b32 n, w, {high * 0x1010101}, {{}}; fma.rn.{two} ${{}}, n, factor, {{}};"
         turns = [("0x4140", "$5"), ("0x4342", "$6")]
     else:
         shift, kept, factor = _BITS[kind, dtype]
-        halves = ["shl.b32 w, $4, 4; and.b32 w, w, 0xF0F0F0F0;", "and.b32 w, $4, 0xF0F0F0F0;"]
+        halves = [
+            "shl.b32 w, $4, 4; and.b32 w, w, 0xF0F0F0F0;",
+            "and.b32 w, $4, 0xF0F0F0F0;",
+        ]
         halves = halves if kind == "fp4" else ["mov.b32 w, $2;"]
         number = (
             f"prmt.b32 n, w, 0, {{}}; shr.u32 m, n, {shift}; and.b32 m, m, {kept * 0x10001};"
@@ -54,7 +63,10 @@ def _ptx(kind: Kind, dtype: torch.dtype) -> str:
         turns = [("0x1404", "nought"), ("0x3424", "nought")]
     place, steps = itertools.count(), list[str]()
     for half in halves:
-        steps += [half, *(number.format(order, next(place), last) for order, last in turns)]
+        steps += [
+            half,
+            *(number.format(order, next(place), last) for order, last in turns),
+        ]
     declared = f".reg .b32 n, m, w, factor, nought; mov.b32 factor, {factor * 0x10001};"
     return f"{{ {declared} mov.b32 nought, 0x80008000; {''.join(steps)} }} // {kind}"
 
@@ -65,7 +77,9 @@ def _tile(ends, tile, num_rows, num_experts, EXPERTS: tl.constexpr, ROWS: tl.con
     if EXPERTS > 0:
         index = tl.arange(0, EXPERTS)
         stop = tl.load(ends + index, mask=index < num_experts, other=0)
-        start = tl.load(ends + index - 1, mask=(index > 0) & (index < num_experts), other=0)
+        start = tl.load(
+            ends + index - 1, mask=(index > 0) & (index < num_experts), other=0
+        )
         tiles = tl.where(index < num_experts, (stop - start + ROWS - 1) // ROWS, 0)
         behind = tl.cumsum(tiles, 0)
         expert = tl.sum((behind <= tile).to(tl.int32), 0)
@@ -80,7 +94,12 @@ tile_of = triton.jit(_tile)
 
 def _of_halves(code, less, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     both = tl.inline_asm_elementwise(
-        PTX, "=r,=r,=r,=r,r,r,r", [code, less], (less.dtype, less.dtype), is_pure=True, pack=4
+        PTX,
+        "=r,=r,=r,=r,r,r,r",
+        [code, less],
+        (less.dtype, less.dtype),
+        is_pure=True,
+        pack=4,
     )
     return tl.interleave(both[0], both[1])
 
@@ -96,7 +115,9 @@ def _multiply(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left side, so that its numbers need not leave registers."""
-    first, last, expert = tile_of(ends, tl.program_id(0), num_rows, num_experts, EXPERTS, ROWS)
+    first, last, expert = tile_of(
+        ends, tl.program_id(0), num_rows, num_experts, EXPERTS, ROWS
+    )
     if first >= last:
         return
     row = first + tl.arange(0, ROWS)
@@ -119,17 +140,23 @@ def _multiply(  # type: ignore[no-untyped-def]
                 PTX, "=r,=r,r", [code], dtype=x.dtype.element_ty, is_pure=True, pack=4
             )
         else:
-            code = tl.load(codes + of_weight[:, None] * (WIDTH // 2) + start // 2 + half[None, :])
+            code = tl.load(
+                codes + of_weight[:, None] * (WIDTH // 2) + start // 2 + half[None, :]
+            )
             zero = tl.full((COLUMNS,), 8, tl.int32)
             if HAS_ZEROS:
-                zero = tl.load(zeros + of_weight * NUM_GROUPS + start // GROUP).to(tl.int32)
+                zero = tl.load(zeros + of_weight * NUM_GROUPS + start // GROUP).to(
+                    tl.int32
+                )
             left = _both_halves(code, (-OFFSET - zero).to(dtype)[:, None], PTX)
         if NUM_GROUPS == 1:
             sums = tl.dot(left, right, sums)
         else:
             factor = _factor(scales + of_weight * NUM_GROUPS + start // GROUP)
             sums += tl.dot(left, right) * factor[:, None]
-    if SPLIT > 1:  # the last of the programs that share a tile adds up what each has found
+    if (
+        SPLIT > 1
+    ):  # the last of the programs that share a tile adds up what each has found
         size = num_rows.to(tl.int64) * num_out
         tl.store(partial + tl.program_id(2) * size + place, sums, mask=exists)
         tl.debug_barrier()
@@ -139,7 +166,9 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(counter, 0)  # for the next product
         sums = tl.zeros((COLUMNS, ROWS), tl.float32)
         for part in range(SPLIT):
-            sums += tl.load(partial + part * size + place, mask=exists, cache_modifier=".cg")
+            sums += tl.load(
+                partial + part * size + place, mask=exists, cache_modifier=".cg"
+            )
     if NUM_GROUPS == 1:
         sums *= _factor(scales + of_weight)[:, None]
     if ADD:
@@ -155,7 +184,9 @@ def _read_factor(at):  # type: ignore[no-untyped-def]
 
 
 _factor: Any = triton.jit(_read_factor)
-_multiply_kernel: Any = triton.jit(_multiply, do_not_specialize=["num_rows", "num_experts"])
+_multiply_kernel: Any = triton.jit(
+    _multiply, do_not_specialize=["num_rows", "num_experts"]
+)
 
 
 def depth_of(weight: Quantized) -> int:
@@ -167,7 +198,9 @@ def depth_of(weight: Quantized) -> int:
 @functools.cache
 def _counters(device: torch.device, stream: int) -> Tensor:
     """Zeros before and after each product: those of one stream follow each other to the end."""
-    return torch.zeros(max(tile[-1] for _, tile in _TILES), dtype=torch.int32, device=device)
+    return torch.zeros(
+        max(tile[-1] for _, tile in _TILES), dtype=torch.int32, device=device
+    )
 
 
 def multiply(
@@ -182,7 +215,9 @@ def multiply(
     # By powers of two alone: what those have gone through, others need not compile.
     each = triton.next_power_of_2(num_rows) // experts if experts else num_rows
     depth = depth_of(weight)
-    rows, columns, warps, stages, programs = next(tile for most, tile in _TILES if each <= most)
+    rows, columns, warps, stages, programs = next(
+        tile for most, tile in _TILES if each <= most
+    )
     grid = (triton.cdiv(num_rows, rows) + experts, triton.cdiv(num_out, columns))
     partial, counters = None, None
     split = math.gcd(width // depth, _MAX_SPLIT) if splits and not experts else 1
@@ -218,9 +253,13 @@ def _scale_rows(  # type: ignore[no-untyped-def]
         tl.store(of_rows + row, scale)
         value /= scale
     else:
-        value *= tl.load(of_rows + row) * tl.load(of_columns + column, mask=inside, other=0.0)
+        value *= tl.load(of_rows + row) * tl.load(
+            of_columns + column, mask=inside, other=0.0
+        )
     if ADD:
-        value += tl.load(out + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(out + row * width + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -230,7 +269,10 @@ _scale_rows_kernel: Any = triton.jit(_scale_rows)
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, n] -> FP8 [T, n] and float32 [T, 1], the scale of each row by its largest element."""
     (num_rows, width), columns = x.shape, triton.next_power_of_2(x.shape[1])
-    codes, scales = x.new_empty(x.shape, dtype=FP8), x.new_empty(num_rows, 1, dtype=torch.float32)
+    codes, scales = (
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(num_rows, 1, dtype=torch.float32),
+    )
     _scale_rows_kernel[(num_rows, 1)](
         x.contiguous(), codes, scales, None, width, FP8_MOST, TINY, False, columns,
         num_warps=min(16, max(1, columns // 512)), launch_pdl=PDL,
@@ -238,7 +280,9 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def rescaled(product: Tensor, of_rows: Tensor, of_columns: Tensor, to: Tensor | None) -> Tensor:
+def rescaled(
+    product: Tensor, of_rows: Tensor, of_columns: Tensor, to: Tensor | None
+) -> Tensor:
     """product [T, n] by float32 [T, 1] and [n, 1], added to `to` where given, else in place."""
     (num_rows, width), out, columns = product.shape, product if to is None else to, 1024
     _scale_rows_kernel[(num_rows, triton.cdiv(width, columns))](

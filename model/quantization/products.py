@@ -75,11 +75,18 @@ def takes_one_row(weight: Weight, *, gated: bool = False) -> bool:
     if not fused_ops.kernels().one_row_works(weight, gated=gated):
         return False
     way = "gated product of one row" if gated else "product of one row"
-    return isinstance(weight, Tensor) or _disproof(way, _like(weight), weight.shape[1]) is None
+    return (
+        isinstance(weight, Tensor)
+        or _disproof(way, _like(weight), weight.shape[1]) is None
+    )
 
 
 def _like(weight: Quantized) -> Like:
-    depth, has_zeros, scales = _kernels().depth_of(weight), weight.zeros is not None, weight.scales
+    depth, has_zeros, scales = (
+        _kernels().depth_of(weight),
+        weight.zeros is not None,
+        weight.scales,
+    )
     of_scales = scales.shape[-1] > 1, has_zeros, scales.dtype
     return weight.kind, depth, *of_scales, weight.dtype, weight.device
 
@@ -88,9 +95,17 @@ def _can_scale(weight: Quantized) -> bool:
     """Whether torch has a scaled product for it: on Hopper. Sums of products of codes are numbers
     in bfloat16 alone."""
     (*_, num_out, width), of_row = weight.shape, weight.scales.shape[-1] == 1
-    if weight.kind != "fp8" or not of_row or weight.dtype != torch.bfloat16 or width % _ALIGNMENT:
+    if (
+        weight.kind != "fp8"
+        or not of_row
+        or weight.dtype != torch.bfloat16
+        or width % _ALIGNMENT
+    ):
         return False
-    return _disproof("scaled product", _like(weight), width) is None and num_out % _ALIGNMENT == 0
+    return (
+        _disproof("scaled product", _like(weight), width) is None
+        and num_out % _ALIGNMENT == 0
+    )
 
 
 _one: Any = functools.cache(lambda device: torch.ones((), device=device))
@@ -131,14 +146,18 @@ def _error(way: str, weight: Quantized, rows: int) -> Tensor:
     exact, width = weight.dequantise().float(), weight.shape[1:]
     rows = max(rows, _SCALED_ROWS) if "scaled" in way else rows
     count = 4 * rows if "experts" in way else rows
-    x = F.rms_norm(torch.randn(count, *width, device=weight.device), width).to(weight.dtype)
+    x = F.rms_norm(torch.randn(count, *width, device=weight.device), width).to(
+        weight.dtype
+    )
     expected = 2 * F.linear(x.float(), exact)
     if way == "kernel":  # both ways to divide it
         found = _kernels().multiply(weight, x, splits=False)
         found = _kernels().multiply(weight, x, residual=found)
     elif way == "kernel for experts":
         experts = weight.each(lambda part: part.expand(4, -1, -1)).to(x.device, x.dtype)
-        ends = torch.tensor([rows, rows, 3 * rows, count], dtype=torch.int32)  # tiles: by the mean
+        ends = torch.tensor(
+            [rows, rows, 3 * rows, count], dtype=torch.int32
+        )  # tiles: by the mean
         found = 2 * multiply_groups(experts, x, ends.to(x.device))
     elif "scaled" in way:
         found = _scaled(weight, x, _scaled(weight, x))
@@ -167,10 +186,12 @@ def example(like: Like, width: int = 0) -> Quantized:
 
     codes = draw(0, 256, _PROVED_OUT, width if kind == "fp8" else width // 2)
     if kind == "fp8":
-        codes &= 0xBF  # small ones: the largest would outweigh all others, or are no numbers
+        codes &= (
+            0xBF  # small ones: the largest would outweigh all others, or are no numbers
+        )
     factors = 0.5 + torch.rand(of_groups, generator=random)
     found = draw(125, 130, *of_groups) if scales == torch.uint8 else factors.to(scales)
     zeros = draw(0, 16, *of_groups) if has_zeros else None
-    return Quantized(codes, found, zeros, kind, depth if has_groups else width, dtype).to(
-        device, dtype
-    )
+    return Quantized(
+        codes, found, zeros, kind, depth if has_groups else width, dtype
+    ).to(device, dtype)

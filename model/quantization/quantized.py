@@ -53,18 +53,24 @@ class Quantized:
     @property
     def parts(self) -> list[Tensor]:
         """What it is made of; rows are the last dimension but one of each."""
-        return [part for part in (self.codes, self.scales, self.zeros) if part is not None]
+        return [
+            part for part in (self.codes, self.scales, self.zeros) if part is not None
+        ]
 
     def made_of(self, parts: Iterable[Tensor]) -> "Quantized":
         """The same of other `parts`."""
         codes, scales, *zeros = parts
-        return replace(self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None)
+        return replace(
+            self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None
+        )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
         return self.made_of(change(part) for part in self.parts)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Quantized":
-        return replace(self.each(lambda part: part.to(device).contiguous()), dtype=dtype)
+        return replace(
+            self.each(lambda part: part.to(device).contiguous()), dtype=dtype
+        )
 
     def columns(self, cols: range) -> "Quantized":
         """Some columns; groups become smaller where `cols` cuts them."""
@@ -85,9 +91,13 @@ class Quantized:
         if self.kind == "fp8":
             values = self.codes.view(FP8).float()
         else:
-            values = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2).float()
+            values = (
+                torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2).float()
+            )
         if self.kind == "fp4":
-            values = values.new_tensor([*_FP4, *(-value for value in _FP4)])[values.int()]
+            values = values.new_tensor([*_FP4, *(-value for value in _FP4)])[
+                values.int()
+            ]
         if self.kind == "int4":
             values -= _INT4_ZERO if self.zeros is None else self._spread(self.zeros)
         scales = self.scales
@@ -119,7 +129,9 @@ def quantise(weight: Tensor) -> Quantized:
     for rows_of in torch.split(weight.reshape(-1, width), _ROWS):
         part = rows_of.float()
         of_row = part.abs().amax(1, keepdim=True).clamp_(min=TINY).div_(FP8_MOST)
-        codes.append((part / of_row).clamp_(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8))
+        codes.append(
+            (part / of_row).clamp_(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
+        )
         scales.append(of_row)
     joined = torch.cat(codes).view(*rows, width), torch.cat(scales).view(*rows, 1)
     return Quantized(*joined, None, "fp8", width, weight.dtype)
@@ -140,7 +152,10 @@ def stacked(count: int, parts: Iterable[Weight]) -> Weight:
     first: Weight | None = None
     for index, part in enumerate(parts):
         if first is None:
-            first, out = part, [each.new_empty(count, *each.shape) for each in _parts(part)]
+            first, out = (
+                part,
+                [each.new_empty(count, *each.shape) for each in _parts(part)],
+            )
         if _layout(first) != _layout(part):
             raise ValueError("experts of one layer are quantised in different ways")
         for place, tensor in zip(out, _parts(part), strict=True):
@@ -160,4 +175,7 @@ def _of(like: Weight, parts: Iterable[Tensor]) -> Weight:
 def _layout(weight: Weight) -> tuple[object, ...]:
     """Of weights that can be joined: alike."""
     dtypes = [part.dtype for part in _parts(weight)]
-    return (*dtypes, *(() if isinstance(weight, Tensor) else (weight.kind, weight.group)))
+    return (
+        *dtypes,
+        *(() if isinstance(weight, Tensor) else (weight.kind, weight.group)),
+    )

@@ -21,14 +21,22 @@ _FLOATS: Final = {
     _FP8: torch.float8_e4m3fn,
 }  # fmt: skip
 _DTYPES: Final = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
-_SCALES: Final = (".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale")
+_SCALES: Final = (
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".input_scale",
+    ".activation_scale",
+)
 _AHEAD_BYTES: Final = 1 << 28  # of a file, read while what is before is used
 _PER_WORD: Final = 8  # codes of 4 bits in an int32
 _MX_GROUP: Final = 32  # columns of MXFP4 that share an exponent
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the next code is
 # By how weights are stored: the end of their name, and the ends of what belongs to them.
 _NAMES: Final = {
-    "packed": (".weight_packed", (".weight_scale", ".weight_zero_point", ".weight_shape")),
+    "packed": (
+        ".weight_packed",
+        (".weight_scale", ".weight_zero_point", ".weight_shape"),
+    ),
     "gptq": (".qweight", (".qzeros", ".scales")),
     "awq": (".qweight", (".qzeros", ".scales")),
     "mxfp4": ("_blocks", ("_scales",)),
@@ -49,7 +57,9 @@ class StoredWeights:
         to one that is."""
         of_fp8 = [name for name, stored in self.tensors.items() if stored.dtype == _FP8]
         found = set(self.tensors) - {
-            name.removesuffix(".weight") + suffix for name in of_fp8 for suffix in _SCALES
+            name.removesuffix(".weight") + suffix
+            for name in of_fp8
+            for suffix in _SCALES
         }
         end, others = self._names
         for name in [name for name in found if end and name.endswith(end)]:
@@ -57,7 +67,9 @@ class StoredWeights:
             found -= {name, *(base + other for other in (*others, *_ORDERS))}
             found.add(base if end == "_blocks" else f"{base}.weight")
             # Some writers give every layer a bias, of zeros where the model has none.
-            if (bias := self.tensors.get(f"{base}.bias")) and not mapped(name, bias).any():
+            if (bias := self.tensors.get(f"{base}.bias")) and not mapped(
+                name, bias
+            ).any():
                 found.discard(f"{base}.bias")
         return found
 
@@ -65,7 +77,9 @@ class StoredWeights:
     def _names(self) -> tuple[str, tuple[str, ...]]:
         return _NAMES.get(self.how.stored if self.how else "", ("", ()))
 
-    def part(self, name: str, shape: tuple[int, ...], rows: range, cols: range | None) -> Tensor:
+    def part(
+        self, name: str, shape: tuple[int, ...], rows: range, cols: range | None
+    ) -> Tensor:
         """Rows, and for matrices columns, of a tensor whose full shape must be `shape`; on the
         device if that is a GPU, else where the file is mapped."""
         tensor = self._get(name, *shape, of=_FLOATS)[rows.start : rows.stop]
@@ -80,7 +94,9 @@ class StoredWeights:
             return None
         return (found if cols is None else found.columns(cols)).each(self.take)
 
-    def _quantised(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized | None:
+    def _quantised(
+        self, name: str, shape: tuple[int, ...], rows: range
+    ) -> Quantized | None:
         if (stored := self.tensors.get(name)) is not None:
             return self._fp8(name, shape, rows) if stored.dtype == _FP8 else None
         (end, _), part = self._names, slice(rows.start, rows.stop)
@@ -94,7 +110,9 @@ class StoredWeights:
         scales = self._get(f"{base}_scales", *blocks)[part]
         return Quantized(codes, scales, None, "fp4", _MX_GROUP, torch.float32)
 
-    def _get(self, name: str, *shape: int, of: Mapping[str, torch.dtype] = _DTYPES) -> Tensor:
+    def _get(
+        self, name: str, *shape: int, of: Mapping[str, torch.dtype] = _DTYPES
+    ) -> Tensor:
         if (stored := self.tensors.get(name)) is None:
             raise ModelLoadError(f"weight {name} is missing from the model's files")
         if stored.shape != shape:
@@ -111,21 +129,30 @@ class StoredWeights:
             )
         scales = mapped(found, self.tensors[found], _FLOATS).float()
         scales = scales.view(scales.shape[0] if scales.dim() else 1, -1)
-        is_whole = tuple(scales.shape) in ((1, 1), (shape[0], 1))  # all have one, or each row has
+        is_whole = tuple(scales.shape) in (
+            (1, 1),
+            (shape[0], 1),
+        )  # all have one, or each row has
         whole = (1 if len(scales) == shape[0] else shape[0], shape[-1])
         block = (None if is_whole or self.how is None else self.how.block) or whole
-        wanted = tuple(-(-size // max(of, 1)) for size, of in zip(shape, block, strict=False))
+        wanted = tuple(
+            -(-size // max(of, 1)) for size, of in zip(shape, block, strict=False)
+        )
         if len(shape) != 2 or tuple(scales.shape) != wanted:
             told = f"{tuple(scales.shape)} scales, and not one for each {block[0]} x {block[1]}"
             raise ModelLoadError(f"weight {name} of shape {shape} has {told} elements")
         own = self._get(name, *shape).view(torch.uint8)[rows.start : rows.stop]
         of_rows = scales[torch.arange(rows.start, rows.stop) // block[0]]
-        return Quantized(own, of_rows, None, "fp8", min(block[1], shape[1]), torch.float32)
+        return Quantized(
+            own, of_rows, None, "fp8", min(block[1], shape[1]), torch.float32
+        )
 
     def _int4(self, base: str, shape: tuple[int, ...], rows: range) -> Quantized:
         (height, width), part = shape, slice(rows.start, rows.stop)
         if self.how is None or width % _PER_WORD:
-            raise ModelLoadError(f"weight {base} of {width} columns cannot be in words of 4 bits")
+            raise ModelLoadError(
+                f"weight {base} of {width} columns cannot be in words of 4 bits"
+            )
         group, zeros = min(self.how.group or width, width), None
         num_groups, words = -(-width // group), -(-height // _PER_WORD)
 
@@ -134,10 +161,14 @@ class StoredWeights:
 
         # Two codes a byte, the first in the low half: so words are in our order.
         if self.how.stored == "packed":
-            codes = get(".weight_packed", height, width // _PER_WORD)[part].view(torch.uint8)
+            codes = get(".weight_packed", height, width // _PER_WORD)[part].view(
+                torch.uint8
+            )
             scales = get(".weight_scale", height, num_groups)[part]
             if base + ".weight_zero_point" in self.tensors:
-                zeros = _unpacked(get(".weight_zero_point", words, num_groups).t())[:, part].t()
+                zeros = _unpacked(get(".weight_zero_point", words, num_groups).t())[
+                    :, part
+                ].t()
         else:
             order = _AWQ_ORDER if self.how.stored == "awq" else range(_PER_WORD)
             if self.how.stored == "awq":
@@ -154,17 +185,25 @@ class StoredWeights:
             index = get(end, width).long()
             plain = torch.arange(width, device=index.device) // group
             if int(index.max()) >= num_groups:
-                raise ModelLoadError(f"weight {base}{end} names group {int(index.max())}")
-            if index.min() >= 0 and not torch.equal(index, plain):  # columns are groups themselves
+                raise ModelLoadError(
+                    f"weight {base}{end} names group {int(index.max())}"
+                )
+            if index.min() >= 0 and not torch.equal(
+                index, plain
+            ):  # columns are groups themselves
                 group, scales = 1, scales[:, index]
                 zeros = None if zeros is None else zeros[:, index]
         return Quantized(codes, scales, zeros, "int4", group, torch.float32)
 
 
-def mapped(name: str, stored: StoredTensor, of: Mapping[str, torch.dtype] = _DTYPES) -> Tensor:
+def mapped(
+    name: str, stored: StoredTensor, of: Mapping[str, torch.dtype] = _DTYPES
+) -> Tensor:
     """A tensor where its file is mapped. Raises ModelLoadError for a dtype not `of` these."""
     if (dtype := of.get(stored.dtype)) is None:
-        raise ModelLoadError(f"weight {name} has dtype {stored.dtype}; supported: {', '.join(of)}")
+        raise ModelLoadError(
+            f"weight {name} has dtype {stored.dtype}; supported: {', '.join(of)}"
+        )
     if stored.stop - stored.start != stored.size * dtype.itemsize:
         told = f"weight {name} has {stored.stop - stored.start} bytes"
         raise ModelLoadError(f"{stored.path} is not a safetensors file: {told}")
@@ -177,7 +216,9 @@ def mapped(name: str, stored: StoredTensor, of: Mapping[str, torch.dtype] = _DTY
 def _read_ahead(path: Path, part: int) -> None:
     """Asks for a part of a file, that it be in memory when it is used; waits for nothing."""
     with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), part * _AHEAD_BYTES, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(
+            file.fileno(), part * _AHEAD_BYTES, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED
+        )
 
 
 def _unpacked(words: Tensor, order: Iterable[int] = range(_PER_WORD)) -> Tensor:

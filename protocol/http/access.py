@@ -22,8 +22,17 @@ from protocol.settings.options import AccessOptions, ListenOptions
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")  # begin so
-BARE = {"details": "are for admin keys"}  # of an answer that says no more than yes or no
+ADMIN_PATHS = (
+    "/metrics",
+    STATS_PATH,
+    "/ui/state",
+    "/admin/",
+    "/drain",
+    "/migrate",
+)  # begin so
+BARE = {
+    "details": "are for admin keys"
+}  # of an answer that says no more than yes or no
 
 
 def rate_headers(unit: str) -> list[str]:
@@ -31,11 +40,19 @@ def rate_headers(unit: str) -> list[str]:
 
 
 RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
+SHARE_HEADER = b"x-baton-share"
+_SHARE_CHARS = 16
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
-_OF_OTHERS = {b"origin", b"forwarded", b"x-forwarded-for"}  # headers that a page or a proxy adds
-_ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)  # no site's name
+_OF_OTHERS = {
+    b"origin",
+    b"forwarded",
+    b"x-forwarded-for",
+}  # headers that a page or a proxy adds
+_ADDRESS = re.compile(
+    rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE
+)  # no site's name
 
 
 def check(options: ListenOptions) -> None:
@@ -58,6 +75,7 @@ class Key:
     """A known key. Some have limits; `min_priority` is the most urgent that it may ask for."""
 
     min_priority: int | None = None
+    limits_tokens = False
 
     def __init__(self, name: str, *, is_admin: bool) -> None:
         self.name, self.is_admin = name, is_admin
@@ -70,6 +88,9 @@ class Key:
         """It takes so many, as far as one can tell; returns and raises as `begin`."""
         return {}
 
+    def settle(self, tokens: int) -> None:
+        """Its answer has ended: it took so many more than it was charged for, or fewer."""
+
     def end(self) -> None: ...
 
 
@@ -80,9 +101,17 @@ class Visit:
         self.has_key, self.name = key is not None, key.name if key else NOBODY
         self.is_admin = is_admin
         self.min_priority = None if key is None else key.min_priority
-        self.salting_key = b""  # digest of the key, where keys salt caches; see cache_salt.py
+        self.salting_key = (
+            b""  # digest of the key, where keys salt caches; see cache_salt.py
+        )
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
+        self._num_charged = 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the tokens of its answer are to be counted, see `settle`."""
+        return self.begun is not None and self.begun.limits_tokens
 
     def cache_salt(self, cache_salt: str | None, secret: bytes) -> bytes:
         """The salt of a request that asks for `cache_salt`; see protocol/cache_salt.py."""
@@ -92,6 +121,14 @@ class Visit:
         """See Key."""
         if self.begun is not None:
             self.headers = {**self.headers, **self.begun.charge(tokens)}
+            self._num_charged = tokens
+
+    def settle(self, tokens: int) -> None:
+        """The answer has ended and took so many tokens: the key is charged for these instead of
+        what `charge` estimated."""
+        if self.begun is not None and self._num_charged:
+            self.begun.settle(tokens - self._num_charged)
+            self._num_charged = tokens
 
     def __enter__(self) -> "Visit":
         return self
@@ -108,6 +145,21 @@ def visit_of(scope: Mapping[str, Any]) -> Visit:
     return cast(Visit, scope.get(_VISIT, _EVERYBODY))
 
 
+def share_header(visit: Visit) -> list[tuple[bytes, bytes]]:
+    """The header by which a proxy tells servers whose request it is, without the key's name."""
+    if not visit.has_key:
+        return []
+    return [(SHARE_HEADER, digest(visit.name).hex()[:_SHARE_CHARS].encode())]
+
+
+def share_of(scope: Mapping[str, Any]) -> str:
+    """Whose request this is, to share a server among keys: as the proxy sent it, or by the key of
+    this process; empty where there are no keys."""
+    given = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
+    visit = visit_of(scope)
+    return given[:_SHARE_CHARS] or (visit.name if visit.has_key else "")
+
+
 def check_operator(scope: Mapping[str, Any]) -> None:
     """Whoever has no key, where none is needed, must be on this machine, and neither another site's
     page in a browser, even one whose name leads here, nor behind a proxy that tells so. Raises
@@ -117,7 +169,9 @@ def check_operator(scope: Mapping[str, Any]) -> None:
     is_ours = is_direct and is_local((scope.get("client") or ("",))[0])
     is_named = _ADDRESS.fullmatch(headers.get(b"host", b"localhost"))
     if not (visit_of(scope).has_key or (is_ours and is_named)):
-        raise Forbidden(f"{scope['path']} is for clients at localhost, no browser, or --admin-key")
+        raise Forbidden(
+            f"{scope['path']} is for clients at localhost, no browser, or --admin-key"
+        )
 
 
 def digest(key: str | bytes) -> bytes:
@@ -128,7 +182,9 @@ def option_keys(options: AccessOptions) -> dict[bytes, Key]:
     """By digest."""
     kinds = {"api-key": options.api_key, "admin-key": options.admin_key}
     return {
-        digest(secret.get_secret_value()): Key(f"{kind}-{n}", is_admin=kind == "admin-key")
+        digest(secret.get_secret_value()): Key(
+            f"{kind}-{n}", is_admin=kind == "admin-key"
+        )
         for kind, secrets in kinds.items()
         for n, secret in enumerate(secrets, 1)
     }
@@ -138,7 +194,10 @@ class Access:
     """The keys of a process, and what it serves HTTPS with. Raises ValueError as `check`."""
 
     def __init__(
-        self, options: AccessOptions, metrics: Metrics, open_paths: Collection[str] = OPEN_PATHS
+        self,
+        options: AccessOptions,
+        metrics: Metrics,
+        open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._metrics, self._open_paths = metrics, open_paths
         self.certificate = Certificate(options)
@@ -194,10 +253,14 @@ class Access:
             if key is None:
                 told = "the API key is unknown" if given else "this needs an API key"
                 told += ": send the header `Authorization: Bearer KEY`"
-                raise Unauthorized(told, headers={"www-authenticate": 'Bearer realm="baton"'})
+                raise Unauthorized(
+                    told, headers={"www-authenticate": 'Bearer realm="baton"'}
+                )
             outcome = "forbidden"
             if path.startswith(ADMIN_PATHS) and not key.is_admin:
-                raise Forbidden(f"{path[:80]} is for admin keys alone; {key.name} is none")
+                raise Forbidden(
+                    f"{path[:80]} is for admin keys alone; {key.name} is none"
+                )
             outcome = "limited"
             visit.headers, visit.begun = key.begin(), key
             outcome = "accepted"

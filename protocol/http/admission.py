@@ -19,7 +19,9 @@ from protocol.http.prompt_marks import SharedPrefixes, WaitingPrompt, marks_of
 from protocol.messages import AddRequest
 from protocol.settings.options import QueueOptions
 
-MIN_TOKENS = 64  # a prompt and each of its choices count as this: they take memory and time, too
+MIN_TOKENS = (
+    64  # a prompt and each of its choices count as this: they take memory and time, too
+)
 _WINDOW_S = 0.5  # least time of waiting that one sample of the rate covers
 _SHORT_WINDOW_S = 0.1  # the same where the queue became empty: the server has caught up
 _WEIGHT = 0.5  # of the newest sample
@@ -33,7 +35,9 @@ def is_computed_elsewhere(request: AddRequest) -> bool:
 class Admission:
     """The queue of one server."""
 
-    def __init__(self, options: QueueOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, options: QueueOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._options = options
         self._clock = clock
         self._places: dict[Place, None] = {}  # the oldest first
@@ -43,8 +47,12 @@ class Admission:
         self._token_s: float | None = None  # measured time of one token
         self._served = 0  # tokens since the window began
         self._waited_s = 0.0  # of the window, before `_since`
-        self._since = 0.0  # start of the window, or when the queue became non-empty in it
-        self._kept_up = False  # the queue was empty during the window: its rate is a lower bound
+        self._since = (
+            0.0  # start of the window, or when the queue became non-empty in it
+        )
+        self._kept_up = (
+            False  # the queue was empty during the window: its rate is a lower bound
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +69,9 @@ class Admission:
         first tokens; 0 while the rate is not known."""
         tokens = self.num_tokens
         if priority is not None:
-            tokens = sum(count for urgency, count in self._tokens.items() if urgency <= priority)
+            tokens = sum(
+                count for urgency, count in self._tokens.items() if urgency <= priority
+            )
         return tokens * self._token_s_now()
 
     def check_wait(self, priority: int = 0) -> None:
@@ -76,7 +86,9 @@ class Admission:
                 wait_s - limit_s / 2,
             )
 
-    def enter(self, requests: Sequence[AddRequest], *, is_resumed: bool = False) -> "Place":
+    def enter(
+        self, requests: Sequence[AddRequest], *, is_resumed: bool = False
+    ) -> "Place":
         """Accepts the prompts of one call, which all have one priority.
 
         Args:
@@ -86,7 +98,9 @@ class Admission:
             QueueFull: too much waits before it, or the queue would have too many tokens.
             GrammarQueueFull: the same of prompts that wait for their grammars.
         """
-        prompts = {request.request_id: self._waiting_prompt(request) for request in requests}
+        prompts = {
+            request.request_id: self._waiting_prompt(request) for request in requests
+        }
         has_grammar = any(request.sampling.grammar is not None for request in requests)
         tells_rate = not all(map(is_computed_elsewhere, requests))
         place = Place(self, prompts if has_grammar else {}, tells_rate=tells_rate)
@@ -142,8 +156,11 @@ class Admission:
             priority=request.priority,
             num_tokens=0 if is_computed_elsewhere(request) else len(request.token_ids),
             min_tokens=MIN_TOKENS * request.num_choices,
-            marks=marks_of(request.token_ids, request.cache_salt) if caches_prefixes else (),
-            is_shareable=request.num_prompt_logprobs is None,  # these need every token computed
+            marks=marks_of(request.token_ids, request.cache_salt)
+            if caches_prefixes
+            else (),
+            is_shareable=request.num_prompt_logprobs
+            is None,  # these need every token computed
         )
 
     def _count(self, prompt: WaitingPrompt, change: int) -> None:
@@ -151,7 +168,9 @@ class Admission:
         if not self._tokens[prompt.priority]:
             del self._tokens[prompt.priority]
 
-    def _take_out(self, place: "Place", request_id: str, num_processed: int | None) -> None:
+    def _take_out(
+        self, place: "Place", request_id: str, num_processed: int | None
+    ) -> None:
         """Removes a prompt, whose first token has come if `num_processed` is given."""
         prompt = place.prompts.pop(request_id)
         is_served = num_processed is not None
@@ -194,7 +213,9 @@ class Admission:
         oldest = next(iter(self._places), None)
         if oldest is None or self._token_s is None or self._window_s() < _WINDOW_S:
             return self._token_s or 0.0
-        num_tokens = sum(max(p.num_tokens, p.min_tokens) for p in oldest.prompts.values())
+        num_tokens = sum(
+            max(p.num_tokens, p.min_tokens) for p in oldest.prompts.values()
+        )
         return max(self._token_s, self._window_s() / max(self._served + num_tokens, 1))
 
 

@@ -19,10 +19,11 @@
 import asyncio
 import contextlib
 import re
-import resource
 import socket
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -31,9 +32,14 @@ import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from protocol import errors
+from protocol.http.acceptor import Acceptor, max_connections
 from protocol.http.access import RATE_HEADERS
 from protocol.http.deadlines import Countdown
 from protocol.http.tls import Certificate
@@ -41,7 +47,9 @@ from protocol.ipc.wire import keep_alive
 from protocol.process.logging import request_context
 from protocol.settings.options import ListenOptions
 
-MAX_HEAD_BYTES = 1 << 20  # all that has come at once counts, be it the end of another request
+MAX_HEAD_BYTES = (
+    1 << 20
+)  # all that has come at once counts, be it the end of another request
 MAX_HEADERS = 200
 MAX_AHEAD = 200  # requests that wait their turn; uvicorn reads on with every answer
 MAX_TARGET_BYTES = 8192  # of a request's path and query
@@ -49,7 +57,13 @@ MIN_BODY_BYTES_PER_S = 16_384
 MAX_DROPPED_BYTES = 1 << 28  # of a body whose request is answered
 KV_HEADER = "x-baton-kv"  # of an answer: where the KV of its prompt came from
 PREFILL_KV_HEADER = "x-baton-kv-prefill"  # the same of its prefill leg
-_EXPOSED = ["x-request-id", KV_HEADER, PREFILL_KV_HEADER, "retry-after", *RATE_HEADERS]  # to pages
+_EXPOSED = [
+    "x-request-id",
+    KV_HEADER,
+    PREFILL_KV_HEADER,
+    "retry-after",
+    *RATE_HEADERS,
+]  # to pages
 _ABOUT_UPGRADES = (b"connection", b"upgrade", b"http2-settings")
 _CONNECTION = "baton.connection"  # an extension of ASGI's scope
 _LAST_LOOK_S = 0.1
@@ -65,18 +79,15 @@ def bound_clients(listener: socket.socket, timeout_s: float) -> None:
     keep_alive(listener, idle_s=15, interval_s=5, timeout_s=timeout_s)
 
 
-def raise_file_limit() -> None:
-    """Lets this process hold as many connections as the system permits it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def bounded_protocol(options: ListenOptions, beside_bytes: int = 0) -> type[HttpToolsProtocol]:
+def bounded_protocol(
+    options: ListenOptions, beside_bytes: int = 0
+) -> type[HttpToolsProtocol]:
     """uvicorn's protocol for connections that keep to `options`. Its application answers with the
     `refusal` of a request, where there is one. A body may have `beside_bytes` more."""
     one_body = options.max_body_bytes + beside_bytes
-    bodies = _Bodies(max(options.max_unfinished_bytes, one_body), options.max_held_bytes)
+    bodies = _Bodies(
+        max(options.max_unfinished_bytes, one_body), options.max_held_bytes
+    )
     members = {"options": options, "beside_bytes": beside_bytes, "bodies": bodies}
     return type("BoundedHttp", (_BoundedHttp,), members)
 
@@ -147,6 +158,7 @@ class HttpServer(uvicorn.Server):
     Args:
         app: of ASGI; pages of the options' origins may call it, too.
         beside_bytes: see bounded_protocol.
+        descriptors_each: that a connection needs; connections for which there are none wait.
         more: arguments of uvicorn.Config.
     """
 
@@ -156,8 +168,10 @@ class HttpServer(uvicorn.Server):
         options: ListenOptions,
         certificate: Certificate,
         beside_bytes: int = 0,
+        descriptors_each: int = 1,
         **more: Any,
     ) -> None:
+        self._descriptors_each = descriptors_each
         if options.cors_origin:
             app = CORSMiddleware(
                 app,
@@ -180,6 +194,25 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but that connections beyond the limit of descriptors wait."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        config, state = self.config, self.server_state
+        own = {
+            "config": config,
+            "server_state": state,
+            "app_state": self.lifespan.state,
+        }
+        make_protocol: Any = partial(config.http_protocol_class, **own)
+        limit = max_connections(self._descriptors_each)
+        self.servers: list[Any] = [
+            Acceptor(listener, make_protocol, config.ssl, state.connections, limit)
+            for listener in sockets or []
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -189,10 +222,17 @@ class _Bodies:
     """Those that are not all there yet, and those of requests under way, over all connections."""
 
     def __init__(self, unfinished_limit_bytes: int, held_limit_bytes: int) -> None:
-        self._limit_bytes, self._held_limit_bytes = unfinished_limit_bytes, held_limit_bytes
-        self._bytes: dict[_BoundedHttp, int] = {}  # by connection, the first begun first
+        self._limit_bytes, self._held_limit_bytes = (
+            unfinished_limit_bytes,
+            held_limit_bytes,
+        )
+        self._bytes: dict[
+            _BoundedHttp, int
+        ] = {}  # by connection, the first begun first
         self._total_bytes = 0
-        self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}  # by a request's task
+        self._held_bytes: dict[
+            asyncio.Task[Any] | None, int
+        ] = {}  # by a request's task
 
     def add(self, connection: "_BoundedHttp", num_bytes: int) -> None:
         """Counts what has come. The first begun is the one to go: a client that sends as fast as it
@@ -203,7 +243,9 @@ class _Bodies:
             first = next(iter(self._bytes))
             self.remove(first)
             first.give_up(
-                errors.QueueFull("too many requests are being sent at once; send it again")
+                errors.QueueFull(
+                    "too many requests are being sent at once; send it again"
+                )
             )
 
     def remove(self, connection: "_BoundedHttp") -> None:
@@ -214,7 +256,9 @@ class _Bodies:
         where there are too many; if there is none, any may come."""
         held = sum(self._held_bytes.values())
         if held and held + num_bytes > self._held_limit_bytes:
-            raise errors.QueueFull(f"requests of {held} bytes are under way (--max-held-bytes)")
+            raise errors.QueueFull(
+                f"requests of {held} bytes are under way (--max-held-bytes)"
+            )
         if request := asyncio.current_task():
             self._held_bytes[request] = num_bytes
             request.add_done_callback(self._held_bytes.pop)
@@ -238,7 +282,10 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        known: dict[object, object] = {"transport": self.transport, "bodies": self.bodies}
+        known: dict[object, object] = {
+            "transport": self.transport,
+            "bodies": self.bodies,
+        }
         self.scope["extensions"] = {_CONNECTION: known}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -255,20 +302,26 @@ class _BoundedHttp(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             if not self.transport.is_closing():
                 cause = error.__context__ or error
-                self.send_400_response(f"Invalid HTTP request received: {str(cause)[:200]}.")
+                self.send_400_response(
+                    f"Invalid HTTP request received: {str(cause)[:200]}."
+                )
         if self.transport.is_closing():
             return
         self._time(len(data))
         self._head_bytes = max(0, self._head_bytes + len(data))
         if self._head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("The request's head, or what frames its body, is too long.")
+            self.send_400_response(
+                "The request's head, or what frames its body, is too long."
+            )
 
     def _time(self, num_bytes: int) -> None:
         """Expects what the client owes now that more has come."""
         is_answered = self.cycle is None or self.cycle.response_complete
         owes = self.cycle is self._running if self._in_body else is_answered
         self._piece_bytes += num_bytes
-        is_piece = self._in_body and self._piece_bytes >= self._piece_limit and not is_answered
+        is_piece = (
+            self._in_body and self._piece_bytes >= self._piece_limit and not is_answered
+        )
         if not owes or is_piece:
             self._stop_expecting()
         if owes and self._late is None:
@@ -294,11 +347,17 @@ class _BoundedHttp(HttpToolsProtocol):
     def _check_framing(self) -> None:
         """Raises HttpParserError for a head behind which two servers might look for another end."""
         version = self.parser.get_http_version()
-        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [
+            value.lower()
+            for name, value in self.headers
+            if name == b"transfer-encoding"
+        ]
         if version not in ("1.0", "1.1"):
             raise httptools.HttpParserError("the version must be HTTP/1.1 or HTTP/1.0")
         if codings and (codings != [b"chunked"] or version == "1.0"):
-            raise httptools.HttpParserError("Transfer-Encoding may be `chunked`, in HTTP/1.1 alone")
+            raise httptools.HttpParserError(
+                "Transfer-Encoding may be `chunked`, in HTTP/1.1 alone"
+            )
         if version == "1.0":
             self.expect_100_continue = False
 
@@ -307,7 +366,9 @@ class _BoundedHttp(HttpToolsProtocol):
         sent, self.url = self.url, b"/"
         if len(sent) > MAX_TARGET_BYTES:
             told = f"path and query have {len(sent)} bytes"
-            return errors.TargetTooLong(f"{told}, the limit is {MAX_TARGET_BYTES} bytes")
+            return errors.TargetTooLong(
+                f"{told}, the limit is {MAX_TARGET_BYTES} bytes"
+            )
         found = _TARGET.fullmatch(sent)
         path = unquote_to_bytes(found[1].partition(b"?")[0]) if found else b".."
         if not found or not {b".", b".."}.isdisjoint(re.split(rb"[/\\]", path)):
@@ -322,14 +383,20 @@ class _BoundedHttp(HttpToolsProtocol):
         """What else is wrong with the head that has come."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            return errors.InvalidRequest(f"the request has {len(hosts)} headers `Host`; send one")
+            return errors.InvalidRequest(
+                f"the request has {len(hosts)} headers `Host`; send one"
+            )
         if hosts and not _HOST.fullmatch(hosts[0]):
-            return errors.InvalidRequest(f"`Host` is {hosts[0][:80]!r}; send HOST or HOST:PORT")
+            return errors.InvalidRequest(
+                f"`Host` is {hosts[0][:80]!r}; send HOST or HOST:PORT"
+            )
         if sum(name == b"authorization" for name, _ in self.headers) > 1:
             return errors.InvalidRequest(
                 "the request has several headers `Authorization`; send one"
             )
-        declared = next((int(v) for name, v in self.headers if name == b"content-length"), 0)
+        declared = next(
+            (int(v) for name, v in self.headers if name == b"content-length"), 0
+        )
         limit = self.options.max_body_bytes
         if declared > limit + self.beside_bytes:
             return errors.PayloadTooLarge(
@@ -354,7 +421,9 @@ class _BoundedHttp(HttpToolsProtocol):
             return
         self._in_body, self._dropped_bytes = False, 0
         self.bodies.remove(self)
-        self._keeps_alive &= self.parser.should_keep_alive()  # a trailer may say that, too
+        self._keeps_alive &= (
+            self.parser.should_keep_alive()
+        )  # a trailer may say that, too
         self.cycle.keep_alive = self._keeps_alive
         if self.cycle.response_complete and not self._keeps_alive:
             self.transport.close()
@@ -406,8 +475,15 @@ class _BoundedHttp(HttpToolsProtocol):
                 method = self.parser.get_method()
                 if method == b"CONNECT":
                     raise httptools.HttpParserError("this is no proxy") from None
-                kept = [header for header in self.headers if header[0] not in _ABOUT_UPGRADES]
-                if any(name == b"connection" and b"close" in value for name, value in self.headers):
+                kept = [
+                    header
+                    for header in self.headers
+                    if header[0] not in _ABOUT_UPGRADES
+                ]
+                if any(
+                    name == b"connection" and b"close" in value
+                    for name, value in self.headers
+                ):
                     kept.append((b"connection", b"close"))
                 first = b"%b %b HTTP/%b" % (
                     method,
@@ -423,7 +499,9 @@ class _BoundedHttp(HttpToolsProtocol):
         self._stop_expecting()
         self.bodies.remove(self)
         if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True  # uvicorn tells the last of pipelined requests only
+            self._running.disconnected = (
+                True  # uvicorn tells the last of pipelined requests only
+            )
             self._running.message_event.set()
         super().connection_lost(exc)
 
@@ -433,7 +511,9 @@ class _BoundedHttp(HttpToolsProtocol):
         close = super().timeout_keep_alive_handler
         self.timeout_keep_alive_task = self.loop.call_later(_LAST_LOOK_S, close)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(
+        self, cycle: RequestResponseCycle, app: ASGI3Application
+    ) -> None:
         self._running = cycle
         is_old = cycle.scope["http_version"] == "1.0"
         super()._start_asgi_task(cycle, _unchunked(app, cycle) if is_old else app)
@@ -457,14 +537,18 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._in_body and not self.cycle.response_started and not self._is_given_up:
             self._keeps_alive = self.cycle.keep_alive = False
             due = f"{self._piece_limit} bytes or the rest in {self.options.client_timeout_s:g} s"
-            self.give_up(errors.RequestTimeout(f"the body comes too slowly; send {due}"))
+            self.give_up(
+                errors.RequestTimeout(f"the body comes too slowly; send {due}")
+            )
         elif not self.transport.is_closing():
             self.transport.close()
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
     """`app`, whose answers end with the connection, whatever lengths they say."""
-    cycle.chunked_encoding = False  # so uvicorn reads no length either, and is told of each part
+    cycle.chunked_encoding = (
+        False  # so uvicorn reads no length either, and is told of each part
+    )
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def send_plain(message: Any) -> None:

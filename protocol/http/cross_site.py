@@ -39,7 +39,9 @@ def check_content_type(scope: Mapping[str, Any]) -> None:
         return
     headers = dict(scope["headers"])
     given = headers.get(b"content-type", b"")
-    if given.partition(b";")[0].strip().lower() == _JSON or not is_from_another_site(headers):
+    if given.partition(b";")[0].strip().lower() == _JSON or not is_from_another_site(
+        headers
+    ):
         return
     shown = short_repr(given.decode("latin-1")) if given else "missing"
     raise UnsupportedMediaType(
@@ -51,4 +53,6 @@ def check_content_type(scope: Mapping[str, Any]) -> None:
 def _is_origin_of(origin: bytes, host: bytes) -> bool:
     scheme, _, authority = origin.lower().partition(b"://")
     default = _DEFAULT_PORTS.get(scheme, b"")
-    return bool(authority) and authority.removesuffix(default) == host.lower().removesuffix(default)
+    return bool(authority) and authority.removesuffix(
+        default
+    ) == host.lower().removesuffix(default)

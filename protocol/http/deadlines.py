@@ -25,7 +25,10 @@ class Countdown:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, timeout_s: float, callback: Callable[[], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+        callback: Callable[[], object],
     ) -> None:
         self._loop, self._callback = loop, callback
         self._part_s = timeout_s / _PARTS
@@ -52,7 +55,9 @@ class Deadline:
     @property
     def error(self) -> DeadlineExceeded:
         """What an expired request ends in."""
-        return DeadlineExceeded(f"the request took longer than {self.timeout_s:g} s ({HEADER})")
+        return DeadlineExceeded(
+            f"the request took longer than {self.timeout_s:g} s ({HEADER})"
+        )
 
     def header(self) -> tuple[bytes, bytes]:
         """What is left, for another server, and a margin: it is this process that tells the client,
@@ -72,7 +77,9 @@ def deadline_of(
         timeout_s = float(given[0]) if len(given) == 1 and _is_number(given[0]) else 0.0
         if not 0 < timeout_s <= MAX_S:
             told = short_repr(b", ".join(given).decode("latin-1"), 100)
-            must = f"send one number of seconds above 0 and at most {MAX_S}, such as 2.5"
+            must = (
+                f"send one number of seconds above 0 and at most {MAX_S}, such as 2.5"
+            )
             raise InvalidRequest(f"the header {HEADER} is {told}; {must}", param=HEADER)
     if timeout_s is None:
         return None

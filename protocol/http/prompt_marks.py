@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # between marks in the first 4,096 tokens of a prompt
-_SPANS_PER_SIZE = 64  # spans get twice as long where so many of them precede; bounds the marks
+_SPANS_PER_SIZE = (
+    64  # spans get twice as long where so many of them precede; bounds the marks
+)
 
 
 class Mark(NamedTuple):
@@ -93,7 +95,9 @@ class SharedPrefixes:
     def __init__(self, on_change: Callable[[WaitingPrompt, int], None]) -> None:
         self.capacity_tokens = 0
         self._on_change = on_change
-        self._waiting: dict[int, dict[WaitingPrompt, None]] = {}  # by key, the oldest first
+        self._waiting: dict[
+            int, dict[WaitingPrompt, None]
+        ] = {}  # by key, the oldest first
         self._payers: dict[int, WaitingPrompt] = {}
         self._computed = OrderedDict[
             int, int
@@ -137,7 +141,9 @@ class SharedPrefixes:
             elif is_payer:
                 self._charge_oldest(key, num_tokens)
         if is_computed:
-            for key, _ in reversed(prompt.marks):  # the beginning of a prompt is forgotten last
+            for key, _ in reversed(
+                prompt.marks
+            ):  # the beginning of a prompt is forgotten last
                 self._computed.move_to_end(key)
             self._forget_excess()
 

@@ -32,7 +32,9 @@ class Certificate:
         if (first := self._newest) is None:
             return {}
 
-        def choose(connection: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
+        def choose(
+            connection: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext
+        ) -> None:
             connection.context = self._newest or first
 
         first.sni_callback = choose  # called at every handshake, with a name or without
@@ -59,14 +61,18 @@ async def _renewed(
 
 def _load(cert: str, key: str) -> ssl.SSLContext:
     def no_password() -> NoReturn:
-        raise ValueError(f"--tls-key {key}: is encrypted; give one that is not (openssl pkey)")
+        raise ValueError(
+            f"--tls-key {key}: is encrypted; give one that is not (openssl pkey)"
+        )
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(cert, key, no_password)
     except OSError as error:  # ssl's own among them
         fix = "give PEM files that can be read, a certificate and its own key"
-        raise ValueError(f"--tls-cert {cert}, --tls-key {key}: {_why(error)}; {fix}") from None
+        raise ValueError(
+            f"--tls-cert {cert}, --tls-key {key}: {_why(error)}; {fix}"
+        ) from None
     return context
 
 
@@ -76,7 +82,9 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
     try:
         if ca_file is None:
             return ssl.create_default_context()
-        context = _trusted.setdefault(ca_file, ssl.create_default_context(cafile=ca_file))
+        context = _trusted.setdefault(
+            ca_file, ssl.create_default_context(cafile=ca_file)
+        )
         context.load_verify_locations(ca_file)
         return context
     except OSError as error:

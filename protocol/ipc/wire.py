@@ -127,7 +127,9 @@ class Wire:
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if length > self.max_bytes:
-                self._end = f"a message of {length} bytes; at most {self.max_bytes} are read"
+                self._end = (
+                    f"a message of {length} bytes; at most {self.max_bytes} are read"
+                )
                 self._received.clear()
                 return found
             begin, end = start + _LENGTH.size, start + _LENGTH.size + length
@@ -200,7 +202,9 @@ class Waker:
     """`wake` from any thread makes `fileno` readable; the polling thread then calls `clear`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a closed descriptor's number may already be another's
+        self._lock = (
+            threading.Lock()
+        )  # a closed descriptor's number may already be another's
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -228,11 +232,15 @@ class Waker:
 class CannotListen(OSError):
     """Says where, why, and which option to change; `port_option` if it is the port."""
 
-    def __init__(self, host: str, port: int, error: Exception, port_option: str) -> None:
+    def __init__(
+        self, host: str, port: int, error: Exception, port_option: str
+    ) -> None:
         number = error.errno if isinstance(error, OSError) else None
         option = port_option if number in (errno.EADDRINUSE, errno.EACCES) else "--host"
         reason = getattr(error, "strerror", None) or str(error)
-        super().__init__(f"cannot listen on {host}:{port} ({reason}); use another {option}")
+        super().__init__(
+            f"cannot listen on {host}:{port} ({reason}); use another {option}"
+        )
 
 
 def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
@@ -250,7 +258,10 @@ def bind(host: str, port: int, port_option: str = "--port") -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         return sock
-    except (OSError, UnicodeError) as error:  # the latter for what no encoding of is a name
+    except (
+        OSError,
+        UnicodeError,
+    ) as error:  # the latter for what no encoding of is a name
         if sock is not None:
             sock.close()
         raise CannotListen(host, port, error, port_option) from error

@@ -78,7 +78,9 @@ class ToolCall(Strict):
 
     id: str = Field("", description="a string")
     type: Literal["function"] = Field("function", description="function")
-    function: CalledFunction = Field(description="an object with `name` and `arguments`")
+    function: CalledFunction = Field(
+        description="an object with `name` and `arguments`"
+    )
 
 
 _Calls = Annotated[list[ToolCall], Field(fail_fast=True)]
@@ -98,16 +100,23 @@ class Message(Strict):
     keeps_null: ClassVar[frozenset[str]] = frozenset({"content"})
 
     role: Role = Field(description="system, developer, user, assistant or tool")
-    content_: str | Annotated[list[TextPart | Thought], Field(fail_fast=True)] | None = Field(
-        None, alias="content", exclude=True, description="a string or a list of text parts"
+    content_: (
+        str | Annotated[list[TextPart | Thought], Field(fail_fast=True)] | None
+    ) = Field(
+        None,
+        alias="content",
+        exclude=True,
+        description="a string or a list of text parts",
     )
     name: Text = None
-    tool_calls: Annotated[list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)] = Field(
-        None, description="a list, in an assistant's message only"
-    )
+    tool_calls: Annotated[
+        list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)
+    ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # every prompt's beginning is cached
-    provider_specific_fields: Any = UNREAD  # what litellm adds to an answer and sends back
+    provider_specific_fields: Any = (
+        UNREAD  # what litellm adds to an answer and sends back
+    )
     parsed: Any = UNREAD  # and OpenAI's client: the content as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")
@@ -135,7 +144,10 @@ class Message(Strict):
         if "content_" in self.model_fields_set:
             message = {"content": self.content, **message}
         if thoughts := self.thoughts:
-            message |= {"reasoning_content": thoughts, "thinking": thoughts}  # as gpt-oss reads it
+            message |= {
+                "reasoning_content": thoughts,
+                "thinking": thoughts,
+            }  # as gpt-oss reads it
         return message
 
     @model_validator(mode="after")
@@ -145,7 +157,9 @@ class Message(Strict):
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "must be in an assistant's message only.")
         if self.content_ is None and not (self.tool_calls or self.thoughts):
-            raise fault("content", "is missing; it must be a string or a list of text parts.")
+            raise fault(
+                "content", "is missing; it must be a string or a list of text parts."
+            )
         return self
 
 
@@ -236,12 +250,20 @@ class ChatRequest(PromptFields, GenerationRequest):
             "variables": {**known, **self.chat_template_kwargs},
         }
 
+    def without_inputs(self) -> Self:
+        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
+
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", f"is {self.top_logprobs}; it needs `logprobs`: true")
         if self.continue_final_message and self.add_generation_prompt:
-            refuse("continue_final_message", "and `add_generation_prompt` are both true")
+            refuse(
+                "continue_final_message", "and `add_generation_prompt` are both true"
+            )
         for name in self.chat_template_kwargs:
             if name in _OWN_VARIABLES:
-                refuse("chat_template_kwargs", f"sets `{name}`, which the server does itself")
+                refuse(
+                    "chat_template_kwargs",
+                    f"sets `{name}`, which the server does itself",
+                )

@@ -24,7 +24,12 @@ _NonEmpty = Meta(min_length=1)
 _Text = Annotated[str, _NonEmpty]
 _Ids = Annotated[list[int], _NonEmpty]
 _Several = Meta(min_length=1, max_length=MAX_PROMPTS)
-_PROMPTS = (_Text, _Ids, Annotated[list[_Text], _Several], Annotated[list[_Ids], _Several])
+_PROMPTS = (
+    _Text,
+    _Ids,
+    Annotated[list[_Text], _Several],
+    Annotated[list[_Ids], _Several],
+)
 
 
 def _check_prompt(prompt: Any) -> Any:
@@ -76,7 +81,10 @@ class CompletionRequest(GenerationRequest):
         super().check()
         if self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
             if isinstance(self.prompts[0], list):
-                refuse("add_special_tokens", "is true, but no `prompt` is a text; leave it out")
+                refuse(
+                    "add_special_tokens",
+                    "is true, but no `prompt` is a text; leave it out",
+                )
         if self.num_candidates < self.n:
             refuse("best_of", f"is {self.best_of}, below `n`, which is {self.n}")
         if self.stream and self.num_candidates > self.n:

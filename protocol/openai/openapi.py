@@ -91,9 +91,13 @@ def page(document: Schema) -> str:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             summary = html.escape(operation["summary"])
-            parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}</p>")
+            parts.append(
+                f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}</p>"
+            )
             if "requestBody" in operation:
-                reference = operation["requestBody"]["content"]["application/json"]["schema"]
+                reference = operation["requestBody"]["content"]["application/json"][
+                    "schema"
+                ]
                 parts.append(_table(schemas[reference["$ref"].rpartition("/")[2]]))
     return "\n".join(parts)
 

@@ -5,7 +5,7 @@ OpenAPI page.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar, get_args
 
@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from protocol import exact_json
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import INLINE_BODY_BYTES, check_utf8
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
@@ -43,7 +44,9 @@ class Strict(BaseModel):
         keeps_null: members whose null differs from their absence.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False
+    )
     endpoint: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     must_be: ClassVar[str] = "an object"
@@ -65,19 +68,27 @@ class Strict(BaseModel):
         if not isinstance(given, dict):
             return given
         used, neutrals = used_fields(cls), neutral_fields(cls)
+        unread = unread_fields(cls)
         kept: dict[str, Any] = {}
         for name, value in given.items():
             if value is None and name not in cls.keeps_null:
                 continue
-            if name in used or (name not in neutrals and cls.model_config["extra"] != "forbid"):
+            if name in unread and _fields(cls)[name].annotation is Any:
+                continue  # anything will do
+            if name in used or (
+                name not in neutrals and cls.model_config["extra"] != "forbid"
+            ):
                 kept[name] = value
             elif name not in neutrals:
                 near = f"is not supported{suggestion(name[:80], used)}; leave it out"
                 raise fault(name, f"{_elsewhere(cls, name) or near}.")
             elif not any(
-                value == v and type(value) in _LIKE.get(type(v), (type(v),)) for v in neutrals[name]
+                value == v and type(value) in _LIKE.get(type(v), (type(v),))
+                for v in neutrals[name]
             ):
-                allowed = " or ".join(short_repr(candidate) for candidate in neutrals[name])
+                allowed = " or ".join(
+                    short_repr(candidate) for candidate in neutrals[name]
+                )
                 told = f"is {short_repr(value)}, which is not implemented"
                 raise fault(name, f"{told}; send {allowed} or leave it out.")
         return kept
@@ -93,7 +104,9 @@ class Read:
     def __init__(self, kind: Any, into: Callable[[Any], Any] | None = None) -> None:
         self.kind, self.into = kind, into
 
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, _: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         given = handler.generate_schema(self.kind)
         if self.into is None:
             return core_schema.no_info_wrap_validator_function(_checked, given)
@@ -117,6 +130,7 @@ ModelName = Annotated[
 
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
+_EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
 _LIKE: Final = {float: (int, float)}  # True is no 1
 
 # Which endpoints call otherwise.
@@ -149,7 +163,11 @@ def neutral(*values: Any) -> Any:
 def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
     """The values of each field of `model` that is `neutral`."""
     extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
-    return {name: extra.values for name, extra in extras.items() if isinstance(extra, _Neutral)}
+    return {
+        name: extra.values
+        for name, extra in extras.items()
+        if isinstance(extra, _Neutral)
+    }
 
 
 @cache
@@ -163,17 +181,36 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a request body, unvalidated. Raises InvalidRequest."""
+@cache
+def unread_fields(model: type[BaseModel]) -> frozenset[str]:
+    """The fields of `model` that change nothing, as requests name them: those that are excluded
+    from its dumps. Their values are neither decoded, where a body is large, nor kept."""
+    return frozenset(name for name, info in _fields(model).items() if info.exclude)
+
+
+def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any]:
+    """The JSON object in a request body, unvalidated.
+
+    Args:
+        unread: members of which only the kind matters: objects and lists are empty in the result.
+
+    Raises:
+        InvalidRequest: it is no JSON object.
+    """
     # The collector would go through millions of new lists again and again: it makes 10 MB of them
     # take four times as long, and the event loop waits.
     rests = len(raw) >= _LARGE_BYTES and gc.isenabled()
     if rests:
         gc.disable()
     try:
-        body = exact_json.decode(raw)
+        has_unread = len(raw) > INLINE_BODY_BYTES and any(
+            f'"{n}"'.encode() in raw for n in unread
+        )
+        body = _decode_without(raw, unread) if has_unread else exact_json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON ({error}); send a JSON object.") from None
+        raise InvalidRequest(
+            f"The body is not valid JSON ({error}); send a JSON object."
+        ) from None
     finally:
         if rests:
             gc.enable()
@@ -182,12 +219,31 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
+    members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | msgspec.Raw)
+    if not isinstance(members, dict):
+        return exact_json.decode(raw)
+    body: dict[str, Any] = {}
+    for name, value in members.items():
+        text = bytes(value)
+        if name in unread and text[:1] in _EMPTY:
+            check_utf8(text)  # not decoded, so nothing else would look
+            body[name] = _EMPTY[text[:1]]()
+        else:
+            body[name] = exact_json.decode(text)
+    return body
+
+
 def _elsewhere(model: type[Strict], name: str) -> str | None:
     """What to say of a field that other endpoints have and the one of `model` has not."""
     path, used = model.endpoint, used_fields(model)
-    if alike := sorted(set().union(*(names for names in _ALIKE if name in names)) & used):
+    if alike := sorted(
+        set().union(*(names for names in _ALIKE if name in names)) & used
+    ):
         return f"is called `{alike[0]}` at {path}; send that"
-    having = sorted(other for other, body in BODIES.items() if name in used_fields(body))
+    having = sorted(
+        other for other, body in BODIES.items() if name in used_fields(body)
+    )
     if not path or not having:
         return None
     return f"is not a parameter of {path} but of {' and '.join(having)}; leave it out"
@@ -199,7 +255,9 @@ def validate(model: type[Model], body: Any) -> Model:
         parsed = model.model_validate(body)
     except ValidationError as error:
         # The one that is told most of: a value may be of none of several kinds.
-        deepest = max(error.errors(include_url=False), key=lambda item: len(item["loc"]))
+        deepest = max(
+            error.errors(include_url=False), key=lambda item: len(item["loc"])
+        )
         raise _explained(model, body, deepest) from None
     parsed.check()
     return parsed
@@ -212,7 +270,10 @@ def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReq
         if isinstance(part, int):
             path, value, must_be = f"{path}[{part}]", value[part], shapes[0].must_be
         else:
-            found = next((_fields(shape)[part] for shape in shapes if part in _fields(shape)), None)
+            found = next(
+                (_fields(shape)[part] for shape in shapes if part in _fields(shape)),
+                None,
+            )
             if found is None:
                 continue  # how pydantic calls one of several kinds
             path, value = f"{path}.{part}".lstrip("."), value.get(part)
@@ -223,7 +284,9 @@ def _explained(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReq
         if item["type"] == _FAULT:
             name, told = item["ctx"]["name"], item["ctx"]["told"]
             shown = f"{path}.{short_repr(name)[1:-1]}".lstrip(".")
-            return InvalidRequest(f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip("."))
+            return InvalidRequest(
+                f"`{shown}` {told}", param=f"{path}.{name[:80]}".lstrip(".")
+            )
     return wrong(path, value, must_be)
 
 

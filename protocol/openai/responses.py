@@ -29,7 +29,9 @@ class TokenReport(msgspec.Struct, frozen=True):
 
     token: TokenText
     logprob: float | None  # None: the prompt's first token, which nothing predicts
-    top: Sequence[tuple[TokenText, float]] = ()  # the likeliest tokens, most likely first
+    top: Sequence[
+        tuple[TokenText, float]
+    ] = ()  # the likeliest tokens, most likely first
     offset: int = 0  # characters of the answer before it
     is_of_text: bool = True  # not of the reasoning or of its tags
 
@@ -42,9 +44,13 @@ class ChoicePiece(msgspec.Struct):
     token_ids: list[int] = []
     logprobs: list[TokenReport] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort", on the last piece
-    stop_reason: str | int | None = None  # the stop string or the client's stop token found
+    stop_reason: str | int | None = (
+        None  # the stop string or the client's stop token found
+    )
     first: bool = False
-    prompt_token_ids: list[int] | None = None  # on the first piece, when they were asked for
+    prompt_token_ids: list[int] | None = (
+        None  # on the first piece, when they were asked for
+    )
     prompt_logprobs: list[Any] | None = None  # likewise
     reasoning: str = ""  # before the text, and not in `text`
     tool_calls: list[ToolCallPiece] = []  # what the text says of them is not in `text`
@@ -72,7 +78,9 @@ class Usage(msgspec.Struct):
     kv: KVUsage = KVUsage()
     reasoning_tokens: int = 0  # of the completion's
 
-    def to_openai(self, read: str = "prompt", made: str = "completion") -> dict[str, Any]:
+    def to_openai(
+        self, read: str = "prompt", made: str = "completion"
+    ) -> dict[str, Any]:
         """`read` and `made` are what an endpoint calls them."""
         return {
             f"{read}_tokens": self.prompt_tokens,
@@ -91,7 +99,9 @@ class Usage(msgspec.Struct):
 def add_kv(usages: Sequence[KVUsage]) -> KVUsage:
     """The sum over several prompts."""
     names = KVUsage.__struct_fields__
-    return KVUsage(**{name: sum(getattr(usage, name) for usage in usages) for name in names})
+    return KVUsage(
+        **{name: sum(getattr(usage, name) for usage in usages) for name in names}
+    )
 
 
 def kv_header(usage: Usage, leg: str = "") -> str:
@@ -148,10 +158,14 @@ class ResponseWriter:
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
         """The events for one piece of one choice; `usage` so far where a client wants it."""
-        tail = {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
+        tail = (
+            {"usage": usage and usage.to_openai()} if self._asked.include_usage else {}
+        )
         return self._events(piece, tail, tail)
 
-    def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
+    def last_chunk(
+        self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
+    ) -> bytes:
         """The events for the piece that finishes the last choice, with `baton_kv` on the last."""
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._asked.include_usage:
@@ -168,26 +182,36 @@ class ResponseWriter:
     def take(self, piece: ChoicePiece) -> None:
         """The next piece of an answer that is told whole."""
 
-    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+    def full(
+        self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
+    ) -> bytes:
         """The whole response body, of the pieces that were taken, joined by choice."""
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
         body = {**self._head, "object": self.full_object, "choices": choices}
         return _encode({**body, "usage": usage.to_openai(), **extra})
 
-    def _events(self, piece: ChoicePiece, tail: dict[str, Any], last: dict[str, Any]) -> bytes:
+    def _events(
+        self, piece: ChoicePiece, tail: dict[str, Any], last: dict[str, Any]
+    ) -> bytes:
         parts = self.parts(piece)
         events: list[bytes] = []
         for number, part in enumerate(parts, 1):
             choice = self._with_extras(self.delta(part), part)
             more = last if number == len(parts) else tail
-            events.append(self._choices_event([choice], {**self.about_prompt(part), **more}))
+            events.append(
+                self._choices_event([choice], {**self.about_prompt(part), **more})
+            )
         return b"".join(events)
 
-    def _choices_event(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> bytes:
+    def _choices_event(
+        self, choices: list[dict[str, Any]], tail: dict[str, Any]
+    ) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
         return sse.event(_encode(body))
 
-    def _with_extras(self, choice: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
+    def _with_extras(
+        self, choice: dict[str, Any], piece: ChoicePiece
+    ) -> dict[str, Any]:
         """Adds what is not OpenAI's, where it was asked for or there is something to tell."""
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
@@ -229,7 +253,11 @@ class ChatWriter(ResponseWriter):
         return {"prompt_token_ids": piece.prompt_token_ids}
 
     def choice(self, piece: ChoicePiece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.text,
+            "refusal": None,
+        }
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
@@ -240,11 +268,18 @@ class ChatWriter(ResponseWriter):
     def parts(self, piece: ChoicePiece) -> list[ChoicePiece]:
         """Thoughts, a text, what is new of one call, and the end, as OpenAI tells them: some
         clients look for one of them only."""
-        if not (piece.tool_calls or piece.finish_reason or (piece.reasoning and piece.text)):
+        if not (
+            piece.tool_calls or piece.finish_reason or (piece.reasoning and piece.text)
+        ):
             return [piece]
-        told: list[dict[str, Any]] = [{"reasoning": piece.reasoning}, {"text": piece.text}]
+        told: list[dict[str, Any]] = [
+            {"reasoning": piece.reasoning},
+            {"text": piece.text},
+        ]
         told += ({"tool_calls": [call]} for call in piece.tool_calls)
-        told += [{"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}]
+        told += [
+            {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        ]
         parts = [ChoicePiece(piece.index, **one) for one in told if any(one.values())]
         parts[0].first, parts[0].prompt_token_ids = piece.first, piece.prompt_token_ids
         parts[0].logprobs, parts[0].token_ids = piece.logprobs, piece.token_ids
@@ -260,7 +295,9 @@ class ChatWriter(ResponseWriter):
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
         return _entry(piece, chat_logprobs, delta=delta)
 
-    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+    def full(
+        self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
+    ) -> bytes:
         own = self.about_prompt(pieces[0])
         found = [p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None]
         if found:
@@ -293,7 +330,9 @@ def chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
     content = []
     for report in reports:
         tops = [_of_token(token, logprob) for token, logprob in report.top]
-        content.append({**_of_token(report.token, report.logprob), "top_logprobs": tops})
+        content.append(
+            {**_of_token(report.token, report.logprob), "top_logprobs": tops}
+        )
     return {"content": content, "refusal": None}
 
 

@@ -32,7 +32,12 @@ from protocol.openai.tools import MAX_TOOLS, Function, FunctionName
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 # The fields that mean the same in a chat.
 _AS_CHATS = {
-    *("chat_template_kwargs", "parallel_tool_calls", "structured_outputs", "top_logprobs"),
+    *(
+        "chat_template_kwargs",
+        "parallel_tool_calls",
+        "structured_outputs",
+        "top_logprobs",
+    ),
     *ShapingFields.model_fields,
     *CommonFields.model_fields,
 }
@@ -47,7 +52,9 @@ class InputPart(Strict):
     text: str
 
 
-Parts = Annotated[str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], joined)]
+Parts = Annotated[
+    str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], joined)
+]
 _NEEDED: Final = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -61,8 +68,11 @@ class InputItem(Strict):
 
     must_be: ClassVar[str] = "a message with `role` and `content`"
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = Field(
-        "message", description="message, function_call, function_call_output or reasoning"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = (
+        Field(
+            "message",
+            description="message, function_call, function_call_output or reasoning",
+        )
     )
     role: Literal["system", "developer", "user", "assistant"] | None = Field(
         None, description="system, developer, user or assistant"
@@ -121,7 +131,9 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     for item in given:
-        turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        turn = (
+            messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        )
         if item.type == "function_call_output":
             told = {"content": item.output, "tool_call_id": item.call_id}
             messages.append({"role": "tool", **told})
@@ -129,13 +141,19 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             if turn is None:
                 messages.append(turn := {"role": "assistant", "content": None})
             function = {"name": item.name, "arguments": item.arguments}
-            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            turn.setdefault("tool_calls", []).append(
+                {"id": item.call_id, "function": function}
+            )
         elif item.type == "reasoning":
             if thought := item.content or item.summary_:  # else it is encrypted
                 messages.append(
                     {"role": "assistant", "content": None, "reasoning_content": thought}
                 )
-        elif item.role == "assistant" and turn and ("tool_calls" in turn or not turn["content"]):
+        elif (
+            item.role == "assistant"
+            and turn
+            and ("tool_calls" in turn or not turn["content"])
+        ):
             # Some clients tell of calls first; between a call and its output no turn may stand.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
@@ -172,6 +190,10 @@ Included = Annotated[
     Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
     Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
 ]
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
@@ -192,15 +214,22 @@ class ResponsesRequest(ShapingFields, CommonFields):
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
         list[dict[str, Any]],
-        Read(Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
+        Read(
+            Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+        ),
     ] = Field([], description=f"a list of at most {MAX_TOOLS} functions")
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = Field(
-        "auto", description='"none", "auto", "required" or {"type": "function", "name": "..."}'
+        "auto",
+        description='"none", "auto", "required" or {"type": "function", "name": "..."}',
     )
     parallel_tool_calls: Switch = True
-    reasoning: ReasoningOptions = Field(ReasoningOptions(), description="an object with `effort`")
-    metadata: dict[str, str] = Field(
-        default_factory=dict, description="an object of strings; it comes back with the response"
+    reasoning: ReasoningOptions = Field(
+        ReasoningOptions(), description="an object with `effort`"
+    )
+    metadata: _Metadata = Field(
+        default_factory=dict,
+        description="an object of at most 16 strings of at most 512 characters, whose names have "
+        "at most 64; it comes back with the response",
     )
     client_metadata: Any = UNREAD  # of Codex
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
@@ -209,17 +238,23 @@ class ResponsesRequest(ShapingFields, CommonFields):
     top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
     chat_template_kwargs: Variables = Field({})
     structured_outputs: StructuredOutputs | None = Field(
-        None, description=StructuredFields.model_fields["structured_outputs"].description
+        None,
+        description=StructuredFields.model_fields["structured_outputs"].description,
     )
 
     background: Any = neutral(False)
     stream_options: ResponsesStreamOptions | None = Field(None, description="an object")
-    truncation: Literal["auto", "disabled"] = Field("disabled", description="auto or disabled")
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto or disabled"
+    )
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and LOGPROBS not in self.include:
-            refuse("top_logprobs", f'is {self.top_logprobs}; it needs `include`: ["{LOGPROBS}"]')
+            refuse(
+                "top_logprobs",
+                f'is {self.top_logprobs}; it needs `include`: ["{LOGPROBS}"]',
+            )
 
 
 class ResponsesChat(ChatRequest):
@@ -237,6 +272,12 @@ class ResponsesChat(ChatRequest):
     @property
     def drops_oldest_messages(self) -> bool:
         return self.asked.truncation == "auto"
+
+    def without_inputs(self) -> Self:
+        kept = super().without_inputs()
+        return kept.model_copy(
+            update={"asked": self.asked.model_copy(update={"input": []})}
+        )
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
@@ -260,7 +301,9 @@ def parse_responses(body: dict[str, Any]) -> ResponsesChat:
         "response_format": form,
         "tools": [_nested(tool, "function") for tool in asked.tools],
         "tool_choice": (
-            choice if isinstance(choice, str) else _nested(choice.model_dump(), "function")
+            choice
+            if isinstance(choice, str)
+            else _nested(choice.model_dump(), "function")
         ),
         "logprobs": LOGPROBS in asked.include,
         **{name: body[name] for name in _AS_CHATS & asked.model_fields_set},

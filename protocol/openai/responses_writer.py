@@ -15,7 +15,13 @@ import msgspec
 
 from protocol.errors import BatonError
 from protocol.http import sse
-from protocol.openai.responses import ChoicePiece, ResponseWriter, TokenReport, Usage, chat_logprobs
+from protocol.openai.responses import (
+    ChoicePiece,
+    ResponseWriter,
+    TokenReport,
+    Usage,
+    chat_logprobs,
+)
 from protocol.openai.responses_request import ResponsesChat
 from protocol.openai.tools import ToolCallPiece
 
@@ -33,7 +39,9 @@ _KINDS: Final = {
 class _Item:
     """One that is being written."""
 
-    def __init__(self, kind: str, response_id: str, at: int, call: ToolCallPiece | None) -> None:
+    def __init__(
+        self, kind: str, response_id: str, at: int, call: ToolCallPiece | None
+    ) -> None:
         prefix, self.text_kind = _KINDS[kind]
         self.kind = kind
         self.call = call
@@ -54,7 +62,11 @@ class _Item:
 
     def event_logprobs(self, begin: int = 0) -> dict[str, Any]:
         """What an event of a message has of its tokens from the number `begin` on."""
-        return {"logprobs": _array(self._event_logprobs[begin:])} if self.kind == _MESSAGE else {}
+        return (
+            {"logprobs": _array(self._event_logprobs[begin:])}
+            if self.kind == _MESSAGE
+            else {}
+        )
 
     @property
     def num_logprobs(self) -> int:
@@ -63,10 +75,16 @@ class _Item:
     def to_json(self, status: str) -> dict[str, Any]:
         about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.call is not None:
-            call = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            call = {
+                "call_id": self.call.id,
+                "name": self.call.name,
+                "arguments": self.text,
+            }
             return {**about, **call}
         content = [self.part()] if self.text or status != "in_progress" else []
-        own: dict[str, Any] = {"role": "assistant"} if self.kind == _MESSAGE else {"summary": []}
+        own: dict[str, Any] = (
+            {"role": "assistant"} if self.kind == _MESSAGE else {"summary": []}
+        )
         return {**about, **own, "content": content}
 
     def part(self) -> dict[str, Any]:
@@ -77,7 +95,10 @@ class _Item:
 
 
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
-    tops = [{"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]]
+    tops = [
+        {"token": top["token"], "logprob": top["logprob"]}
+        for top in entry["top_logprobs"]
+    ]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": tops}
 
 
@@ -93,7 +114,11 @@ class ResponsesWriter(ResponseWriter):
     end: ClassVar[bytes] = b""  # the last event says that it is the last
 
     def __init__(
-        self, response_id: str, created: int, asked: ResponsesChat, fingerprint: str | None = None
+        self,
+        response_id: str,
+        created: int,
+        asked: ResponsesChat,
+        fingerprint: str | None = None,
     ) -> None:
         super().__init__(response_id, created, asked)
         self._id = response_id
@@ -109,10 +134,15 @@ class ResponsesWriter(ResponseWriter):
         events = []
         if piece.first:
             response = self._response("in_progress")
-            events = [self._event(kind, response=response) for kind in ("created", "in_progress")]
+            events = [
+                self._event(kind, response=response)
+                for kind in ("created", "in_progress")
+            ]
         return b"".join([*events, *self._write(piece)])
 
-    def last_chunk(self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]) -> bytes:
+    def last_chunk(
+        self, piece: ChoicePiece, usage: Usage, extra: dict[str, Any]
+    ) -> bytes:
         """The events of the last piece, the whole response in the last of them."""
         before, status = self.chunk(piece), _status(piece)
         before += b"".join(self._end(piece))
@@ -130,7 +160,9 @@ class ResponsesWriter(ResponseWriter):
     def take(self, piece: ChoicePiece) -> None:
         _ = [*self._write(piece)]  # whose order joined pieces do not tell
 
-    def full(self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]) -> bytes:
+    def full(
+        self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
+    ) -> bytes:
         status = _status(pieces[0])
         _ = [*self._end(pieces[0])]
         return _encode({**self._response(status, usage), **extra})
@@ -139,14 +171,18 @@ class ResponsesWriter(ResponseWriter):
         if piece.reasoning:
             self._pending.clear()  # blanks before it
             yield from self._add(_REASONING, piece.reasoning)
-        self._pending += (report for report in piece.logprobs or () if report.is_of_text)
+        self._pending += (
+            report for report in piece.logprobs or () if report.is_of_text
+        )
         if piece.text:
             yield from self._add(_MESSAGE, piece.text)
         for call in piece.tool_calls:
             self._pending.clear()
             yield from self._add(_CALL, call.arguments, call)
 
-    def _add(self, kind: str, text: str, call: ToolCallPiece | None = None) -> Iterator[bytes]:
+    def _add(
+        self, kind: str, text: str, call: ToolCallPiece | None = None
+    ) -> Iterator[bytes]:
         begins = call is not None and call.name is not None
         if self._item is None or self._item.kind != kind or begins:
             yield from self._close("completed")
@@ -163,12 +199,16 @@ class ResponsesWriter(ResponseWriter):
             self._take_pending(item)
         if text:
             told = item.event_logprobs(begin)
-            yield self._event(f"{item.text_kind}.delta", **item.place, delta=text, **told)
+            yield self._event(
+                f"{item.text_kind}.delta", **item.place, delta=text, **told
+            )
 
     def _forget_before(self, text: str) -> None:
         """Forgets pending tokens before the last ones that spell `text`, with which an item begins:
         blanks, and the end of a call."""
-        begin = b"".join(report.token.raw for report in self._pending).rfind(text.encode())
+        begin = b"".join(report.token.raw for report in self._pending).rfind(
+            text.encode()
+        )
         ends = accumulate(len(report.token.raw) for report in self._pending)
         known = zip(self._pending, ends, strict=True)
         self._pending = [report for report, end in known if end > begin]
@@ -195,7 +235,9 @@ class ResponsesWriter(ResponseWriter):
         item, self._item = self._item, None
         if item is None:
             return
-        told: dict[str, Any] = {"arguments" if item.kind == _CALL else "text": item.text}
+        told: dict[str, Any] = {
+            "arguments" if item.kind == _CALL else "text": item.text
+        }
         told |= item.event_logprobs()
         yield self._event(f"{item.text_kind}.done", **item.place, **told)
         if item.kind != _CALL:

@@ -30,7 +30,9 @@ MIN_TOP_P = 1e-9  # leaves the likeliest token alone; a `top_p` of 0 is drawn wi
 
 def integer(default: int | None, low: int, high: int) -> Any:
     """A field that is an integer in these bounds."""
-    return Field(default, ge=low, le=high, description=f"an integer from {low} to {high}")
+    return Field(
+        default, ge=low, le=high, description=f"an integer from {low} to {high}"
+    )
 
 
 def _listed(item: Any, least: int, most: int) -> Read:
@@ -42,9 +44,13 @@ def _listed(item: Any, least: int, most: int) -> Read:
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
-_TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # JSON has no other keys than text
+_TokenText = Annotated[
+    str, Field(pattern="^[0-9]{1,10}$")
+]  # JSON has no other keys than text
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_ListedBiases = Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+_ListedBiases = Field(
+    max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
+)
 
 Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 Temperature = Annotated[float, Field(ge=0, le=2, description="a number from 0 to 2")]
@@ -55,7 +61,9 @@ AnswerId = Annotated[
     Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
 ]
 # What clients send to OpenAI's own servers, and no answer of ours depends on.
-UnreadText = Annotated[str | None, Field(description="a string; it changes nothing here")]
+UnreadText = Annotated[
+    str | None, Field(description="a string; it changes nothing here")
+]
 UNREAD = Field(None, exclude=True, description="anything; it changes nothing here")
 Variables = Annotated[
     dict[str, Any], Field(description="an object of variables for the chat template")
@@ -119,7 +127,9 @@ class StreamOptions(Strict):
     @model_validator(mode="after")
     def _shows_usage_where_it_is_included(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
-            raise fault("continuous_usage_stats", "is true; it needs `include_usage`: true.")
+            raise fault(
+                "continuous_usage_stats", "is true; it needs `include_usage`: true."
+            )
         return self
 
 
@@ -129,7 +139,10 @@ class SamplingFields(Strict):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: int = Field(
-        0, ge=-1, le=MAX_INT31, description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)"
+        0,
+        ge=-1,
+        le=MAX_INT31,
+        description=f"an integer from -1 to {MAX_INT31} (-1 and 0 are off)",
     )
     min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     repetition_penalty: float = Field(
@@ -169,8 +182,11 @@ class CommonFields(Strict):
     )
     stream: Switch = False
     ignore_eos: Switch = False
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None = Field(
-        None, description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the context"
+    truncate_prompt_tokens: (
+        Literal[-1] | Annotated[int, Field(ge=1, le=MAX_INT31)] | None
+    ) = Field(
+        None,
+        description=f"an integer from 1 to {MAX_INT31}, or -1 for what fits the context",
     )
     priority: int = integer(0, -MAX_INT31 - 1, MAX_INT31)
     user: Text = None
@@ -204,7 +220,9 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     prompt_field: ClassVar[str] = "prompt"
     usual_limit: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
-    streams_logprobs_once: ClassVar[bool] = True  # the end of a stream does not repeat them
+    streams_logprobs_once: ClassVar[bool] = (
+        True  # the end of a stream does not repeat them
+    )
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -227,8 +245,8 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     no_stop_trim: Any = neutral(False)
     spaces_between_special_tokens: Any = neutral(True)
     detokenize: Any = neutral(True)
-    metadata: dict[str, Any] | None = Field(
-        None, description="an object of strings; it changes nothing here"
+    metadata: Annotated[None, Read(dict[str, Any], lambda _: None)] = Field(
+        None, exclude=True, description="an object of strings; it changes nothing here"
     )
     include_reasoning: Any = neutral(True)
     separate_reasoning: Any = neutral(True)
@@ -270,7 +288,9 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     @property
     def token_limit(self) -> int | None:
         """The tokens that the client allows, or None when it named no limit."""
-        given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        given = [
+            n for n in (self.max_tokens, self.max_completion_tokens) if n is not None
+        ]
         return min(given, default=None)
 
     @property
@@ -291,31 +311,47 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     @property
     def limit_field(self) -> str:
         """The field that `token_limit` came in, for error messages."""
-        is_of_old_name = self.max_tokens is not None and self.max_tokens == self.token_limit
+        is_of_old_name = (
+            self.max_tokens is not None and self.max_tokens == self.token_limit
+        )
         return "max_tokens" if is_of_old_name else self.usual_limit
+
+    def without_inputs(self) -> Self:
+        """This request once its prompts are token ids, without what only they depended on: an
+        answer may take minutes, and some of that takes far more memory than its text."""
+        return self
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""
         own = config.model_fields_set & SamplingFields.model_fields.keys()
         left_out = own - self.model_fields_set
-        return self.model_copy(update={name: getattr(config, name) for name in left_out})
+        return self.model_copy(
+            update={name: getattr(config, name) for name in left_out}
+        )
 
     def check(self) -> None:
         """As of any body; a subclass calls this first."""
         super().check()
         _ = self.guided
         if self.stream and self.prompt_logprobs is not None:
-            refuse("prompt_logprobs", "cannot be streamed; set `stream` to false or leave it out")
+            refuse(
+                "prompt_logprobs",
+                "cannot be streamed; set `stream` to false or leave it out",
+            )
         limit = self.token_limit
         if limit is not None and self.min_tokens > limit and not self.is_prefill:
-            problem = f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
+            problem = (
+                f"is {self.min_tokens}, above `{self.limit_field}`, which is {limit}"
+            )
             refuse("min_tokens", problem)
 
     def sampling(self, seed: int) -> SamplingParams:
         """How to draw the tokens; `seed` is the client's or one that the server drew."""
         shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
         own = {
-            "temperature": self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            "temperature": self.temperature
+            if self.temperature >= GREEDY_BELOW
+            else 0.0,
             "top_p": self.top_p or MIN_TOP_P,
             "top_k": max(self.top_k, 0),
             "seed": seed,

@@ -35,7 +35,9 @@ def _of_schema(schema: dict[str, Any] | str) -> Grammar:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+_Choices = Annotated[
+    list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
+]
 JsonSchema = Annotated[
     Grammar | None,
     Read(dict[str, Any] | str, _of_schema),
@@ -85,15 +87,22 @@ class ResponseFormat(Strict):
     """OpenAI's, and llama.cpp's form of a schema, which lies beside `"type": "json_object"`."""
 
     type: FormatType
-    json_schema: NamedSchema | None = Field(None, description="an object with `name` and `schema`")
+    json_schema: NamedSchema | None = Field(
+        None, description="an object with `name` and `schema`"
+    )
     schema_: Annotated[Grammar | None, Read(dict[str, Any], _of_schema)] = Field(
-        None, alias="schema", description='a JSON schema, an object, beside "type": "json_object"'
+        None,
+        alias="schema",
+        description='a JSON schema, an object, beside "type": "json_object"',
     )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise fault("json_schema", "is missing; it must be an object with `name` and `schema`.")
+            raise fault(
+                "json_schema",
+                "is missing; it must be an object with `name` and `schema`.",
+            )
         if self.type != "json_schema" and self.json_schema is not None:
             raise fault("type", "must be json_schema beside `json_schema`.")
         if self.type != "json_object" and self.schema_ is not None:
@@ -107,7 +116,9 @@ class ResponseFormat(Strict):
             return GuidedDecoding(self.json_schema.schema_, f"{inside}.schema")
         if self.schema_:
             return GuidedDecoding(self.schema_, f"{where}.schema")
-        return GuidedDecoding(Grammar("json_object"), inside if self.json_schema else where)
+        return GuidedDecoding(
+            Grammar("json_object"), inside if self.json_schema else where
+        )
 
 
 class StructuredOutputs(Strict):
@@ -128,9 +139,15 @@ class StructuredOutputs(Strict):
 
 def _grammars_of(model: Strict, where: str = "") -> list[GuidedDecoding]:
     """The members that are grammars."""
-    named = ((info.alias or name, name) for name, info in type(model).model_fields.items())
+    named = (
+        (info.alias or name, name) for name, info in type(model).model_fields.items()
+    )
     found = ((where + alias, getattr(model, name)) for alias, name in named)
-    return [GuidedDecoding(value, field) for field, value in found if isinstance(value, Grammar)]
+    return [
+        GuidedDecoding(value, field)
+        for field, value in found
+        if isinstance(value, Grammar)
+    ]
 
 
 class StructuredFields(Strict):

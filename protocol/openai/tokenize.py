@@ -29,12 +29,18 @@ class TokenizeRequest(PromptFields):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            told = f"is {short_repr(self.prompt)}; send it or `messages`, one of the two"
+            told = (
+                f"is {short_repr(self.prompt)}; send it or `messages`, one of the two"
+            )
             refuse("prompt", told)
         if self.messages is not None:
             self.as_generation().check()
-        elif of_chats := sorted(self.model_fields_set & PromptFields.model_fields.keys()):
-            refuse(of_chats[0], "is for `messages`, and this is a `prompt`; leave it out")
+        elif of_chats := sorted(
+            self.model_fields_set & PromptFields.model_fields.keys()
+        ):
+            refuse(
+                of_chats[0], "is for `messages`, and this is a `prompt`; leave it out"
+            )
 
     def as_generation(self) -> GenerationRequest:
         """The request whose prompt is to be tokenized, its `model` aside."""
@@ -56,7 +62,9 @@ class DetokenizeRequest(Strict):
     # Checked by hand: pydantic takes half a second for millions of ids, and all streams wait.
     tokens: Annotated[
         Any,
-        BeforeValidator(lambda ids: msgspec.convert(ids, list[int])),  # its error is a ValueError
+        BeforeValidator(
+            lambda ids: msgspec.convert(ids, list[int])
+        ),  # its error is a ValueError
         Field(description="a list of token ids"),
         WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
     ]

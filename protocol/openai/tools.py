@@ -22,7 +22,11 @@ from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
 MAX_TOOLS = 128
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 FunctionName = Annotated[
     str,
@@ -40,7 +44,9 @@ class Function(Strict):
 
     name: FunctionName
     description: str | None = Field(None, description="a string")
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema, an object")
+    parameters: dict[str, Any] | None = Field(
+        None, description="a JSON schema, an object"
+    )
     strict: bool | None = Field(None, description="true or false")
 
 
@@ -107,9 +113,13 @@ class Tools:
         return f"tools[{at}].{self.path}parameters"
 
 
-def read_tools(tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str) -> Tools:
+def read_tools(
+    tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str
+) -> Tools:
     """The tools of a request that offers these; None is "not given". Raises InvalidRequest."""
-    functions = ({k: v for k, v in t["function"].items() if v is not None} for t in tools or ())
+    functions = (
+        {k: v for k, v in t["function"].items() if v is not None} for t in tools or ()
+    )
     offered: tuple[dict[str, Any], ...] = tuple(
         {"type": "function", "function": function} for function in functions
     )
@@ -157,13 +167,21 @@ class ToolCallPiece(msgspec.Struct):
         if self.name is None:
             return {"index": self.index, "function": function}
         function = {"name": self.name, **function}
-        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+        return {
+            "index": self.index,
+            "id": self.id,
+            "type": "function",
+            "function": function,
+        }
 
 
 def join_pieces(pieces: Sequence[ToolCallPiece]) -> list[ToolCallPiece]:
     """One piece for each call; those of a call follow one another."""
     calls = ([*of] for _, of in groupby(pieces, lambda piece: piece.index))
-    return [replace(of[0], arguments="".join(piece.arguments for piece in of)) for of in calls]
+    return [
+        replace(of[0], arguments="".join(piece.arguments for piece in of))
+        for of in calls
+    ]
 
 
 def whole_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:

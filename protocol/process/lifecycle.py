@@ -28,17 +28,27 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import protocol
 from protocol.process.logging import get_logger, is_rank, sender_of
+from protocol.process.output import flush_output
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
-SAFE_PATH = "PYTHONSAFEPATH"  # Python reads it: the working directory is not on sys.path
+SAFE_PATH = (
+    "PYTHONSAFEPATH"  # Python reads it: the working directory is not on sys.path
+)
 TAIL_LINES = 40
 _AGAIN_S = 0.01
-ALARM = signal.SIGALRM  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
+ALARM = (
+    signal.SIGALRM
+)  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
 _TELL_S = 5.0  # longest: somebody may have stopped to read our output
 _log = get_logger(__name__)
-ORPHANED = 86  # exit status of a process that had to be ended because its parent was gone
+# Longest wait of a main thread that listens to signals. One that arrives just before the thread
+# begins to wait does not interrupt it; Python calls the handler when the wait ends.
+SIGNAL_LOOK_S = 0.5
+ORPHANED = (
+    86  # exit status of a process that had to be ended because its parent was gone
+)
 
 
 class Event(NamedTuple):
@@ -92,7 +102,11 @@ class Child:
             return f"somebody told it to ({ended})"
         if last is None:
             return ended
-        return f"{ended}, its last line: {last}" if (code or 0) < 0 else f"{last} ({ended})"
+        return (
+            f"{ended}, its last line: {last}"
+            if (code or 0) < 0
+            else f"{last} ({ended})"
+        )
 
     def _last_words(self, *, is_killed: bool) -> str | None:
         """The last line that the process wrote itself. Its engine ranks write to the same pipe, and
@@ -184,7 +198,11 @@ def child_environment() -> dict[str, str]:
     # installed packages must not be named: it would come before Python's own library.
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
-    if not is_installed and root not in paths and root in map(os.path.abspath, sys.path):
+    if (
+        not is_installed
+        and root not in paths
+        and root in map(os.path.abspath, sys.path)
+    ):
         environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
     return environ
 
@@ -209,16 +227,23 @@ def _print_lines(child: Child) -> None:
             line = child.worded(raw.decode(errors="replace").rstrip())
             child.tail.append(line)
             with contextlib.suppress(OSError, ValueError):  # our own stdout may be gone
-                sys.stdout.write(f"{child.name} | {line}\n")  # one write: lines stay whole
+                sys.stdout.write(
+                    f"{child.name} | {line}\n"
+                )  # one write: lines stay whole
                 sys.stdout.flush()
 
 
 def _watch_child(
-    child: Child, ours: socket.socket, printer: threading.Thread, on_event: Callable[[Event], None]
+    child: Child,
+    ours: socket.socket,
+    printer: threading.Thread,
+    on_event: Callable[[Event], None],
 ) -> None:
     with ours, ours.makefile("rb") as reports:  # closed when the child is reaped
         for line in reports:
-            with contextlib.suppress(ValueError):  # one that a killed child left unfinished
+            with contextlib.suppress(
+                ValueError
+            ):  # one that a killed child left unfinished
                 kind, value = json.loads(line)
                 value = value if kind == "ready" else child.worded(value)
                 if kind == "failed":
@@ -238,19 +263,31 @@ def _tell(on_event: Callable[[Event], None], event: Event) -> None:
         traceback.print_exc()
 
 
-def terminate(children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM) -> bool:
+def terminate(
+    children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM
+) -> bool:
     """This signal to all, SIGKILL to those that have not ended `grace_s` later; all are reaped.
     Returns whether all ended without SIGKILL."""
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
         child.signal(number)
     deadline = time.monotonic() + grace_s
-    late = [c for c in running if not c.exited.wait(max(0.0, deadline - time.monotonic()))]
+    late = [child for child in running if not _exits(child, deadline)]
     for child in late:
         child.kill()
     for child in late:
         child.exited.wait()
     return not late
+
+
+def _exits(child: Child, deadline: float) -> bool:
+    """Waits for the child's end until `deadline`, a time.monotonic(). Returns whether it ended."""
+    while not child.exited.wait(
+        max(0.0, min(SIGNAL_LOOK_S, deadline - time.monotonic()))
+    ):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -291,12 +328,14 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
     def wait() -> None:
         try:
-            with contextlib.suppress(ConnectionResetError):  # it has not read all that we told it
+            with contextlib.suppress(
+                ConnectionResetError
+            ):  # it has not read all that we told it
                 os.read(fd, 1)  # until its end, as it sends nothing
             os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:
-            os._exit(ORPHANED)
+            exit_now(ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
     return True
@@ -333,7 +372,9 @@ def report_ready(info: Mapping[str, Any]) -> None:
 
 def report_failure(reason: str) -> None:
     """Tells the parent why this process is about to end; the reason also goes to stderr."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)  # first: whoever hears of it may end us
+    print(
+        f"error: {reason}", file=sys.stderr, flush=True
+    )  # first: whoever hears of it may end us
     _report("failed", reason)
 
 
@@ -342,6 +383,15 @@ def _report(kind: str, value: Any) -> None:
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
+
+
+def exit_now(status: int) -> NoReturn:
+    """Ends this process without Python's own end, which waits for threads. What it has printed and
+    logged is written before that, unless nothing reads it for FLUSH_TIMEOUT_S."""
+    try:
+        flush_output()
+    finally:
+        os._exit(status)
 
 
 def end_on_alarm() -> None:
@@ -398,6 +448,6 @@ def end_with_vital_threads() -> None:
             report_failure(f"thread {args.thread.name} ended: {reason}")
             _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
-            os._exit(1)  # other threads may be anywhere; none of them is asked
+            exit_now(1)  # other threads may be anywhere; none of them is asked
 
     threading.excepthook = end

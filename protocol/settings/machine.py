@@ -19,7 +19,9 @@ _SECRET_FIX = "set BATON_CLUSTER_SECRET, or BATON_CACHE to a folder of this user
 class CannotKeep(OSError):
     """Says what cannot be kept, where, why, and which variable to set."""
 
-    def __init__(self, what: str, folder: Path, error: OSError, fix: str = _FIX) -> None:
+    def __init__(
+        self, what: str, folder: Path, error: OSError, fix: str = _FIX
+    ) -> None:
         super().__init__(f"cannot keep {what} in {folder} ({error.strerror}); {fix}")
 
 
@@ -30,7 +32,9 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "baton"
     except RuntimeError as error:
-        raise OSError(f"no home directory is known, for its .cache/baton; {_FIX}") from error
+        raise OSError(
+            f"no home directory is known, for its .cache/baton; {_FIX}"
+        ) from error
 
 
 def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> bytes:
@@ -61,7 +65,9 @@ def is_local(address: str) -> bool:
     """Whether only this machine reaches a server that listens at `address`, or calls from it."""
     try:
         found = ipaddress.ip_address(address)
-        return (getattr(found, "ipv4_mapped", None) or found).is_loopback  # as of --host ::
+        return (
+            getattr(found, "ipv4_mapped", None) or found
+        ).is_loopback  # as of --host ::
     except ValueError:
         return address == "localhost"
 
@@ -83,12 +89,18 @@ def _make(path: Path) -> None:
         draft.write(secrets.token_hex(32))
         draft.flush()
         with contextlib.suppress(FileExistsError):
-            os.link(draft.name, path)  # atomic, and fails where a secret is already there
+            os.link(
+                draft.name, path
+            )  # atomic, and fails where a secret is already there
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Cores this process may use: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     try:
         quota, period = cgroup.read_text().split()[:2]
         limit = int(quota) / int(period)
@@ -103,12 +115,16 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     Args:
         cgroup: where the files of this container's control group (version 2) are.
     """
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    facts = dict(
+        line.split(":") for line in Path("/proc/meminfo").read_text().splitlines()
+    )
     free = int(facts["MemAvailable"].split()[0]) * 1024
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        stat = dict(
+            line.split() for line in (cgroup / "memory.stat").read_text().splitlines()
+        )
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))

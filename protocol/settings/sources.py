@@ -45,7 +45,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         self, action: argparse.Action, default_metavar: str
     ) -> Callable[[int], tuple[str, ...]]:
         names = super()._metavar_formatter(action, default_metavar)
-        return lambda size: tuple({**_METAVARS, **_LISTS}.get(n, n) for n in names(size))
+        return lambda size: tuple(
+            {**_METAVARS, **_LISTS}.get(n, n) for n in names(size)
+        )
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = super()._expand_help(action)
@@ -101,7 +103,9 @@ def split_list(value: Any) -> Any:
         try:
             return json.loads(text)
         except ValueError:
-            raise ValueError(f"{short_repr(text)} is not a list; write a,b or repeat it") from None
+            raise ValueError(
+                f"{short_repr(text)} is not a list; write a,b or repeat it"
+            ) from None
     return value
 
 
@@ -115,7 +119,9 @@ def base_url(url: str) -> str:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").encode("idna")
     except ValueError as error:
-        raise ValueError(f"{short_repr(url)} is not a URL ({error}); {_URL_FIX}") from None
+        raise ValueError(
+            f"{short_repr(url)} is not a URL ({error}); {_URL_FIX}"
+        ) from None
     problem = ""
     if parts.scheme not in ("http", "https") or not host:
         problem = "is not a URL"
@@ -124,7 +130,9 @@ def base_url(url: str) -> str:
     elif parts.path.rstrip("/") or parts.query or parts.fragment:
         problem = "has a path"
     if problem:
-        raise ValueError(f"{short_repr(url)} {problem}; {_URL_FIX} alone, the port above 0")
+        raise ValueError(
+            f"{short_repr(url)} {problem}; {_URL_FIX} alone, the port above 0"
+        )
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -134,20 +142,30 @@ def server_url(url: str) -> str:
     if plain == url:
         return base_url(url)
     if plain.startswith("https:"):
-        told = f"{short_repr(url)}: certificates are of names, not of the addresses found"
+        told = (
+            f"{short_repr(url)}: certificates are of names, not of the addresses found"
+        )
         raise ValueError(f"{told}; use dns+http, or let the servers --register")
     return DNS_SCHEME + base_url(plain)
 
 
 Url = Annotated[str, AfterValidator(base_url)]
 ServerUrl = Annotated[str, AfterValidator(server_url)]
-Origin = Annotated[str, AfterValidator(lambda name: name if name == "*" else base_url(name))]
+Origin = Annotated[
+    str, AfterValidator(lambda name: name if name == "*" else base_url(name))
+]
 
 
-def check_environment(cls: type[BaseModel], programs: Iterable[type[BaseModel]]) -> None:
+def check_environment(
+    cls: type[BaseModel], programs: Iterable[type[BaseModel]]
+) -> None:
     """Refuses a BATON_* variable that is no option of any Baton program: one environment may serve
     several of them."""
-    known = {variable_name(path) for program in (cls, *programs) for path in field_paths(program)}
+    known = {
+        variable_name(path)
+        for program in (cls, *programs)
+        for path in field_paths(program)
+    }
     for name in _other_variables(known):
         near = suggestion(name, known | MACHINE_VARIABLES)
         raise ConfigError(f"unknown environment variable {name}{near}")
@@ -158,14 +176,22 @@ def unread_variables(cls: type[BaseModel]) -> list[str]:
     known = [variable_name(path) for path in field_paths(cls)]
     found = []
     for name in _other_variables(known):
-        last = name.upper().removeprefix(ENV_PREFIX)  # as options of a group may be called, too
-        found.append(name + did_you_mean([var for var in known if var.endswith(f"__{last}")]))
+        last = name.upper().removeprefix(
+            ENV_PREFIX
+        )  # as options of a group may be called, too
+        found.append(
+            name + did_you_mean([var for var in known if var.endswith(f"__{last}")])
+        )
     return found
 
 
 def _other_variables(known: Collection[str]) -> list[str]:
     kept = {*known, *INTERNAL_VARIABLES}
-    return [name for name in sorted(os.environ) if _is_setting(name) and name.upper() not in kept]
+    return [
+        name
+        for name in sorted(os.environ)
+        if _is_setting(name) and name.upper() not in kept
+    ]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -181,7 +207,9 @@ def _is_setting(name: str) -> bool:
 class UniqueKeys(yaml.SafeLoader):
     """YAML in which a key that is given twice is a mistake."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -199,7 +227,9 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
     if not name:
         raise ConfigError("--config: names no file")
     try:
-        with open(name, encoding="utf-8") as file:  # of a text it would quote what may be secret
+        with open(
+            name, encoding="utf-8"
+        ) as file:  # of a text it would quote what may be secret
             content = yaml.load(file, UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
@@ -225,7 +255,9 @@ def _checked(
             near = near if name in paths else _near_options(name, paths)
             raise ConfigError(f"{file} unknown key {group}{key}{near}")
         nested = _nested_model(info)
-        if isinstance(value, bool) and info.annotation is not bool:  # else 1, to pydantic
+        if (
+            isinstance(value, bool) and info.annotation is not bool
+        ):  # else 1, to pydantic
             told = f"{group}{name} is {short_repr(value)}"
             raise ConfigError(f"{file} {told}; only on/off options take that")
         if nested and isinstance(value, dict):
@@ -235,7 +267,10 @@ def _checked(
 
 
 def explain_validation(
-    error: ValidationError, cls: type[BaseModel], argv: Sequence[str], file: Mapping[str, Any]
+    error: ValidationError,
+    cls: type[BaseModel],
+    argv: Sequence[str],
+    file: Mapping[str, Any],
 ) -> str:
     """One line per wrong value: how the user gave it, the reason, and what was given."""
     options = {word.partition("=")[0] for word in argv}
@@ -246,7 +281,9 @@ def explain_validation(
     return "\n".join(lines)
 
 
-def _given_as(path: Sequence[str], options: Collection[str], file: Mapping[str, Any]) -> str:
+def _given_as(
+    path: Sequence[str], options: Collection[str], file: Mapping[str, Any]
+) -> str:
     """How the user gave the value at `path`: an option, a variable, or a key of the file."""
     option = option_name(path)
     if option in options or option.replace("--", "--no-", 1) in options:
@@ -263,7 +300,11 @@ def _given_as(path: Sequence[str], options: Collection[str], file: Mapping[str, 
 def _has(path: Sequence[str], values: Any) -> bool:
     if not path:
         return True
-    return isinstance(values, Mapping) and path[0] in values and _has(path[1:], values[path[0]])
+    return (
+        isinstance(values, Mapping)
+        and path[0] in values
+        and _has(path[1:], values[path[0]])
+    )
 
 
 def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> str:
@@ -281,7 +322,9 @@ def _reason(item: ErrorDetails, path: Sequence[str], cls: type[BaseModel]) -> st
         # Validators know their own group of options only.
         names = (name.replace("_", "-") for name in nested.model_fields)
         reason = renamed(reason, {name: f"{path[0]}.{name}" for name in names}.get)
-    if path and path[-1].endswith(("secret", "api_key", "admin_key")):  # pydantic counts its items
+    if path and path[-1].endswith(
+        ("secret", "api_key", "admin_key")
+    ):  # pydantic counts its items
         reason = reason.replace("items after validation, not", "characters, not")
         return reason.replace(short_repr(item["input"]), "it")
     if item["type"] in ("value_error", "extra_forbidden"):
@@ -299,9 +342,13 @@ def explain_cli(
     message = str(error).removeprefix("error parsing CLI: ")
     if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
         name = variable_name((group[1],))
-        return f"{name}: not JSON; better set its options one by one, such as {name}__TP"
+        return (
+            f"{name}: not JSON; better set its options one by one, such as {name}__TP"
+        )
     known = [option_name(path) for path in field_paths(cls)]
-    unknown = re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
+    unknown = (
+        re.findall(r"--[\w.-]+", message) if "unrecognized arguments" in message else []
+    )
     having = programs if len(unknown) == 1 else {}
     hints = "".join(_near_options(word, known, having) for word in unknown)
     return f"{message}{hints}; see --help"
@@ -316,7 +363,11 @@ def _near_options(
     name = word.replace("--no-", "--", 1)
     last = re.split(r"--|\.", name)[-1]
     same = [option for option in known if re.split(r"--|\.", option)[-1] == last]
-    owners = [told for told, of in programs.items() if name in map(option_name, field_paths(of))]
+    owners = [
+        told
+        for told, of in programs.items()
+        if name in map(option_name, field_paths(of))
+    ]
     if owners and not same:
         return f" (an option of {' and '.join(owners)})"
     hint = _near_member(name, known, programs)
@@ -325,7 +376,9 @@ def _near_options(
     return hint.replace("--", "--no-") if is_no else hint
 
 
-def _near_member(name: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]]) -> str:
+def _near_member(
+    name: str, known: Sequence[str], programs: Mapping[str, type[BaseModel]]
+) -> str:
     """Near matches of an option of a group, such as --prefil.tp: the group is matched first, then
     its member. Empty where no group is near, or where the member is one of another group."""
     group, _, member = name.partition(".")
@@ -352,4 +405,6 @@ def _near_member(name: str, known: Sequence[str], programs: Mapping[str, type[Ba
         fact = f"no such option here, but {whole} of {program}"
     else:
         return ""
-    return f" ({fact})" if wanted == name else f" (did you mean {wanted}? There is {fact})"
+    return (
+        f" ({fact})" if wanted == name else f" (did you mean {wanted}? There is {fact})"
+    )

@@ -22,7 +22,10 @@ logger = get_logger(__name__)
 
 MEMBERS_PATH = "/admin/members"
 _ACTIONS = {f"{MEMBERS_PATH}/{name}": name for name in ("remove", "drain", "undrain")}
-ADMIN_PATHS = (MEMBERS_PATH, *_ACTIONS)  # for admin keys alone, or clients of this machine
+ADMIN_PATHS = (
+    MEMBERS_PATH,
+    *_ACTIONS,
+)  # for admin keys alone, or clients of this machine
 MAX_BODY_BYTES = 4096
 OPERATOR = "operator"  # the source
 

@@ -57,7 +57,9 @@ class Members:
         )
         self._is_ending = False
         self._created = int(time.time())
-        watch = Watch(self._joins, self._has_left, self._changed, self._circuit, on_silence)
+        watch = Watch(
+            self._joins, self._has_left, self._changed, self._circuit, on_silence
+        )
         self.fleet = Fleet(watch=watch)
         self._poller = Poller(self.fleet, upstream, self.knowledge, settings)
         self.readiness = self._poller.readiness
@@ -88,14 +90,23 @@ class Members:
         else:
             check_operator(scope)
             body = b"" if is_read else await read(admin.MAX_BODY_BYTES)
-            told = admin.members(self.fleet) if is_read else admin.change(self.fleet, path, body)
+            told = (
+                admin.members(self.fleet)
+                if is_read
+                else admin.change(self.fleet, path, body)
+            )
         await reply.answer_json(200, told)
 
     def models(self, path: str) -> dict[str, Any] | None:
         """The body of /v1/models, of all servers together, or of /v1/models/NAME; None of other
         paths, and of names that no server has told."""
-        lengths = {name: self.fleet.pool(name).context(Kind.DECODE) for name in self.fleet.models}
-        cards = {name: model_card(name, self._created, n) for name, n in lengths.items()}
+        lengths = {
+            name: self.fleet.pool(name).context(Kind.DECODE)
+            for name in self.fleet.models
+        }
+        cards = {
+            name: model_card(name, self._created, n) for name, n in lengths.items()
+        }
         if path == MODELS_PATH and cards:
             return {"object": "list", "data": [*cards.values()]}
         return cards.get(path.removeprefix(MODELS_PATH + "/"))
@@ -105,12 +116,16 @@ class Members:
         for server in self.fleet.servers:
             told = server.health.ready, CIRCUITS.index(server.circuit), server.in_flight
             for name, value in zip(SERIES, told, strict=True):
-                self._metrics.set(f"baton_proxy_upstream_{name}", value, **server.labels)
+                self._metrics.set(
+                    f"baton_proxy_upstream_{name}", value, **server.labels
+                )
 
     # what the fleet tells
 
     def _joins(self, server: Server) -> None:
-        for twin in [s for s in self.fleet.servers if s.url == server.url and s is not server]:
+        for twin in [
+            s for s in self.fleet.servers if s.url == server.url and s is not server
+        ]:
             self.knowledge.are_one(server, twin)
         self._poller.watch(server)
         logger.info("%s joins (%s)", server, ", ".join(server.sources))
@@ -134,7 +149,9 @@ class Members:
         if old.ready:
             self._poller.hurry(server)
         # All may end together, one that leaves was to, and one that starts tells how far it is.
-        is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub("", new.reason)
+        is_as_before = not old.ready and _DIGITS.sub("", old.reason) == _DIGITS.sub(
+            "", new.reason
+        )
         is_expected = self._is_ending or not server.sources or is_as_before
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

@@ -54,7 +54,9 @@ class Readiness:
         self._fleet = fleet
         self._clock = clock
         self._is_over = settings.disaggregate == "never"
-        self._started: set[str] = set()  # models; "": that of servers which have not named theirs
+        self._started: set[str] = (
+            set()
+        )  # models; "": that of servers which have not named theirs
         # Prefill servers may be expected although none is a member yet: a DNS name may have no
         # addresses, and with an explicit wait a server may still have to register.
         self._names_prefill = _names_prefill(settings)
@@ -88,7 +90,9 @@ class Readiness:
         self.update()
         gaps = self._gaps()
         missing = [
-            f"no {kind.value} server is ready" for kind in Kind if not self._fleet.ready(kind)
+            f"no {kind.value} server is ready"
+            for kind in Kind
+            if not self._fleet.ready(kind)
         ]
         missing += [gap for gap in gaps.values() if gap and gap not in missing]
         has_started = self._is_over or gaps.keys() <= self._started
@@ -106,7 +110,8 @@ class Readiness:
         is_one = len(names) == 1
         return {
             name: self._gap(
-                self._fleet.pool(name), "" if is_one else f" of model {short_repr(name, 200)}"
+                self._fleet.pool(name),
+                "" if is_one else f" of model {short_repr(name, 200)}",
             )
             for name in names
         }

@@ -69,17 +69,24 @@ class Registry:
             return self._taken(open_record(body, self._secret, int(time.time() * 1000)))
         except BadRecord as error:
             self._warn(error)
-            raise RegistrationRefused(f"this registration is refused: {error}") from None
+            raise RegistrationRefused(
+                f"this registration is refused: {error}"
+            ) from None
 
     def _taken(self, record: Record) -> dict[str, object]:
         try:
             url = check_advertised(base_url(record.url))
         except ValueError as error:
             raise BadRecord(str(error)) from None
-        key = Kind("decode" if record.role == "both" else record.role), url  # its twin follows
+        key = (
+            Kind("decode" if record.role == "both" else record.role),
+            url,
+        )  # its twin follows
         heard = self._heard.get(key)
         if heard is not None and record.issued_ms <= heard.issued_ms:
-            raise BadRecord(f"a newer record of {url} is known: it is a copy, or a clock is wrong")
+            raise BadRecord(
+                f"a newer record of {url} is known: it is a copy, or a clock is wrong"
+            )
         if record.leaving:
             self._end(key, record.issued_ms)
             return {"status": "leaving"}
@@ -102,7 +109,11 @@ class Registry:
             return
         for other in self._fleet.servers:
             known = other.health
-            if other.url == url or record.model not in known.models or not other.sources:
+            if (
+                other.url == url
+                or record.model not in known.models
+                or not other.sources
+            ):
                 continue
             if not same_model(known.kv_digest, record.kv_digest):
                 raise BadRecord(
@@ -112,7 +123,9 @@ class Registry:
                 )
 
     def _lapse(self, key: _Key) -> None:
-        logger.warning("the registration of %s server %s has lapsed", key[0].value, key[1])
+        logger.warning(
+            "the registration of %s server %s has lapsed", key[0].value, key[1]
+        )
         self._end(key, self._heard[key].issued_ms)
 
     def _end(self, key: _Key, issued_ms: int) -> None:
@@ -126,7 +139,9 @@ class Registry:
     ) -> None:
         if heard := self._heard.get(key):
             heard.timer.cancel()
-        own = contextvars.Context()  # what it logs is not of the request that brought the record
+        own = (
+            contextvars.Context()
+        )  # what it logs is not of the request that brought the record
         loop = asyncio.get_running_loop()
         timer = own.run(Countdown, loop, after_s, partial(then, key))
         self._heard[key] = _Heard(issued_ms, timer)

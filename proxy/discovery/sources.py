@@ -60,13 +60,17 @@ def read_servers(name: str) -> Urls:
     if not isinstance(found, dict) or not found:  # perhaps being written
         raise BadFile("it must say `prefill: [URL, ..]` and `decode: [URL, ..]`")
     if unknown := [key for key in found if key not in kinds]:
-        raise BadFile(f"unknown key {short_repr(unknown[0])}; use {' and '.join(kinds)}")
+        raise BadFile(
+            f"unknown key {short_repr(unknown[0])}; use {' and '.join(kinds)}"
+        )
     return {Kind(key): _urls(key, value) for key, value in found.items()}
 
 
 def _urls(key: str, value: object) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(url, str) for url in value):
-        raise BadFile(f"{key} is {short_repr(value)}; it must be a list of URLs, perhaps []")
+        raise BadFile(
+            f"{key} is {short_repr(value)}; it must be a list of URLs, perhaps []"
+        )
     if len(value) > MAX_SERVERS:
         raise BadFile(f"{key} has {len(value)} URLs, {MAX_SERVERS} are the most")
     try:
@@ -77,7 +81,9 @@ def _urls(key: str, value: object) -> list[str]:
 
 async def resolve(name: str, port: int) -> list[str]:
     """All addresses of a name, looked up in a thread. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(
+        name, port, type=socket.SOCK_STREAM
+    )
     return [str(address[0]) for *_, address in found]
 
 
@@ -101,8 +107,12 @@ class Discovery:
         self._seen: object = None  # of it
         given = {Kind.PREFILL: settings.prefill, Kind.DECODE: settings.decode}
         dns = DNS_SCHEME
-        self._listed = {k: [u for u in urls if not u.startswith(dns)] for k, urls in given.items()}
-        self._known_at = {(k, u): clock() for k in given for u in given[k] if u.startswith(dns)}
+        self._listed = {
+            k: [u for u in urls if not u.startswith(dns)] for k, urls in given.items()
+        }
+        self._known_at = {
+            (k, u): clock() for k in given for u in given[k] if u.startswith(dns)
+        }
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -112,7 +122,9 @@ class Discovery:
             looks[f"{kind.value} {url}"] = partial(self._look_up, kind, url)
         if self._file is not None:
             looks[self._file] = partial(asyncio.to_thread, self._look_at, self._file)
-        self._tasks = [asyncio.create_task(self._follow(*each)) for each in looks.items()]
+        self._tasks = [
+            asyncio.create_task(self._follow(*each)) for each in looks.items()
+        ]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -134,7 +146,9 @@ class Discovery:
             elif before and not problem:
                 logger.info("%s is well again", source)
             before = problem
-            await asyncio.sleep(self._interval_s * random.uniform(1 - JITTER, 1 + JITTER))
+            await asyncio.sleep(
+                self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
+            )
 
     def _look_at(self, name: str) -> Found:
         try:
@@ -158,4 +172,6 @@ class Discovery:
                 return None, why
             return {}, f"{why}; its last answer, older than {STALE_S:g} s, is forgotten"
         self._known_at[kind, url] = self._clock()
-        return {kind: [http_url(each, port) for each in sorted(set(found))[:MAX_SERVERS]]}, ""
+        return {
+            kind: [http_url(each, port) for each in sorted(set(found))[:MAX_SERVERS]]
+        }, ""

@@ -50,7 +50,9 @@ PATHS = OPEN_PATHS | {STATE_PATH}
 
 def is_browser(scope: dict[str, Any]) -> bool:
     """Whether a person opened this path in a browser: programs ask for no HTML."""
-    accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    accepted = next(
+        (value for name, value in scope["headers"] if name == b"accept"), b""
+    )
     return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted.lower()
 
 
@@ -72,7 +74,9 @@ class Site(State):
         ]
         if self.is_on:
             links.insert(0, ("/", "the page of this cluster, with a chat"))
-        items = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in links)
+        items = "".join(
+            f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in links
+        )
         page = (
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton</title>'
             '<link rel="stylesheet" href="/ui/page.css">'
@@ -90,7 +94,10 @@ class Site(State):
             if since.strip("0123456789"):
                 told = f"since is {short_repr(since)}: give the `number` of the answer before, or 0"
                 raise InvalidRequest(told, param="since")
-            kind, data = b"application/json", await self.since(int(since[:18] or 0), epoch)
+            kind, data = (
+                b"application/json",
+                await self.since(int(since[:18] or 0), epoch),
+            )
         else:
             kind, data = FILES[path]
         await reply.answer(200, [*HEADERS, (b"content-type", kind)], data)

@@ -56,7 +56,10 @@ class Request:
     status: str | None = None
     end_s: float | None = None
     served: dict[str, Served] = field(default_factory=dict)  # by the server's name
-    seen: tuple[int, bool] = (0, False)  # legs, and whether bytes have come, at the last look
+    seen: tuple[int, bool] = (
+        0,
+        False,
+    )  # legs, and whether bytes have come, at the last look
 
     def row(self) -> Row:
         trace = self.trace
@@ -104,7 +107,9 @@ class State:
         self._by_id: dict[str, Request] = {}
         self._totals = Counter({"ended": 0, "failed": 0, "pd": 0, "alone": 0})
         self._known: dict[Server, Known] = {}
-        self._columns: dict[str, int] = {}  # where a number is in points; only ever longer
+        self._columns: dict[
+            str, int
+        ] = {}  # where a number is in points; only ever longer
         self._columns_changed = 0
         self._points: deque[tuple[int, Row]] = deque(maxlen=MAX_POINTS)
         self._first_bytes: list[float] = []  # since the last point, of streams (s)
@@ -120,7 +125,9 @@ class State:
         self._num_requests += 1
         sent = as_text(reply.request_id).encode()  # which the servers call it by
         told = sent.decode("latin-1")[:MAX_ID_CHARS]
-        request = Request(self._num_requests, told, path, reply.trace, reply, self._next())
+        request = Request(
+            self._num_requests, told, path, reply.trace, reply, self._next()
+        )
         self._running[reply] = self._by_id[told] = request
 
     def ended(self, reply: Reply, status: str) -> None:
@@ -134,7 +141,11 @@ class State:
         self._totals["failed"] += is_failed
         self._totals["alone"] += trace.decode_only != "-"
         self._totals["pd"] += "-" not in (trace.prefill, trace.decode)
-        if reply.is_stream and trace.first_byte_s and len(self._first_bytes) < MAX_SAMPLES:
+        if (
+            reply.is_stream
+            and trace.first_byte_s
+            and len(self._first_bytes) < MAX_SAMPLES
+        ):
             self._first_bytes.append(trace.first_byte_s)
         self._ended.append(request)
         if len(self._ended) > MAX_REQUESTS:
@@ -153,7 +164,9 @@ class State:
         await self._has_looked.wait()
         after = number if epoch == self._epoch else -1
         running = list(islice(reversed(self._running.values()), MAX_RUNNING))
-        requests = [one.row() for one in chain(self._ended, running) if one.changed > after]
+        requests = [
+            one.row() for one in chain(self._ended, running) if one.changed > after
+        ]
         known = {server.name: known for server, known in self._known.items()}
         return msgspec.json.encode(
             {
@@ -163,8 +176,12 @@ class State:
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
                 "names": list(known),
-                "servers": {name: one.row for name, one in known.items() if one.changed > after},
-                "columns": list(self._columns) if self._columns_changed > after else None,
+                "servers": {
+                    name: one.row for name, one in known.items() if one.changed > after
+                },
+                "columns": list(self._columns)
+                if self._columns_changed > after
+                else None,
                 "points": [point for changed, point in self._points if changed > after],
                 "running": [one.number for one in running],
                 "requests": requests,
@@ -200,7 +217,9 @@ class State:
     async def _look(self) -> None:
         servers = self._fleet.servers
         self._known = {server: self._known.get(server) or Known() for server in servers}
-        await asyncio.gather(*(self._ask(server, self._known[server]) for server in servers))
+        await asyncio.gather(
+            *(self._ask(server, self._known[server]) for server in servers)
+        )
         for request in self._running.values():
             seen = (len(request.trace.legs), request.trace.first_byte_s is not None)
             if seen != request.seen:
@@ -223,7 +242,9 @@ class State:
         try:
             async with within(ASK_TIMEOUT_S):
                 path = f"{STATS_PATH}?since={before.next}"
-                response = await self._upstream.send(server.url, "GET", path, headers=[])
+                response = await self._upstream.send(
+                    server.url, "GET", path, headers=[]
+                )
                 known.told = _decode(await response.read())
         except (UpstreamError, TimeoutError):
             known.problem = f"no numbers within {ASK_TIMEOUT_S:g} s"
@@ -236,7 +257,9 @@ class State:
     def _served(self, name: str, told: Iterable[Served]) -> None:
         for served in told:
             request = self._by_id.get(served.id)
-            if request is not None and any(name == asked for asked, _ in request.trace.legs):
+            if request is not None and any(
+                name == asked for asked, _ in request.trace.legs
+            ):
                 request.served[name] = served
                 request.changed = self._next()
 
@@ -244,15 +267,29 @@ class State:
         """Counts since the servers' starts, to be compared where `of` is the same."""
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, known in self._known.items():
-            if server.kind is Kind.DECODE or not self._fleet.find(Kind.DECODE, server.url):
-                sums[server.kind.value].update(known.told.values)  # once, if it is of both kinds
-        for name in {name for counts in sums.values() for name in counts} - self._columns.keys():
+            if server.kind is Kind.DECODE or not self._fleet.find(
+                Kind.DECODE, server.url
+            ):
+                sums[server.kind.value].update(
+                    known.told.values
+                )  # once, if it is of both kinds
+        for name in {
+            name for counts in sums.values() for name in counts
+        } - self._columns.keys():
             if len(self._columns) < MAX_COLUMNS:
-                self._columns[name], self._columns_changed = len(self._columns), self._next()
-        rows = {kind: [counts[name] for name in self._columns] for kind, counts in sums.items()}
+                self._columns[name], self._columns_changed = (
+                    len(self._columns),
+                    self._next(),
+                )
+        rows = {
+            kind: [counts[name] for name in self._columns]
+            for kind, counts in sums.items()
+        }
         return {
             "at": time.time(),
-            "of": hash(tuple(s.name for s, known in self._known.items() if known.told.values)),
+            "of": hash(
+                tuple(s.name for s, known in self._known.items() if known.told.values)
+            ),
             "first_bytes": self._first_bytes[:],
             "open": len(self._running),
             **self._totals,
@@ -267,7 +304,11 @@ class State:
 def _row(server: Server, known: Known) -> Row:
     health, told = server.health, known.told.server
     return {
-        **{name: one for name, one in told.items() if not name.startswith("side_channel")},
+        **{
+            name: one
+            for name, one in told.items()
+            if not name.startswith("side_channel")
+        },
         "role": server.kind.value,
         "state": server.state,
         "models": health.models or ([told["model"]] if "model" in told else []),

@@ -67,15 +67,23 @@ def make_pool(shape: Shape) -> KVPool:
     return pool
 
 
-def make(shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any) -> Any:
+def make(
+    shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any
+) -> Any:
     """The backend `name` for the problem, over a pool of its own where none is given."""
-    heads = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim, "scale": shape.scale}
+    heads = {
+        "num_q_heads": shape.num_q_heads,
+        "head_dim": shape.head_dim,
+        "scale": shape.scale,
+    }
     heads["layers"] = [
         each._replace(sinks=None if each.sinks is None else each.sinks.to(shape.device))
         for each in shape.layers
     ]
     dtype = getattr(torch, shape.dtype)
-    return create_backend(name, pool or make_pool(shape), dtype=dtype, **heads, **options)
+    return create_backend(
+        name, pool or make_pool(shape), dtype=dtype, **heads, **options
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,9 @@ def make_sequences(shape: Shape, lens: list[int], seed: int = 0) -> Sequences:
 
     def draw(num_heads: int) -> list[torch.Tensor]:
         return [
-            torch.randn(NUM_LAYERS, n, num_heads, shape.head_dim, generator=rng).to(dtype)
+            torch.randn(NUM_LAYERS, n, num_heads, shape.head_dim, generator=rng).to(
+                dtype
+            )
             for n in lens
         ]
 
@@ -126,13 +136,19 @@ def make_batch(
 
 
 def rows_of(
-    shape: Shape, seqs: Sequences, layer: int, spans: Sequence[Span], num_padding: int = 0
+    shape: Shape,
+    seqs: Sequences,
+    layer: int,
+    spans: Sequence[Span],
+    num_padding: int = 0,
 ) -> list[torch.Tensor]:
     """q, k and v [T, H, D] of a step; rows of padding are NaN."""
 
     def rows(parts: list[torch.Tensor]) -> torch.Tensor:
         real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
-        padding = torch.full((num_padding, *real.shape[1:]), float("nan"), dtype=real.dtype)
+        padding = torch.full(
+            (num_padding, *real.shape[1:]), float("nan"), dtype=real.dtype
+        )
         return torch.cat([real, padding]).to(shape.device)
 
     return [rows(parts) for parts in (seqs.q, seqs.k, seqs.v)]
@@ -163,7 +179,9 @@ def run_step(
     """One step through all layers; the output of each span as [L, n, Hq, D]."""
     backend.plan(make_batch(shape, seqs, spans, num_padding))
     outs = [
-        forward(backend, shape, layer, rows_of(shape, seqs, layer, spans, num_padding)).cpu()
+        forward(
+            backend, shape, layer, rows_of(shape, seqs, layer, spans, num_padding)
+        ).cpu()
         for layer in range(NUM_LAYERS)
     ]
     sizes = [stop - start for _, start, stop in spans]
@@ -174,7 +192,11 @@ def run_step(
 def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
     """[L, n, H, D] as the pool holds them, in float64."""
     scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
-    of_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)[:, component, None, None, None]
+    of_layer = (
+        torch.tensor(scales)
+        .double()
+        .view(NUM_LAYERS, -1)[:, component, None, None, None]
+    )
     dtype = getattr(torch, shape.kv_dtype or shape.dtype)
     scaled = values.float() * (1 / of_layer).float() if shape.scales else values
     return fp8.stored_as(scaled, dtype).double() * of_layer
@@ -201,7 +223,9 @@ def reference(
         if soft_cap:
             scores[layer] = (scores[layer] / soft_cap).tanh() * soft_cap
         scores[layer].masked_fill_((ago < 0) | (ago >= (window or stop)), float("-inf"))
-    out = (scores.softmax(-1) @ v).transpose(1, 2)[..., : shape.head_dim - shape.rope_dim]
+    out = (scores.softmax(-1) @ v).transpose(1, 2)[
+        ..., : shape.head_dim - shape.rope_dim
+    ]
     lse = scores.logsumexp(-1).transpose(1, 2)
     for layer, (_, sinks) in enumerate(shape.layers):
         if sinks is not None:
@@ -223,7 +247,9 @@ def check_step(
     for span, out in zip(spans, outs, strict=True):
         assert out.dtype == getattr(torch, shape.dtype)
         expected, _ = reference(shape, seqs, *span)
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            out.double(), expected, atol=tolerance, rtol=tolerance
+        )
     if not with_lse:
         return
     rows = rows_of(shape, seqs, 1, spans, num_padding)
@@ -231,14 +257,20 @@ def check_step(
     again = forward(backend, shape, 1, rows, lse).double().cpu()
     num_tokens = len(again) - num_padding
     before = torch.cat([out[1] for out in outs]).double()
-    torch.testing.assert_close(again[:num_tokens], before, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        again[:num_tokens], before, atol=tolerance, rtol=tolerance
+    )
     expected = torch.cat([reference(shape, seqs, *span)[1][1] for span in spans])
     found = lse[:num_tokens].double().cpu()
     torch.testing.assert_close(found, expected, atol=2 * tolerance, rtol=2 * tolerance)
 
 
 def check_steps(
-    backend: AttentionBackend, shape: Shape, seqs: Sequences, *steps: Sequence[Span], **options: Any
+    backend: AttentionBackend,
+    shape: Shape,
+    seqs: Sequences,
+    *steps: Sequence[Span],
+    **options: Any,
 ) -> None:
     for spans in steps:
         check_step(backend, shape, seqs, spans, **options)

@@ -25,7 +25,9 @@ def test_a_window_leaves_out_the_blocks_that_no_query_sees() -> None:
         batch = AttentionBatch(query_lens, context_lens, tables, slots)
         whole, seen = batch.pages(size), batch.within(window, size).pages(size)
         for seq in range(3):
-            old, new = (x.indices[x.indptr[seq] : x.indptr[seq + 1]] for x in (whole, seen))
+            old, new = (
+                x.indices[x.indptr[seq] : x.indptr[seq + 1]] for x in (whole, seen)
+            )
             assert new.tolist() == old[len(old) - len(new) :].tolist()
             kept = len(new) * size - size + seen.last_page_lens[seq]
             needed = min(context_lens[seq], window + query_lens[seq] - 1)

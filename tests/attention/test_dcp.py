@@ -60,7 +60,9 @@ class Ranks:
         with ThreadPoolExecutor(self.size) as threads:
             done = [threads.submit(one, rank) for rank in range(self.size)]
         errors = [error for each in done if (error := each.exception())]
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        for error in sorted(
+            errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)
+        ):
             raise error
         return [each.result() for each in done]
 
@@ -87,7 +89,13 @@ class Bench:
     """
 
     def __init__(
-        self, size: int, shape: Shape, *, scratch: int, name: str = "torch", tolerance: float = 1e-5
+        self,
+        size: int,
+        shape: Shape,
+        *,
+        scratch: int,
+        name: str = "torch",
+        tolerance: float = 1e-5,
     ) -> None:
         self.size, self.tolerance = size, tolerance
         self.shape = shape = replace(shape, order="BHLCND", num_blocks=NUM_BLOCKS)
@@ -139,14 +147,16 @@ class Bench:
         shape = self.shape
         for layer in range(NUM_LAYERS):
             q, k, v = (
-                torch.randn(num_tokens, heads, shape.head_dim, generator=self.generator).to(
-                    shape.device, getattr(torch, shape.dtype)
-                )
+                torch.randn(
+                    num_tokens, heads, shape.head_dim, generator=self.generator
+                ).to(shape.device, getattr(torch, shape.dtype))
                 for heads in (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
             )
             expected = forward(self.whole, shape, layer, (q, k, v))
             padded = [F.pad(x, (0, 0, 0, 0, 0, num_padding)) for x in (q, k, v)]
-            found = torch.cat(self.ranks.run(partial(self._forward_part, layer, *padded)), 1)
+            found = torch.cat(
+                self.ranks.run(partial(self._forward_part, layer, *padded)), 1
+            )
             close = {"atol": self.tolerance, "rtol": self.tolerance}
             torch.testing.assert_close(found[:num_tokens], expected, **close)
 
@@ -159,7 +169,9 @@ def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
     slots = []
     for table, query, context in zip(tables, query_lens, context_lens, strict=True):
         positions = np.arange(context - query, context)
-        slots.append(table[positions // block_size] * block_size + positions % block_size)
+        slots.append(
+            table[positions // block_size] * block_size + positions % block_size
+        )
     return AttentionBatch(
         query_lens=np.array(query_lens, np.int32),
         context_lens=np.array(context_lens, np.int32),
@@ -177,12 +189,18 @@ def check_growing_sequences(bench: Bench) -> None:
     lens = [0] * 5
     while min(lens) < longest:
         drawn = random.choice([1, 1, 3, block_size, 2 * block_size + 1], 5)
-        queries = [min(int(n), longest - done) for n, done in zip(drawn, lens, strict=True)]
+        queries = [
+            min(int(n), longest - done) for n, done in zip(drawn, lens, strict=True)
+        ]
         # Single tokens come first, as the scheduler has it.
-        order = [i for i in np.argsort([n > 1 for n in queries], kind="stable") if queries[i]]
+        order = [
+            i for i in np.argsort([n > 1 for n in queries], kind="stable") if queries[i]
+        ]
         for i in order:
             lens[i] += queries[i]
-        bench.check_step([queries[i] for i in order], [lens[i] for i in order], tables[order])
+        bench.check_step(
+            [queries[i] for i in order], [lens[i] for i in order], tables[order]
+        )
 
 
 def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
@@ -211,7 +229,9 @@ def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
     for layer, component in np.ndindex(NUM_LAYERS, shape.num_components):
         kept = [pool.component(layer, component)[1:].float() for pool in bench.pools]
         whole = bench.whole.pool.component(layer, component)[1:].float()
-        torch.testing.assert_close(torch.cat(kept, 2), whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            torch.cat(kept, 2), whole, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_a_long_context_is_put_together_in_parts(monkeypatch):
@@ -238,7 +258,11 @@ def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
 
 
 def is_admitted(q_heads: int, kv_heads: int, tp: int, dcp: int) -> bool:
-    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": 16}
+    heads = {
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 16,
+    }
     model = parse_config({**LLAMA, **heads, "intermediate_size": tp})
     try:
         check_parallelism(model, tp, dcp)

@@ -36,7 +36,9 @@ def prompts(max_tokens: int) -> StepLimits:
         ((32, 4), 64, prompts(300), _H200, 8_785_920),
     ],
 )
-def test_steps_take_what_the_planner_asks_for_at_most(heads, head_dim, limits, gpu, planned):
+def test_steps_take_what_the_planner_asks_for_at_most(
+    heads, head_dim, limits, gpu, planned
+):
     assert workspace_of(*heads, head_dim, limits, gpu).floats == planned
 
 
@@ -61,5 +63,8 @@ def test_a_plan_that_takes_more_is_explained():
             "with size 9 and alignment 16, but only 3 bytes available in AlignedAllocator. "
             "Increase the workspace buffer size."
         )
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), explaining(sizes, limits):
+    with (
+        pytest.raises(RuntimeError, match=r"^out of memory$"),
+        explaining(sizes, limits),
+    ):
         raise RuntimeError("out of memory")

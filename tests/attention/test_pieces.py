@@ -10,9 +10,13 @@ from tests.rigs.examples import examples
 
 @examples(60)
 @given(
-    st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 32), st.integers(1, 140)
+    st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    st.integers(1, 32),
+    st.integers(1, 140),
 )
-def test_pieces_cover_each_context_once_and_are_as_short_as_there_is_room_for(lens, heads, sms):
+def test_pieces_cover_each_context_once_and_are_as_short_as_there_is_room_for(
+    lens, heads, sms
+):
     most = num_pieces(len(lens), heads, sms)
     plan = pieces_of(np.array(lens, np.int32), most)
     tokens, seqs, begins = int(plan[0]), plan[1 : 1 + most], plan[1 + most :]

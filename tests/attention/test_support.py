@@ -46,14 +46,20 @@ def test_what_the_kernels_have_is_served(wanted):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (replace(_SERVED, device="cpu"), "reads GPU memory only, and the KV pool is on cpu"),
+        (
+            replace(_SERVED, device="cpu"),
+            "reads GPU memory only, and the KV pool is on cpu",
+        ),
         (replace(_SERVED, head_dim=80), r"head_dim of 80, only 64, 128, 256"),
         (replace(_SERVED, head_dim=576), r"head_dim of 576, only"),
         (
             replace(_SERVED, dtype="float32", kv_dtype="float32"),
             r"queries of float32 over KV of float32: use --dtype bfloat16 or float16, or",
         ),
-        (replace(_SERVED, kv_dtype="float16"), r"queries of bfloat16 over KV of float16"),
+        (
+            replace(_SERVED, kv_dtype="float16"),
+            r"queries of bfloat16 over KV of float16",
+        ),
         (
             replace(_SERVED, dtype="float32", kv_dtype="float8_e4m3fn"),
             r"over KV of float8_e4m3fn: use --dtype .* and --kv-cache-dtype auto",
@@ -90,14 +96,18 @@ def test_auto_is_the_kernels_on_a_gpu_only():
         (16, StepLimits(max_seqs=9000, max_tokens=9000), False),
     ],
 )
-def test_steps_over_latents_are_no_larger_than_their_plan(num_q_heads, limits, is_served):
+def test_steps_over_latents_are_no_larger_than_their_plan(
+    num_q_heads, limits, is_served
+):
     wanted = replace(_LATENT, num_q_heads=num_q_heads)
     check("torch", wanted, limits)
     if is_served:
         check("flashinfer", wanted, limits)
         return
     told = rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences .*{num_q_heads} query"
-    with pytest.raises(UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"):
+    with pytest.raises(
+        UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"
+    ):
         check("flashinfer", wanted, limits)
 
 
@@ -123,5 +133,7 @@ def test_a_backend_that_cannot_read_the_pool_is_refused():
 @pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
 @pytest.mark.parametrize("num_components", [1, 2])
 def test_a_missing_package_is_named_with_its_fix(num_components):
-    with pytest.raises(BackendMissing, match=r"pip install flashinfer-python, or use --att"):
+    with pytest.raises(
+        BackendMissing, match=r"pip install flashinfer-python, or use --att"
+    ):
         backend_class("auto", "cuda", num_components)

@@ -29,7 +29,12 @@ from tests.attention.reference import (
 from tests.rigs.examples import examples
 
 LATENT = Shape(num_kv_heads=1, num_q_heads=5, head_dim=24, rope_dim=8)
-SCALES = (0.02, 0.5, 0.003, 1.0)  # K and V of two layers; the third cuts the largest keys off
+SCALES = (
+    0.02,
+    0.5,
+    0.003,
+    1.0,
+)  # K and V of two layers; the third cuts the largest keys off
 SHAPES = {
     "grouped heads": Shape(),
     **{f"{q} heads over {kv}": Shape(num_q_heads=q, num_kv_heads=kv)
@@ -64,14 +69,18 @@ def test_mixed_steps_equal_the_reference(name):
     seqs = make_sequences(shape, [11, 3, 17, 1])
     backend, tolerance = make(shape), tolerance_of(shape)
     mixed = [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 2, 3)]
-    check_steps(backend, shape, seqs, [(0, 0, 10), (1, 0, 2)], mixed, tolerance=tolerance)
+    check_steps(
+        backend, shape, seqs, [(0, 0, 10), (1, 0, 2)], mixed, tolerance=tolerance
+    )
     later = ([(2, 7, 16)], [(2, 16, 17)])
     check_steps(backend, shape, seqs, *later, num_padding=3, tolerance=tolerance)
 
 
 @both_ways
 def test_lengths_far_apart_share_a_step(num_kv_heads):
-    shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads, block_size=8, num_blocks=400)
+    shape = Shape(
+        num_q_heads=8, num_kv_heads=num_kv_heads, block_size=8, num_blocks=400
+    )
     lens = [1500, 2, 40, 41, 300, 1, 290]
     seqs = make_sequences(shape, lens)
     backend = make(shape)
@@ -87,7 +96,9 @@ def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
     seqs, backend = make_sequences(shape, [600, 90]), make(shape)
     steps = [(0, 520), (520, 559), (559, 598), (598, 599), (599, 600)]
     for at, (start, stop) in enumerate(steps):
-        check_step(backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)])
+        check_step(
+            backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)]
+        )
 
 
 @examples(30)
@@ -105,8 +116,13 @@ def test_any_division_of_sequences_into_steps(name, order, block_size, lens, see
     backend = make(shape)
     done = [0] * len(lens)
     while done != lens:
-        sizes = [min(rng.choice([0, 1, 1, 2, 5]), n - d) for d, n in zip(done, lens, strict=True)]
-        spans = [(i, d, d + n) for i, (d, n) in enumerate(zip(done, sizes, strict=True)) if n]
+        sizes = [
+            min(rng.choice([0, 1, 1, 2, 5]), n - d)
+            for d, n in zip(done, lens, strict=True)
+        ]
+        spans = [
+            (i, d, d + n) for i, (d, n) in enumerate(zip(done, sizes, strict=True)) if n
+        ]
         if spans:
             padding, tolerance = rng.randrange(3), tolerance_of(shape)
             check_step(backend, shape, seqs, spans, padding, tolerance)
@@ -129,7 +145,10 @@ def test_a_sequence_of_nan_harms_no_other_and_no_later_step():
 @pytest.mark.parametrize(
     "shape",
     [Shape(order="LBCNHD"), Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4)],
-    ids=["exact", "16 bits rounded once to 8"],  # rounded twice, some would lie on a tie between
+    ids=[
+        "exact",
+        "16 bits rounded once to 8",
+    ],  # rounded twice, some would lie on a tie between
 )
 def test_a_step_writes_its_own_slots_only(shape):
     seqs, backend = make_sequences(shape, [7]), make(shape)
@@ -139,11 +158,15 @@ def test_a_step_writes_its_own_slots_only(shape):
         written[seqs.tables[0][t // 4], t % 4] = True
     for layer in range(NUM_LAYERS):
         for component, values in enumerate((seqs.k, seqs.v)):
-            rows = backend.pool.component(layer, component).transpose(1, 2)  # [B, N, H, D]
+            rows = backend.pool.component(layer, component).transpose(
+                1, 2
+            )  # [B, N, H, D]
             found = torch.stack([rows[seqs.tables[0][t // 4], t % 4] for t in range(7)])
             scale = backend.pool.scale(layer, component)
             wanted = stored(shape, values[0], component)[layer]
-            torch.testing.assert_close(found.double() * scale, wanted, atol=0, rtol=1e-7)
+            torch.testing.assert_close(
+                found.double() * scale, wanted, atol=0, rtol=1e-7
+            )
             assert rows[~written].float().isnan().all()
 
 
@@ -157,7 +180,9 @@ def test_inputs_may_be_slices_of_one_projection(num_kv_heads):
         parts = rows_of(shape, seqs, 0, spans)
         sliced = torch.cat(parts, dim=1).split([x.shape[1] for x in parts], dim=1)
         assert not sliced[0].is_contiguous()
-        torch.testing.assert_close(backend.forward(0, *sliced), forward(backend, shape, 0, parts))
+        torch.testing.assert_close(
+            backend.forward(0, *sliced), forward(backend, shape, 0, parts)
+        )
 
 
 def test_rounding_to_eight_bits_moves_the_output_a_little():

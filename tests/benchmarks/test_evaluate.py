@@ -72,8 +72,18 @@ def test_a_document_seen_through_two_filters_is_one():
     def sample(doc_id: int, name: str) -> dict[str, Any]:
         arguments = [("context", " yes"), ("context", " no")]
         resps = [[(-1.0, True)], [(-2.0, False)]]
-        sample = {"doc_id": doc_id, "arguments": arguments, "resps": resps, "filter": name}
-        return {**sample, "metrics": ["acc", "words"], "acc": doc_id, "words": (-3.0, 2)}
+        sample = {
+            "doc_id": doc_id,
+            "arguments": arguments,
+            "resps": resps,
+            "filter": name,
+        }
+        return {
+            **sample,
+            "metrics": ["acc", "words"],
+            "acc": doc_id,
+            "words": (-3.0, 2),
+        }
 
     samples = [sample(1, "strict"), sample(0, "strict"), sample(1, "flexible")]
     documents = documents_of(samples)
@@ -86,14 +96,19 @@ def test_a_document_seen_through_two_filters_is_one():
 
 def test_scores_are_compared_document_by_document_with_two_standard_errors():
     def task(*scores: float) -> TaskAnswers:
-        documents = [Document(i, [["p"]], ["x"], {"acc": s}) for i, s in enumerate(scores)]
+        documents = [
+            Document(i, [["p"]], ["x"], {"acc": s}) for i, s in enumerate(scores)
+        ]
         return TaskAnswers(documents, {"acc": sum(scores) / len(scores), "whole": 3.0})
 
     half = [0.0, 1.0] * 50
     lost_one = [0.0, 0.0, *half[2:]]  # 0.01, standard error 0.01
     assert compare_scores(task(*half), task(*half), 0.0)["differences"] == []
     found = compare_scores(task(*half), task(*lost_one), 0.031)
-    assert found == {"score_differences": {"acc": pytest.approx((-0.01, 0.01))}, "differences": []}
+    assert found == {
+        "score_differences": {"acc": pytest.approx((-0.01, 0.01))},
+        "differences": [],
+    }
     (told,) = compare_scores(task(*half), task(*lost_one), 0.029)["differences"]
     assert told == "acc differs by -0.0100, standard error 0.0100"
     # One document proves nothing, and perplexities are told alone.
@@ -102,7 +117,10 @@ def test_scores_are_compared_document_by_document_with_two_standard_errors():
 
 
 def test_saved_answers_come_back_and_know_their_settings(tmp_path):
-    tasks = {"one": _task(["text"], ["other"]), "two": _task([(-1.5, True), (-3.0, False)])}
+    tasks = {
+        "one": _task(["text"], ["other"]),
+        "two": _task([(-1.5, True), (-3.0, False)]),
+    }
     tasks["three"] = _task([-812.25])
     path = tmp_path / "folder" / "answers.json"
     save(path, {"limit": 3}, tasks)
@@ -113,8 +131,14 @@ def test_saved_answers_come_back_and_know_their_settings(tmp_path):
 
 def test_the_table_has_a_row_per_task():
     reference = {"scored": _task([(-1.5, True)]), "text": _task(["x"])}
-    got = {"scored": _task([(-1.75, True)]), "text": _task(["x"]), "alone": _task(["x"])}
-    tasks = {name: {"documents": 1, "metrics": task.metrics} for name, task in got.items()}
+    got = {
+        "scored": _task([(-1.75, True)]),
+        "text": _task(["x"]),
+        "alone": _task(["x"]),
+    }
+    tasks = {
+        name: {"documents": 1, "metrics": task.metrics} for name, task in got.items()
+    }
     for name, task in reference.items():
         tasks[name] |= compare(task, got[name], 1e-3)
     _, _, *rows = table(tasks).splitlines()
@@ -126,9 +150,7 @@ def test_the_table_has_a_row_per_task():
 
 
 def test_a_text_is_split_at_the_titles_of_articles():
-    text = (
-        " \n = One = \n \n Text = of one . \n = = Section = = \n \n More . \n = Two = \n \n Text ."
-    )
+    text = " \n = One = \n \n Text = of one . \n = = Section = = \n \n More . \n = Two = \n \n Text ."
     first, second = articles(text)
     assert first.startswith(" = One = \n") and first.endswith("More . \n")
     assert second == " = Two = \n \n Text ."
@@ -142,6 +164,8 @@ def test_whether_texts_begin_with_a_token_of_the_tokenizers_own(tmp_path):
     path = str(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
     first = tokenizer.id_to_token(0)
-    tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, 0)]
+    )
     tokenizer.save(path)
     assert adds_bos(tmp_path)

@@ -31,7 +31,10 @@ def trace(tmp_path: Path) -> Path:
 
 def test_every_request_is_served_and_knowing_what_is_cached_pays(trace, capsys):
     assert routing.main(["--trace", str(trace), "--load", "6.0"]) == 0
-    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
+    rows = {
+        row["policy"]: row
+        for row in json.loads(capsys.readouterr().out.splitlines()[-1])
+    }
     assert rows.keys() == routing.POLICIES.keys()
     assert rows["always"]["computed"] < 0.6 * rows["round_robin"]["computed"]
     assert rows["auto"]["ttft_p50_s"] < 0.5 * rows["round_robin"]["ttft_p50_s"]
@@ -54,12 +57,19 @@ class Uneven(routing.Engine):
 
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(num_prefills, pulls):
+def test_what_prompts_share_is_computed_once_by_slow_and_uneven_servers(
+    num_prefills, pulls
+):
     """Four beginnings of 512 tokens, each with 24 prompts of 48 more: eight come at once."""
     shares = []
     for seed in range(6):
-        rng, token_s = random.Random(seed), 2e-4  # eight times what is believed at first
-        times = routing.Times(token=token_s, step=50 * token_s, prompts=50 * token_s, handoff=0.02)
+        rng, token_s = (
+            random.Random(seed),
+            2e-4,
+        )  # eight times what is believed at first
+        times = routing.Times(
+            token=token_s, step=50 * token_s, prompts=50 * token_s, handoff=0.02
+        )
         engines = [Uneven(i, i < num_prefills, times, 0.5) for i in range(4)]
         fleet = routing.Fleet(engines, times, lambda request, now: None)
         fleet.router = routing.Knowing(fleet, "auto", "auto", 0.5, pulls)
@@ -83,7 +93,9 @@ class Split(routing.Knowing):
         return self._take_both(request, ask, alone)
 
 
-def served(shape: tuple[int, int], router: type[routing.Knowing], load: Loaded) -> routing.Fleet:
+def served(
+    shape: tuple[int, int], router: type[routing.Knowing], load: Loaded
+) -> routing.Fleet:
     num, times = sum(shape), routing.Times()
     engines = [routing.Engine(i, i < shape[0], times, 0.025) for i in range(num)]
     fleet = routing.Fleet(engines, times, load[1])
@@ -100,12 +112,16 @@ def took_s(fleet: routing.Fleet) -> float:
 def test_prompts_that_come_at_once_are_split_about_as_well_as_can_be():
     """Speeds are as believed at first, or as short prompts of a minute and long ones taught."""
     splits = [type("", (Split,), {"share": share}) for share in (0.2, 0.25, 0.3)]
-    best = min(took_s(served((1, 1), split, MIXES["burst"](1.0, 256))) for split in splits)
+    best = min(
+        took_s(served((1, 1), split, MIXES["burst"](1.0, 256))) for split in splits
+    )
     both = took_s(served((0, 2), routing.Knowing, MIXES["burst"](1.0, 256)))
     burst = [Request(30.0, 1024, 256, ()) for _ in range(256)]
     for lengths in ([], [8], [16, 128], [2048, 128], [8192, 30]):
         known = [Request(i * 0.1, n, 64, ()) for i in range(200) for n in lengths]
-        alone = served((1, 1), routing.Knowing, ([*known, *burst], lambda request, now: None))
+        alone = served(
+            (1, 1), routing.Knowing, ([*known, *burst], lambda request, now: None)
+        )
         assert took_s(alone) <= min(1.05 * best, 1.1 * both), lengths
 
 
@@ -126,7 +142,10 @@ def test_stale_or_wrong_knowledge_only_costs_time(seed):
 
     class Misled(routing.Knowing):
         def computes(self, request: Request) -> routing.Engine:
-            engine, wrong = rng.choice(engines), [rng.random() * 10**6 for _ in range(7)]
+            engine, wrong = (
+                rng.choice(engines),
+                [rng.random() * 10**6 for _ in range(7)],
+            )
             self.knowledge.told(engine, rng.randrange(1, 10**6), Totals(*wrong))
             if rng.random() < 0.3:
                 self.knowledge.forget(engine)
@@ -134,5 +153,7 @@ def test_stale_or_wrong_knowledge_only_costs_time(seed):
 
     fleet.router = Misled(fleet, "auto", "auto")
     fleet.run(requests)
-    assert len(fleet.requests) == 48 and all(each.done == each.answer for each in fleet.requests)
+    assert len(fleet.requests) == 48 and all(
+        each.done == each.answer for each in fleet.requests
+    )
     assert all(1 <= each.computed <= each.tokens for each in fleet.requests)

@@ -36,7 +36,9 @@ def test_arrivals_are_a_seeded_poisson_process():
     assert times[0] == 0.0 and times == sorted(times)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.05)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # exponential: equal
+    assert statistics.pstdev(gaps) == pytest.approx(
+        1 / 20, rel=0.1
+    )  # exponential: equal
 
 
 def test_prompts_are_seeded_and_share_what_they_are_told_to():
@@ -61,7 +63,9 @@ def slo(ttft_ms: float, itl_ms: float, output_len: int) -> Namespace:
 
 
 def test_figures_of_two_requests():
-    first = timeline(10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2})
+    first = timeline(
+        10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2}
+    )
     second = timeline(10.0, 10.3, 10.5, 10.7)
     failed = Timeline(10.0, error="status 503")
     result = figures([first, second, failed], 2.0, slo(200.0, 160.0, 3))
@@ -69,7 +73,9 @@ def test_figures_of_two_requests():
     assert result["succeeded"] == 2
     assert result["errors"] == {"status 503": 1}
     assert result["output_tokens_per_s"] == 3.0
-    assert result["decode_tokens_per_s"] == pytest.approx(4 / 0.6, abs=0.01)  # 10.1 to 10.7
+    assert result["decode_tokens_per_s"] == pytest.approx(
+        4 / 0.6, abs=0.01
+    )  # 10.1 to 10.7
     assert result["ttft_ms"]["p50"] == pytest.approx(200.0)
     assert result["gap_1_2_ms"]["p50"] == pytest.approx(150.0)
     assert result["mean_itl_ms"]["p99"] == pytest.approx(199.5)
@@ -115,7 +121,11 @@ def test_events_without_tokens_are_no_tokens():
     ):
         seen.observe(data.encode(), float(now))
     assert seen.token_at == [1.0, 2.0, 3.0]
-    assert (seen.prompt_tokens, seen.output_tokens, seen.kv) == (4, 3, {"transferred": 4})
+    assert (seen.prompt_tokens, seen.output_tokens, seen.kv) == (
+        4,
+        3,
+        {"transferred": 4},
+    )
     assert seen.done
 
 
@@ -162,7 +172,11 @@ class Endpoint:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         usage = {"prompt_tokens": 16, "completion_tokens": num_tokens}
-        last = {"error": {"code": "engine_died"}} if breaks else {"choices": [], "usage": usage}
+        last = (
+            {"error": {"code": "engine_died"}}
+            if breaks
+            else {"choices": [], "usage": usage}
+        )
         for chunk in [{"choices": [{"text": "x"}]}] * num_tokens + [last]:
             yield f"data: {json.dumps(chunk)}\n\n"
             await asyncio.sleep(0)
@@ -177,7 +191,9 @@ def endpoint() -> Iterator[Endpoint]:
     routes = [Route("/v1/models", played.models)]
     for path in ("/v1/completions", "/v1/chat/completions"):
         routes.append(Route(path, played.complete, methods=["POST"]))
-    config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off")
+    config = uvicorn.Config(
+        Starlette(routes=routes), port=0, log_level="warning", lifespan="off"
+    )
     server, listener = uvicorn.Server(config), config.bind_socket()
     played.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -11,7 +11,9 @@ from kvcache.transfer.move import place as placing
 SMALL = ["--layers", "2", "--head-dim", "16", "--tokens", "128", "--repeat", "1"]
 
 
-def rows_of(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[tuple[str, str], dict]:
+def rows_of(
+    capfd: pytest.CaptureFixture[str], *argv: str
+) -> dict[tuple[str, str], dict]:
     assert transfer.main([*SMALL, *argv]) == 0
     rows = json.loads(capfd.readouterr().out.strip().splitlines()[-1])["rows"]
     return {(row["case"], row["path"]): row for row in rows}
@@ -21,13 +23,21 @@ def test_reads_are_measured_against_bare_nixl(capfd):
     rows = rows_of(capfd, "--only", "BHLCND TP 1->2", "--transfer", "nixl")
     name = "BHLCND TP 1->2"
     (ours,) = {path for case, path in rows if case == name} - {"bare NIXL"}
-    assert ours in ("direct", "staged", "mixed")  # by costs that each rank has just measured
-    assert rows[name, ours]["descriptors"] <= 2 * 128 // 64  # of each rank one per block
+    assert ours in (
+        "direct",
+        "staged",
+        "mixed",
+    )  # by costs that each rank has just measured
+    assert (
+        rows[name, ours]["descriptors"] <= 2 * 128 // 64
+    )  # of each rank one per block
     assert rows[name, ours]["of_bare"] > 0
     assert rows[name, "bare NIXL"]["descriptors"] == 2 * 128 // 64
     for row in rows.values():
         assert set(row) == {each.name for each in fields(transfer.Row)}
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["milliseconds"] / 1e6)
+        assert row["gb_per_s"] == pytest.approx(
+            row["bytes"] / row["milliseconds"] / 1e6
+        )
 
 
 def test_every_layout_and_geometry_has_its_row_of_mapped_pulls(capfd):

@@ -36,9 +36,17 @@ def _params(**changes: Any) -> dict[str, Any]:
 
 
 def _prepare(
-    offered: object, policy: str = "recompute", uses_machine_secret: bool = False, **members: Any
+    offered: object,
+    policy: str = "recompute",
+    uses_machine_secret: bool = False,
+    **members: Any,
 ) -> AddRequest:
-    body = {"model": "m", "prompt": _PROMPT, "temperature": 0.5, "kv_transfer_params": offered}
+    body = {
+        "model": "m",
+        "prompt": _PROMPT,
+        "temperature": 0.5,
+        "kv_transfer_params": offered,
+    }
     request = validate(CompletionRequest, {**body, **members})
     add = AddRequest(
         request_id="r", token_ids=_PROMPT,
@@ -47,9 +55,9 @@ def _prepare(
         stop_token_ids=[2, *request.stop_token_ids], num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )  # fmt: skip
-    (prepared,) = EitherLeg(_SECRET, policy, uses_machine_secret=uses_machine_secret).prepare(
-        request, [add], _READY
-    )
+    (prepared,) = EitherLeg(
+        _SECRET, policy, uses_machine_secret=uses_machine_secret
+    ).prepare(request, [add], _READY)
     return prepared
 
 
@@ -57,7 +65,9 @@ def test_a_signed_reference_of_this_request_is_used_with_its_seed():
     prepared = _prepare(_params())
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [FirstToken(42)]
-    assert prepared.sampling.seed == 7, "without a seed of its own it takes the prefill's"
+    assert prepared.sampling.seed == 7, (
+        "without a seed of its own it takes the prefill's"
+    )
     assert prepared.kv_rejected is None
 
 
@@ -90,12 +100,16 @@ _OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("name", _OTHERWISE)
-def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(name, policy):
+def test_a_first_token_drawn_in_another_way_is_drawn_here_and_the_kv_is_used(
+    name, policy
+):
     fields, members = _OTHERWISE[name]
     prepared = _prepare(_params(**fields), policy, **members)
     assert prepared.remote and prepared.remote.block_ids == [3, 4]
     assert prepared.remote.first_tokens == [] and prepared.kv_rejected is None
-    assert prepared.sampling.seed == members.get("seed", 99), "its own, as if it came alone"
+    assert prepared.sampling.seed == members.get("seed", 99), (
+        "its own, as if it came alone"
+    )
 
 
 def test_a_first_token_drawn_with_the_same_ends_banned_is_used():
@@ -104,7 +118,13 @@ def test_a_first_token_drawn_with_the_same_ends_banned_is_used():
 
 
 @pytest.mark.parametrize(
-    "members", [{"presence_penalty": 1}, {"logit_bias": {"5": 0}}, {"top_k": -1}, {"max_tokens": 1}]
+    "members",
+    [
+        {"presence_penalty": 1},
+        {"logit_bias": {"5": 0}},
+        {"top_k": -1},
+        {"max_tokens": 1},
+    ],
 )
 def test_what_begins_with_the_second_token_leaves_the_first_one_alone(members):
     remote = _prepare(_params(), **members).remote
@@ -130,13 +150,22 @@ _WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another block": (_forge(lambda p: p["remote_block_ids"].__setitem__(0, 1)), {}),
     "another first token": (_forge(lambda p: p["first_tokens"][0].update(id=1)), {}),
     "another secret": (_forge(lambda p: p.update(signature="00" * 32)), {}),
-    "another prompt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])), {}),
-    "another salt": (_params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 9], b"a")), {}),
+    "another prompt": (
+        _params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 1])),
+        {},
+    ),
+    "another salt": (
+        _params(prompt_digest=kv_params.prompt_digest([5, 6, 7, 8, 9], b"a")),
+        {},
+    ),
     "another length": (_params(remote_num_tokens=6), {}),
     "a token that this model lacks": (_params(first_tokens=[FirstToken(50)]), {}),
     "another that this model lacks": (_params(first_tokens=_LACKED), {"logprobs": 1}),
     "no logprobs of the prompt": (_params(), {"prompt_logprobs": 0}),
-    "too few logprobs of the prompt": (_params(prompt_logprobs=_ROWS), {"prompt_logprobs": 2}),
+    "too few logprobs of the prompt": (
+        _params(prompt_logprobs=_ROWS),
+        {"prompt_logprobs": 2},
+    ),
 }
 
 
@@ -170,7 +199,9 @@ def test_a_lease_is_the_senders_to_end_where_they_say_so(said):
     assert remote and remote.sender_releases is (said is True)
     assert kv_params.sender_releases([lent, lent]) is (said is True)
     assert not kv_params.sender_releases([lent, _params()])
-    assert not any(kv_params.sender_releases(other) for other in (None, [], {}, "x", [None]))
+    assert not any(
+        kv_params.sender_releases(other) for other in (None, [], {}, "x", [None])
+    )
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -186,7 +217,9 @@ def test_a_reference_too_deep_to_be_shown_is_rejected_and_no_failure_of_the_serv
     for _ in range(2 * sys.getrecursionlimit()):
         deep = [deep]
     offered = {**_params(), "remote_engine_id": deep}
-    with pytest.raises(KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["):
+    with pytest.raises(
+        KVParamsRejected, match=r"remote_engine_id must be `str`, got \[\[\["
+    ):
         _prepare(offered)
     assert list(EitherLeg(_SECRET, "recompute").refused(offered)) == []
 
@@ -199,17 +232,25 @@ def test_a_server_that_was_given_no_secret_says_so(uses_machine_secret):
     assert told.endswith("its own machine's file instead") == uses_machine_secret
 
 
-_HINT = KVHint(host="10.0.0.9", port=5600, engine_id="d-1", incarnation="i", num_tokens=900)
+_HINT = KVHint(
+    host="10.0.0.9", port=5600, engine_id="d-1", incarnation="i", num_tokens=900
+)
 
 
 def _sealed(age_s: int = 0) -> dict[str, Any]:
     return sealed(replace(_HINT, issued_s=int(time.time()) - age_s), _SECRET)
 
 
-@pytest.mark.parametrize("leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"])
+@pytest.mark.parametrize(
+    "leg", [{}, {"do_remote_decode": True}], ids=["alone", "prefill"]
+)
 def test_a_signed_hint_goes_along_with_either_leg(leg):
     prepared = _prepare({**leg, "hint": _sealed()}, max_tokens=1)
-    assert (prepared.hint, prepared.retain_kv, prepared.remote) == (_HINT, bool(leg), None)
+    assert (prepared.hint, prepared.retain_kv, prepared.remote) == (
+        _HINT,
+        bool(leg),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +263,9 @@ def test_a_signed_hint_goes_along_with_either_leg(leg):
         (-90, {}, r"hint\.issued_s is -\d\d s old"),
     ],
 )
-def test_a_hint_that_no_proxy_of_this_cluster_just_gave_is_refused(age_s, changes, told):
+def test_a_hint_that_no_proxy_of_this_cluster_just_gave_is_refused(
+    age_s, changes, told
+):
     forged = {**_sealed(age_s), **changes}
     prepared = _prepare({"hint": forged}, max_tokens=1)
     assert prepared.hint is None and re.search(told, prepared.kv_rejected or "")

@@ -2,7 +2,7 @@
 
 MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
 | slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked)
-| waiting (its GET /ready is 503).
+| waiting (its GET /ready is 503) | chatty (prints 4 MB before it serves, and a line when it ends).
 """
 
 import json
@@ -15,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from protocol.process import lifecycle
 
 kind, mode = sys.argv[1:3]
-options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word)
+options = dict(
+    word.removeprefix("--").split("=", 1) for word in sys.argv[3:] if "=" in word
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,7 +28,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models" and mode == "slow":
             time.sleep(3)
         answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
-        answer["environ"] = sorted(name for name in os.environ if name.startswith("BATON_"))
+        answer["environ"] = sorted(
+            name for name in os.environ if name.startswith("BATON_")
+        )
         is_waiting = mode == "waiting" and self.path == "/ready"
         if is_waiting:
             answer = {"missing": ["no prefill server is ready"]}
@@ -46,8 +50,14 @@ def main() -> int:
     if mode == "crash":
         raise ValueError("--tp 3 does not divide 4 heads")
     if mode == "fail":
-        lifecycle.report_failure("no model here: see --tp, --model and --hang-timeout-s")
+        lifecycle.report_failure(
+            "no model here: see --tp, --model and --hang-timeout-s"
+        )
         return 1
+    if mode == "chatty":
+        print(
+            "\n".join(["a line of a hundred bytes".ljust(99, ".")] * 40_000), flush=True
+        )
     if mode == "hang":
         signal.pause()
     if mode == "stubborn":

@@ -34,7 +34,9 @@ def test_a_subcommand_gets_the_rest_and_gives_the_status(monkeypatch):
 
 
 def test_nothing_that_takes_time_is_imported_before_ctrl_c_is_answered():
-    code = "import sys, deploy.cli; assert not {'pydantic', 'asyncio'} & set(sys.modules)"
+    code = (
+        "import sys, deploy.cli; assert not {'pydantic', 'asyncio'} & set(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -49,7 +51,8 @@ def test_a_wrong_option_ends_with_2_and_says_which(command):
 
 @pytest.mark.parametrize("command", ["up", "warm", "plan"])
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("--prefil.tp", "--prefill.tp"), ("--decode.tpp", "--decode.tp")]
+    ("wrong", "near"),
+    [("--prefil.tp", "--prefill.tp"), ("--decode.tpp", "--decode.tp")],
 )
 def test_near_names_of_options_of_a_group_are_proposed(command, wrong, near):
     argv = [sys.executable, "-m", "deploy.cli", command, f"{wrong}=1"]

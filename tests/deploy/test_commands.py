@@ -28,7 +28,9 @@ def test_each_server_gets_a_name_and_the_secret_by_environment():
 
 def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers():
     client, admin, own = "client-key-1", "admin-key-12", "the-proxy's-own"
-    settings = up(f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k")
+    settings = up(
+        f"--api-key={client}", f"--admin-key={admin}", "--tls-cert=c", "--tls-key=k"
+    )
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
     proxy = proxy_command(settings, urls, "s" * 16, own)
     assert proxy.env == {
@@ -39,7 +41,9 @@ def test_keys_go_by_environment_and_the_proxy_has_its_own_for_the_servers():
     }
     for server in server_commands(settings, secret="s" * 16, cores=8, key=own):
         assert server.env["BATON_ADMIN_KEY"] == f"{own},{admin}"
-        assert not any(key in " ".join(server.argv) for key in (client, admin, own, "tls"))
+        assert not any(
+            key in " ".join(server.argv) for key in (client, admin, own, "tls")
+        )
     words = " ".join(proxy.argv)
     assert "--tls-cert=c --tls-key=k" in words
     assert not any(key in words for key in (client, admin, own))
@@ -55,16 +59,42 @@ def test_keys_salt_at_the_proxy_which_knows_them():
 
 def test_options_reach_their_servers_and_no_others():
     settings = up(
-        *("--model=m", "--dtype=float32", "--max-model-len=99", "--max-body-bytes=1000"),
-        *("--prefill.block-size=16", "--prefill.kv-layout=LBCNHD", "--prefill.lease-s=3"),
+        *(
+            "--model=m",
+            "--dtype=float32",
+            "--max-model-len=99",
+            "--max-body-bytes=1000",
+        ),
+        *(
+            "--prefill.block-size=16",
+            "--prefill.kv-layout=LBCNHD",
+            "--prefill.lease-s=3",
+        ),
         "--client-timeout-s=600",
-        *("--prefill.dtype=bfloat16", "--no-decode.enable-prefix-caching", "--decode.tp=2"),
+        *(
+            "--prefill.dtype=bfloat16",
+            "--no-decode.enable-prefix-caching",
+            "--decode.tp=2",
+        ),
     )
     prefill = load(PrefillSettings, server_argv(settings, "prefill", cores=8))
     decode = load(DecodeSettings, server_argv(settings, "decode", cores=8))
-    assert (prefill.model, prefill.max_model_len, prefill.dtype) == ("m", 99, "bfloat16")
-    assert (prefill.block_size, prefill.kv_layout, prefill.lease_s) == (16, "LBCNHD", 3.0)
-    assert (decode.model, decode.dtype, decode.block_size, decode.tp) == ("m", "float32", 64, 2)
+    assert (prefill.model, prefill.max_model_len, prefill.dtype) == (
+        "m",
+        99,
+        "bfloat16",
+    )
+    assert (prefill.block_size, prefill.kv_layout, prefill.lease_s) == (
+        16,
+        "LBCNHD",
+        3.0,
+    )
+    assert (decode.model, decode.dtype, decode.block_size, decode.tp) == (
+        "m",
+        "float32",
+        64,
+        2,
+    )
     assert prefill.enable_prefix_caching and not decode.enable_prefix_caching
     assert (prefill.port, decode.port, prefill.max_body_bytes) == (0, 0, 1000)
     assert prefill.client_timeout_s == decode.client_timeout_s == 600
@@ -72,7 +102,10 @@ def test_options_reach_their_servers_and_no_others():
 
 def test_every_group_option_is_one_of_its_server():
     settings = up()
-    for group, target in ((settings.prefill, PrefillSettings), (settings.decode, DecodeSettings)):
+    for group, target in (
+        (settings.prefill, PrefillSettings),
+        (settings.decode, DecodeSettings),
+    ):
         assert set(type(group).model_fields) - set(target.model_fields) == {"count"}
 
 
@@ -95,7 +128,9 @@ def test_an_option_of_a_server_has_a_name_for_users_of_up(kind, option, written)
 
 
 def test_the_proxy_gets_the_endpoint_and_all_urls():
-    settings = up("--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5")
+    settings = up(
+        "--host=0.0.0.0", "--port=9", "--log-level=debug", "--max-body-bytes=5"
+    )
     urls = {"prefill": ["http://a:1"], "decode": ["http://b:2", "http://c:3"]}
     command = proxy_command(settings, urls, "s" * 16)
     proxy = load(ProxySettings, command.argv[3:])

@@ -83,7 +83,9 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
 
     def here(value: str) -> str:
         for name in services:
-            value = re.sub(rf"//{name}:(\d+)", lambda m: f"//127.0.0.1:{moved[m[1]]}", value)
+            value = re.sub(
+                rf"//{name}:(\d+)", lambda m: f"//127.0.0.1:{moved[m[1]]}", value
+            )
         return "127.0.0.1" if value in services else value
 
     found = {}
@@ -111,7 +113,9 @@ def services() -> Iterator[dict[str, Service]]:
 @pytest.fixture(scope="module")
 def proxy(services: dict[str, Service]) -> Iterator[Server]:
     """Of the cluster, which is started in the order that depends_on asks for."""
-    *servers, last = sorted(services.values(), key=lambda service: service.name == "proxy")
+    *servers, last = sorted(
+        services.values(), key=lambda service: service.name == "proxy"
+    )
     with started(*(service.start for service in servers)) as children:
         proxy = last.start()
         with running(proxy):
@@ -138,9 +142,13 @@ def test_the_images_health_check_is_content_with_every_service(services):
 
     def status(**environ: str) -> int:
         environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", **environ}
-        return subprocess.run([sys.executable, *argv], cwd=ROOT, env=environ, timeout=60).returncode
+        return subprocess.run(
+            [sys.executable, *argv], cwd=ROOT, env=environ, timeout=60
+        ).returncode
 
-    assert [status(**service.env) for service in services.values()] == [0] * len(services)
+    assert [status(**service.env) for service in services.values()] == [0] * len(
+        services
+    )
     env = services["proxy"].env
     assert status(**{**env, "BATON_HOST": "localhost"}) == 0
     with kept_ports(1) as (nobodys,):
@@ -150,9 +158,9 @@ def test_the_images_health_check_is_content_with_every_service(services):
 @pytest.mark.parametrize("file", [COMPOSE, GPU_COMPOSE], ids=lambda file: file.stem)
 def test_servers_and_proxy_have_one_secret_which_has_no_default(file):
     services = compose(file, MODEL="m", BATON_CLUSTER_SECRET=_SECRET)["services"]
-    assert {services[name]["environment"].get("BATON_CLUSTER_SECRET") for name in KINDS} == {
-        _SECRET
-    }
+    assert {
+        services[name]["environment"].get("BATON_CLUSTER_SECRET") for name in KINDS
+    } == {_SECRET}
     with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
         compose(file, MODEL="m")
 
@@ -171,7 +179,9 @@ def test_the_image_runs_as_nobody_special_and_has_every_package(name):
 
 
 def gpu_services(**variables: str) -> Any:
-    return compose(GPU_COMPOSE, MODEL="m", BATON_CLUSTER_SECRET=_SECRET, **variables)["services"]
+    return compose(GPU_COMPOSE, MODEL="m", BATON_CLUSTER_SECRET=_SECRET, **variables)[
+        "services"
+    ]
 
 
 def settings(name: str, **variables: str) -> Any:
@@ -188,7 +198,9 @@ def settings(name: str, **variables: str) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
     known = {variable_name(path) for path in field_paths(KINDS[name])}
-    given = {key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")}
+    given = {
+        key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")
+    }
     assert given - known == set()
 
 
@@ -208,19 +220,29 @@ def test_several_hosts_and_ranks_are_a_matter_of_variables():
         "PREFILL_URLS": "http://host-p:8100,http://host-q:8100",
     }
     prefill = settings("prefill", **names)
-    assert (prefill.advertised_host, prefill.devices, prefill.tp) == ("host-p", (0, 1), 2)
+    assert (prefill.advertised_host, prefill.devices, prefill.tp) == (
+        "host-p",
+        (0, 1),
+        2,
+    )
     assert len(settings("proxy", **names).prefill) == 2
 
 
 def test_servers_of_a_host_see_each_other_and_every_gpu():
     prefill, decode = (gpu_services()[name] for name in ("prefill", "decode"))
     for server in (prefill, decode):
-        assert (server["ipc"], server["pid"]) == ("service:namespaces", "service:namespaces")
+        assert (server["ipc"], server["pid"]) == (
+            "service:namespaces",
+            "service:namespaces",
+        )
         (reserved,) = server["deploy"]["resources"]["reservations"]["devices"]
         assert reserved["count"] == "all"
         assert server["ulimits"]["memlock"] == -1
     holder = gpu_services()["namespaces"]
-    assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {"prefill", "decode"}
+    assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {
+        "prefill",
+        "decode",
+    }
 
 
 def test_the_commands_in_its_head_set_what_it_needs():

@@ -24,11 +24,18 @@ from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import used_fields, validate
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load
-from protocol.settings.sources import MACHINE_VARIABLES, field_paths, option_name, variable_name
+from protocol.settings.sources import (
+    MACHINE_VARIABLES,
+    field_paths,
+    option_name,
+    variable_name,
+)
 from proxy import errors as proxy_errors
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+)
 # A pattern; docker's; argparse's; pip's.
 OTHERS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
 ALL_PROGRAMS = {
@@ -38,7 +45,9 @@ ALL_PROGRAMS = {
     "baton doctor": DoctorSettings,
     "baton models": ModelsSettings,
 }
-ALL_FIELDS = [fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)]
+ALL_FIELDS = [
+    fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)
+]
 # The others name options of other programs.
 OF_BENCHMARKS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 OF_BATON = [path for path in DOCS if path.name not in OF_BENCHMARKS]
@@ -64,7 +73,9 @@ def test_every_file_that_a_text_names_exists(path):
 @pytest.mark.parametrize("path", OF_BATON, ids=lambda path: path.name)
 def test_every_variable_that_a_text_names_is_read(path):
     known = set(map(variable_name, ALL_FIELDS))
-    named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {"BATON_UPPER_CASE"}
+    named = set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", path.read_text())) - {
+        "BATON_UPPER_CASE"
+    }
     assert named - known - MACHINE_VARIABLES == set()
 
 
@@ -72,7 +83,9 @@ def test_every_variable_that_a_text_names_is_read(path):
 def test_every_source_that_a_text_names_exists(path):
     sources = [f"/{one.relative_to(ROOT)}" for one in ROOT.glob("[a-z]*/**/*.py")]
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
-    assert {name for name in named if not any(one.endswith(f"/{name}") for one in sources)} == set()
+    assert {
+        name for name in named if not any(one.endswith(f"/{name}") for one in sources)
+    } == set()
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -98,17 +111,24 @@ def test_the_models_of_the_text_are_those_of_the_code():
 def test_every_command_of_a_text_is_accepted(path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "as the texts say before")
     text = re.sub(r"\\\n\s*", "", path.read_text())  # one command over several lines
-    command = re.compile(r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)")
+    command = re.compile(
+        r"(?m)(?:^ {4}(?:[\w-]+\$ )?|`)(baton [a-z]+)([ -~]*?)(?=[`#]|$)"
+    )
     commands = command.findall(text)
     assert commands or not re.search(r"(?m)^ {4}(?:[\w-]+\$ )?baton ", text)
     for name, options in commands:
-        assert isinstance(load(ALL_PROGRAMS[name], shlex.split(options)), ALL_PROGRAMS[name])
+        assert isinstance(
+            load(ALL_PROGRAMS[name], shlex.split(options)), ALL_PROGRAMS[name]
+        )
 
 
 def test_the_arguments_of_make_are_accepted():
     readme, evaluation = (ROOT / name for name in ("README.md", "docs/evaluation.md"))
     serve, evaluate = (
-        [shlex.split(words) for words in re.findall(r'ARGS="(--[^"]+)"', path.read_text())]
+        [
+            shlex.split(words)
+            for words in re.findall(r'ARGS="(--[^"]+)"', path.read_text())
+        ]
         for path in (readme, evaluation)
     )
     assert len(serve) >= 2 and len(evaluate) >= 2
@@ -120,8 +140,16 @@ def test_the_arguments_of_make_are_accepted():
 
 @pytest.mark.parametrize(("given", "code"), [("PORT=8031", 0), ("port=8031", 2)])
 def test_make_refuses_variables_that_it_would_not_read(given, code):
-    command = ["make", "--dry-run", "serve", given, "ARGS=--decode.count 2 --prefill.tp=2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        "make",
+        "--dry-run",
+        "serve",
+        given,
+        "ARGS=--decode.count 2 --prefill.tp=2",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     told = done.stderr if code else done.stdout
     assert ("--port '8031'" if code == 0 else "no variable here: port; ") in told
@@ -143,7 +171,11 @@ def test_the_requests_of_the_readme_are_accepted():
 
 
 def test_the_fields_of_responses_are_in_the_text():
-    text = (ROOT / "docs" / "structured_output.md").read_text().partition("## /v1/responses")[2]
+    text = (
+        (ROOT / "docs" / "structured_output.md")
+        .read_text()
+        .partition("## /v1/responses")[2]
+    )
     of_all = {"model", "stream", "kv_transfer_params"}
     named = set(re.findall(r"`(\w+)", text.partition("Nothing\nis stored")[0]))
     assert named == used_fields(ResponsesRequest) - of_all
@@ -158,7 +190,10 @@ def _rows(heading: str) -> list[list[str]]:
     """The cells of the first table after a text, without its head."""
     lines = API[API.index(heading) :].splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    end = next((i for i, line in enumerate(lines) if i > begin and not line.startswith("|")), None)
+    end = next(
+        (i for i, line in enumerate(lines) if i > begin and not line.startswith("|")),
+        None,
+    )
     return [line.strip("| ").split(" | ") for line in lines[begin + 2 : end]]
 
 
@@ -172,7 +207,10 @@ def _leaves(root: type[errors.BatonError]) -> set[type[errors.BatonError]]:
 
 
 def test_the_table_of_errors_is_that_of_the_code():
-    told = {(_names(code)[0], status, again) for code, status, again, *_ in _rows("## Errors")}
+    told = {
+        (_names(code)[0], status, again)
+        for code, status, again, *_ in _rows("## Errors")
+    }
     modules = (errors.__name__, proxy_errors.__name__)
     kinds = {kind for kind in _leaves(errors.BatonError) if kind.__module__ in modules}
     found = {(k.code, str(k.status), "yes" if k.retryable else "no") for k in kinds}
@@ -183,24 +221,46 @@ def test_the_tables_of_kv_transfer_params_are_those_of_the_code():
     orders = {"do_remote_prefill", "do_remote_decode"}
     from_p = [name for row in _rows("From P, to D") for name in _names(row[0])]
     assert len(from_p) == len(set(from_p))
-    assert set(from_p) == {*KVTransferParams.__struct_fields__, *orders, SENDER_RELEASES}
+    assert set(from_p) == {
+        *KVTransferParams.__struct_fields__,
+        *orders,
+        SENDER_RELEASES,
+    }
     to_p = {name for row in _rows("To P, all optional") for name in _names(row[0])}
     assert to_p == {*orders, "transfer_id", HINT}
 
 
 def test_every_path_of_the_document_is_in_the_text():
-    assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(re.findall(r"/[\w/{}]+", API))
+    assert set(openapi.document()["paths"]) | {RELEASE_PATH} <= set(
+        re.findall(r"/[\w/{}]+", API)
+    )
 
 
 def test_what_the_table_of_troubles_quotes_is_said_somewhere():
-    text = (ROOT / "docs" / "operations.md").read_text().partition("## Something is wrong")[2]
-    seen = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][1:]
+    text = (
+        (ROOT / "docs" / "operations.md")
+        .read_text()
+        .partition("## Something is wrong")[2]
+    )
+    seen = [
+        line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")
+    ][1:]
     quoted = {part for cell in seen for part in re.findall(r"`([^`]+)`", cell)}
-    packages = ("protocol", "kvcache", "attention", "model", "engine", "deploy", "proxy")
+    packages = (
+        "protocol",
+        "kvcache",
+        "attention",
+        "model",
+        "engine",
+        "deploy",
+        "proxy",
+    )
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     said = " ".join(path.read_text() for path in sources)
     said = re.sub(r'"\s*\n?\s*f?"', "", said)  # one text over several lines
-    pieces = {piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)}
+    pieces = {
+        piece.strip() for phrase in quoted for piece in re.split("…|SIGKILL", phrase)
+    }
     assert {piece for piece in pieces if piece not in said} == set()
 
 

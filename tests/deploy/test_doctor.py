@@ -29,14 +29,25 @@ def test_a_machine_with_all_it_needs_gets_no_advice():
     ("host", "word"),
     [
         (replace(GPU_HOST, peer_access=()), "CUDA_VISIBLE_DEVICES"),
-        (replace(GPU_HOST, packages={**GPU_HOST.packages, "nixl": None}), "pip install nixl"),
-        (replace(GPU_HOST, packages={**GPU_HOST.packages, "triton": None}), "pip install triton"),
+        (
+            replace(GPU_HOST, packages={**GPU_HOST.packages, "nixl": None}),
+            "pip install nixl",
+        ),
+        (
+            replace(GPU_HOST, packages={**GPU_HOST.packages, "triton": None}),
+            "pip install triton",
+        ),
         (replace(GPU_HOST, ucx_environment={"UCX_TLS": "tcp"}), "unset UCX_TLS"),
         (replace(GPU_HOST, shm_bytes=1 << 20), "shm_size"),
         (replace(GPU_HOST, gpus=(), can_read_peers=False), "ptrace_scope"),
         (replace(GPU_HOST, rdma_devices=("mlx5_0",)), "devices: /dev/infiniband"),
         (
-            replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True, memlock_bytes=8 << 20),
+            replace(
+                GPU_HOST,
+                rdma_devices=("mlx5_0",),
+                rdma_usable=True,
+                memlock_bytes=8 << 20,
+            ),
             "8 MiB may be locked. Fix: ulimit -l unlimited",
         ),
     ],
@@ -50,18 +61,27 @@ def test_a_slow_way_between_gpus_is_a_warning_with_the_fix():
     (note,) = advice(GPU_HOST, [FAST, SLOW])
     assert "6.00 GB/s" in note and "ipc: host" in note
     assert used("auto", [FAST, SLOW]) == "mapped"
-    assert used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW]) == "nixl"
+    assert (
+        used("auto", [replace(FAST, bytes_per_s=None, reason="no peer access"), SLOW])
+        == "nixl"
+    )
 
 
 def test_the_way_that_is_told_is_the_one_that_servers_take_by_default():
-    assert "--transfer auto (the default here) uses: mapped" in text(GPU_HOST, [FAST, SLOW], [])
+    assert "--transfer auto (the default here) uses: mapped" in text(
+        GPU_HOST, [FAST, SLOW], []
+    )
     cpu_host = replace(GPU_HOST, gpus=(), peer_access=())
-    assert "--transfer nixl (the default here) uses: nixl" in text(cpu_host, [FAST, SLOW], [])
+    assert "--transfer nixl (the default here) uses: nixl" in text(
+        cpu_host, [FAST, SLOW], []
+    )
     assert used("nixl", [FAST]).startswith("nothing")
 
 
 def test_a_way_that_does_not_work_says_why():
-    link = measure("mapped", "cpu", "cuda:0", 1 << 20)  # no GPU, or not mappable from there
+    link = measure(
+        "mapped", "cpu", "cuda:0", 1 << 20
+    )  # no GPU, or not mappable from there
     assert link.bytes_per_s is None and link.reason
 
 

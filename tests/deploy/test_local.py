@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_program.py")
@@ -97,7 +101,11 @@ def gone(pid: int) -> bool:
 def family(endpoint: str) -> dict[str, Any]:
     """What the proxy and every server say about themselves, by URL."""
     proxy = get(endpoint)
-    urls = [arg.split("=", 1)[1] for arg in proxy["argv"] if re.match("--(prefill|decode)=", arg)]
+    urls = [
+        arg.split("=", 1)[1]
+        for arg in proxy["argv"]
+        if re.match("--(prefill|decode)=", arg)
+    ]
     return {endpoint: proxy, **{url: get(url) for url in urls}}
 
 
@@ -123,7 +131,9 @@ def test_the_page_is_announced_first_then_the_endpoint():
         endpoint = launcher.endpoint()
         launcher.until("curl ")
         page, api = launcher.lines[-3:-1]
-        assert page == f"ready {endpoint}/    (page of this cluster: open it in a browser)"
+        assert (
+            page == f"ready {endpoint}/    (page of this cluster: open it in a browser)"
+        )
         assert api == f"      {endpoint}/v1  (endpoint for OpenAI clients)"
 
 
@@ -155,7 +165,9 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     assert "proxy |" not in told and "ready http" not in told
 
 
-def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(monkeypatch):
+def test_neither_a_proxy_of_the_environment_nor_one_slow_to_name_the_model_hinders(
+    monkeypatch,
+):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("http_proxy", nobody)
@@ -184,7 +196,9 @@ def test_ctrl_c_reaches_the_launcher_alone_and_ends_all():
         ("serve,serve,fail", "proxy: no model here"),
     ],
 )  # fmt: skip
-def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(modes, reason):
+def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(
+    modes, reason
+):
     with launched(modes) as launcher:
         assert launcher.end() == 1
         last = launcher.lines[-1]
@@ -196,9 +210,13 @@ def test_a_failed_start_ends_all_and_its_reason_comes_last_in_the_users_words(mo
 
 
 def test_waiting_is_explained_and_ends_after_a_while():
-    with launched("serve,hang,fail", "--start-timeout-s=5") as launcher:  # long for the other one
+    with launched(
+        "serve,hang,fail", "--start-timeout-s=5"
+    ) as launcher:  # long for the other one
         assert launcher.end() == 1
-        notes = [line for line in launcher.lines if "waiting for" in line]  # first for both of them
+        notes = [
+            line for line in launcher.lines if "waiting for" in line
+        ]  # first for both of them
         assert notes and re.fullmatch(
             r"baton \| \d+ s, waiting for decode-0 \(starting\)", notes[-1]
         )
@@ -232,8 +250,12 @@ def test_sigkill_of_the_launcher_leaves_no_orphan():
         assert all(gone(member["pid"]) for member in members.values())
 
 
-@pytest.mark.parametrize(("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)])
-def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(grace_s, num_signals, status):
+@pytest.mark.parametrize(
+    ("grace_s", "num_signals", "status"), [(0.1, 1, 1), (1000, 2, 130)]
+)
+def test_who_does_not_end_is_killed_and_at_once_by_a_second_ctrl_c(
+    grace_s, num_signals, status
+):
     with launched("serve,stubborn,serve", f"--shutdown-grace-s={grace_s}") as launcher:
         members = family(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)
@@ -250,6 +272,33 @@ def test_a_stop_while_starting_ends_all():
         launcher.until("decode-0 | decode starts")
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
+
+
+@pytest.mark.parametrize(
+    "reads_at_end", [False, True], ids=["never read", "read at its end"]
+)
+def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
+    with (
+        kept_ports(1) as (port,),
+        launched("serve,chatty,serve", f"--port={port}") as launcher,
+    ):
+        endpoint = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                assert get(f"{endpoint}/v1/models")["data"]
+                break
+            except urllib.error.URLError:
+                assert time.monotonic() < deadline
+        servers = family(endpoint)
+        launcher.process.send_signal(signal.SIGTERM)
+        if reads_at_end:
+            assert launcher.end() == 0
+            assert launcher.lines[-1] == "baton | ended"
+            assert any("lines were dropped" in line for line in launcher.lines)
+        else:
+            assert launcher.process.wait(DEADLINE_S) == 0
+        assert all(gone(server["pid"]) for server in servers.values())
 
 
 def test_a_taken_port_is_refused_before_anything_starts():

@@ -11,7 +11,10 @@ from tests.model.test_config import LLAMA
 
 
 def test_each_architecture_names_the_test_that_proves_it(capsys):
-    assert models.main(["--revision", "main"]) == 1 and "--model" in capsys.readouterr().err
+    assert (
+        models.main(["--revision", "main"]) == 1
+        and "--model" in capsys.readouterr().err
+    )
     assert models.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, declared in ARCHITECTURES.items():
@@ -26,7 +29,12 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
     ("change", "overrides", "status", "told"),
     [
         ({}, {}, 0, "served: LlamaForCausalLM, 2 layers"),
-        ({"architectures": ["Llama4ForCausalLM"]}, {}, 1, "nearest that is served is LlamaForC"),
+        (
+            {"architectures": ["Llama4ForCausalLM"]},
+            {},
+            1,
+            "nearest that is served is LlamaForC",
+        ),
         (
             {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3},
             {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -37,7 +45,9 @@ def test_each_architecture_names_the_test_that_proves_it(capsys):
         ({"hidden_act": "mish"}, {"hidden_act": "silu"}, 0, "served: Llama"),
     ],
 )
-def test_a_model_is_served_or_the_reason_told(tmp_path, capsys, change, overrides, status, told):
+def test_a_model_is_served_or_the_reason_told(
+    tmp_path, capsys, change, overrides, status, told
+):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
     asked = [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []
     assert models.main([f"--model={tmp_path}", *asked]) == status

@@ -43,7 +43,9 @@ def test_no_text_names_a_metric_that_is_not_there(file):
     known = {exposed(spec): spec for spec in TABLE}
     for spec in TABLE:
         if spec.kind == "histogram":
-            known |= {f"{spec.name}_{part}": spec for part in ("bucket", "sum", "count")}
+            known |= {
+                f"{spec.name}_{part}": spec for part in ("bucket", "sum", "count")
+            }
     named = set(re.findall(r"\bbaton_[a-z_]+", file.read_text()))
     assert named and named - known.keys() == set()
 
@@ -57,11 +59,16 @@ def rules() -> list[dict[str, str]]:
 def test_dashboard_and_rules_ask_for_labels_that_the_metrics_have():
     labels = {exposed(spec): spec.labels for spec in TABLE}
     dashboard = json.loads(DASHBOARD.read_text())
-    targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    targets = [
+        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+    ]
     assert len(targets) >= 10
     for expression in [*targets, *(rule["expr"] for rule in rules())]:
         for name, inside in re.findall(r"\b(baton_\w+)\{([^}]*)\}", expression):
-            asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {"job", "instance"}
+            asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)) - {
+                "job",
+                "instance",
+            }
             assert asked <= set(labels[name.removesuffix("_bucket")]), expression
         # Prefill servers have these too, of first tokens.
         assert not re.search(r"baton_(generation_tokens|inter_token)\w+\[", expression)
@@ -87,6 +94,11 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 
 def test_the_counts_of_the_closing_line_add_up():
     line = closing_line(REPORT, "abc")
-    assert [line[key] for key in ("passed", "failed", "errors", "skipped")] == [4, 2, 1, 3]
+    assert [line[key] for key in ("passed", "failed", "errors", "skipped")] == [
+        4,
+        2,
+        1,
+        3,
+    ]
     assert (line["seconds"], line["started"]) == (1.3, "2026-01-31T12:00:00")
     assert line["commit"] == "abc"

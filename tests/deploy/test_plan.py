@@ -21,7 +21,9 @@ def geometry(**options: Any) -> DecodeGeometry:
     return DecodeGeometry(**{"dtype": "bfloat16", **options})
 
 
-def explain(model: Model, p: DecodeGeometry, d: DecodeGeometry, **options: Any) -> dict[str, Any]:
+def explain(
+    model: Model, p: DecodeGeometry, d: DecodeGeometry, **options: Any
+) -> dict[str, Any]:
     settings = PlanSettings(**options).model_copy(update={"prefill": p, "decode": d})
     return plan.explain(settings, model, "float32")
 
@@ -59,14 +61,23 @@ def test_a_latent_is_read_once_and_from_all_ranks_in_turn():
 
 
 def test_ranks_that_share_tokens_read_their_own():
-    found = explain(MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256)
+    found = explain(
+        MLA, geometry(tp=4), geometry(tp=4, dcp=4), tokens=1000, hit_tokens=256
+    )
     # Of blocks of 64: three each, but the last one, of 40 tokens, is the last rank's.
     assert of_ranks(found, "tokens") == [192, 192, 192, 168]
-    assert of_ranks(found, "bytes_read") == [n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)]
+    assert of_ranks(found, "bytes_read") == [
+        n * MLA_TOKEN_BYTES for n in (192, 192, 192, 168)
+    ]
     assert "tp 4, dcp 4, BHLCND" in plan.text(found)
     assert "D rank 3: 168 tokens of head(s) 0 from P rank(s)" in plan.text(found)
-    found = explain(LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40)  # less than a stripe
-    assert (of_ranks(found, "tokens"), of_ranks(found, "remote_ranks")) == ([40, 0], [[0], []])
+    found = explain(
+        LLAMA, geometry(), geometry(tp=2, dcp=2), tokens=40
+    )  # less than a stripe
+    assert (of_ranks(found, "tokens"), of_ranks(found, "remote_ranks")) == (
+        [40, 0],
+        [[0], []],
+    )
     found = explain(LLAMA, geometry(block_size=16), geometry(tp=4, dcp=2), tokens=200)
     assert of_ranks(found, "tokens") == [128, 72] * 2
     assert of_ranks(found, "heads") == ["0-3", "0-3", "4-7", "4-7"]
@@ -92,7 +103,10 @@ def test_of_a_window_only_what_is_still_seen_moves():
     (rank,) = found["ranks"]
     layer_bytes = 8 * 2 * 128 * 2  # of a token
     assert rank["useful_bytes"] == 8 * layer_bytes * (99_000 + 5 * 1024)
-    assert "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens" in plan.text(found)
+    assert (
+        "6 group(s), which see all, 1024, 1024, 1024, 1024, 1024 tokens"
+        in plan.text(found)
+    )
     hit = explain(gemma, geometry(), geometry(), tokens=100_000, hit_tokens=99_500)
     assert of_ranks(hit, "useful_bytes") == [48 * layer_bytes * 500]
 
@@ -130,7 +144,9 @@ def test_equal_geometry_moves_at_most_a_read_per_block(model, capsys):
 
 def test_a_hit_is_not_moved_and_the_text_says_why(model, capsys):
     argv = ["--model", model, "--tokens=128", "--hit-tokens=64", "--decode.tp=2"]
-    assert plan.main([*argv, "--prefill.kv-layout=LBCNHD", "--prefill.block-size=16"]) == 0
+    assert (
+        plan.main([*argv, "--prefill.kv-layout=LBCNHD", "--prefill.block-size=16"]) == 0
+    )
     text = capsys.readouterr().out
     assert "64 of them already on D" in text
     assert text.count("why: ") == 2
@@ -139,7 +155,10 @@ def test_a_hit_is_not_moved_and_the_text_says_why(model, capsys):
 def test_the_costs_of_the_link_decide_the_path(model, capsys):
     argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
     paths = []
-    for costs in ("1000,1000,1000", "0.000001,1000,0.001"):  # slow descriptors, slow placing
+    for costs in (
+        "1000,1000,1000",
+        "0.000001,1000,0.001",
+    ):  # slow descriptors, slow placing
         assert plan.main([*argv, f"--transfer-costs={costs}"]) == 0
         paths += of_ranks(json.loads(capsys.readouterr().out), "path")
     assert paths == ["staged", "direct"]
@@ -172,7 +191,9 @@ def test_a_config_tells_the_windows(model, capsys):
         (["--device=tpu"], 2, "--device: must be cpu or cuda, not tpu"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_at_the_command_line(model, argv, status, told, capsys):
+def test_what_cannot_be_is_refused_at_the_command_line(
+    model, argv, status, told, capsys
+):
     try:
         ended: Any = plan.main(["--model", model, *argv])
     except SystemExit as error:

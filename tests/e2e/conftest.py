@@ -33,7 +33,9 @@ def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
 def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
     """Holds a module to it: once its tests have ended, no server keeps a block for them."""
     yield
-    assert_home(*tiny_cluster.servers()[1:], timeout_s=45)  # a lease that nobody ends lasts 30 s
+    assert_home(
+        *tiny_cluster.servers()[1:], timeout_s=45
+    )  # a lease that nobody ends lasts 30 s
 
 
 @pytest.fixture(scope="session")

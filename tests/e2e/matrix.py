@@ -52,7 +52,9 @@ class Geometry:
 
     def __str__(self) -> str:
         dcp = [f"dcp{self.dcp}"] if self.dcp > 1 else []
-        return "-".join([f"tp{self.tp}", *dcp, str(self.block_size), self.layout, *self.options])
+        return "-".join(
+            [f"tp{self.tp}", *dcp, str(self.block_size), self.layout, *self.options]
+        )
 
 
 def model_dir(name: str) -> Path:
@@ -106,7 +108,9 @@ class Farm:
         self._make_room(missing, keep=keys)
         with ThreadPoolExecutor(len(keys)) as pool:
             starts = {key: pool.submit(key.start) for key in missing}
-        self._own.update({key: s.result() for key, s in starts.items() if not s.exception()})
+        self._own.update(
+            {key: s.result() for key, s in starts.items() if not s.exception()}
+        )
         for start in starts.values():
             start.result()
         for key in keys:
@@ -167,7 +171,9 @@ class Reply:
     kv: dict[str, int]
 
 
-def post(url: str, prompt: Sequence[int], num_tokens: int, params: Any = None) -> httpx.Response:
+def post(
+    url: str, prompt: Sequence[int], num_tokens: int, params: Any = None
+) -> httpx.Response:
     asked = {"logprobs": 1, "kv_transfer_params": params}
     return client.post(url, **client.greedy(prompt, num_tokens, **asked))
 
@@ -199,12 +205,20 @@ def check_cell(
     before = _counts(prefiller, decoder)
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: _warm(prefiller.url, decoder.url, case), cases))
-        replies = list(pool.map(lambda c: _pair(prefiller.url, decoder.url, c, p), cases))
-        expected = list(pool.map(lambda case: ask(oracle, case.prompt, NUM_TOKENS), cases))
+        replies = list(
+            pool.map(lambda c: _pair(prefiller.url, decoder.url, c, p), cases)
+        )
+        expected = list(
+            pool.map(lambda case: ask(oracle, case.prompt, NUM_TOKENS), cases)
+        )
     for case, reply, right in zip(cases, replies, expected, strict=True):
         assert_alike(reply, right)
         hit = case.on_decode // d.tokens_per_block * d.tokens_per_block
-        assert reply.kv == {"transferred": len(case.prompt) - hit, "recomputed": 0, "skipped": hit}
+        assert reply.kv == {
+            "transferred": len(case.prompt) - hit,
+            "recomputed": 0,
+            "skipped": hit,
+        }
     assert_home(prefiller, decoder)
     # However many ranks read from however many: one lease, completed once.
     risen = _counts(prefiller, decoder) - before
@@ -220,7 +234,9 @@ def _warm(prefill_url: str, decode_url: str, case: Case) -> None:
 def _pair(prefill_url: str, decode_url: str, case: Case, p: Geometry) -> Reply:
     params = prefill(prefill_url, case.prompt, logprobs=1)
     assert params["tp_size"] == p.tp
-    assert params["remote_cached_tokens"] == case.on_prefill // p.block_size * p.block_size
+    assert (
+        params["remote_cached_tokens"] == case.on_prefill // p.block_size * p.block_size
+    )
     return ask(decode_url, case.prompt, NUM_TOKENS, params)
 
 

@@ -12,7 +12,9 @@ class Reference:
 
     def __init__(self, model: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32
+        ).eval()
         self._cache: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def text(self, prompt: str, num_tokens: int) -> str:
@@ -23,10 +25,14 @@ class Reference:
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """What the template makes of messages, up to where the answer begins."""
         template = self.tokenizer.apply_chat_template
-        ids: list[int] = template(messages, add_generation_prompt=True, return_dict=False)
+        ids: list[int] = template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         return ids
 
-    def answer(self, messages: list[dict[str, str]], limit: int) -> tuple[list[int], str]:
+    def answer(
+        self, messages: list[dict[str, str]], limit: int
+    ) -> tuple[list[int], str]:
         """The greedy answer to messages, up to its end of sequence: (ids, text)."""
         ids = self.generate(self.chat(messages), limit)
         end = self.tokenizer.eos_token_id

@@ -37,9 +37,18 @@ _REFUSED = {
         _completion(prompt=[7] * 4000, max_tokens=97),
         ["max_tokens", "4000", "97", "4096"],
     ),
-    "ids longer than the context": (_completion(prompt=[7] * 5000), ["prompt", "5000", "4096"]),
-    "one of two too long": (_completion(prompt=[[7], [7] * 4096]), ["prompt", "4096", "4095"]),
-    "text longer than the context": (_completion(prompt="Anna found " * 9000), ["4096"]),
+    "ids longer than the context": (
+        _completion(prompt=[7] * 5000),
+        ["prompt", "5000", "4096"],
+    ),
+    "one of two too long": (
+        _completion(prompt=[[7], [7] * 4096]),
+        ["prompt", "4096", "4095"],
+    ),
+    "text longer than the context": (
+        _completion(prompt="Anna found " * 9000),
+        ["4096"],
+    ),
     "no prompt": ((_COMPLETIONS, {"max_tokens": 4}), ["prompt", "missing"]),
     "negative id": (_completion(prompt=[3, -1]), ["prompt", "-1", "511"]),
     "id beyond 64 bits": (_completion(prompt=[2**70]), ["prompt"]),
@@ -54,7 +63,11 @@ def _refuse(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str,
     errors = []
     for server in cluster.servers():
         response = post(server.url, path, **body)
-        assert response.status_code == 400, (server.name, response.status_code, response.text)
+        assert response.status_code == 400, (
+            server.name,
+            response.status_code,
+            response.text,
+        )
         assert response.headers["content-type"] == "application/json"
         error = response.json()["error"]
         assert {"message", "type", "param", "code"} <= error.keys()

@@ -21,7 +21,15 @@ from tests.rigs.cluster import (
 from tests.rigs.plain_http import http
 
 ALICE, BOB, ROOT = (f"sk-{name}-0123456789" for name in ("alice", "bob", "root"))
-KEYS = ("--api-key", ALICE, "--api-key", BOB, "--admin-key", ROOT, "--cache-salt-by-key")
+KEYS = (
+    "--api-key",
+    ALICE,
+    "--api-key",
+    BOB,
+    "--admin-key",
+    ROOT,
+    "--cache-salt-by-key",
+)
 SHARES = ("--block-size", "16", "--borrow-prefixes", "always")
 _texts = itertools.count()
 
@@ -34,12 +42,18 @@ def authorization(key: str) -> dict[str, str]:
 def proxy(tiny_model: Path) -> Iterator[Server]:
     """A proxy whose keys do not share cached KV, before two prefill servers and a decode server
     that pull prefixes from one another."""
-    p, d = (partial(make, tiny_model, *SHARES) for make in (start_prefill, start_decode))
+    p, d = (
+        partial(make, tiny_model, *SHARES) for make in (start_prefill, start_decode)
+    )
     with started(p, p, d) as (first, second, decode):
         urls = ("--prefill", first.url, "--prefill", second.url, "--decode", decode.url)
-        front = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *KEYS)
+        front = start(
+            "proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *KEYS
+        )
         with running(front):
-            ready = partial(http.get, f"{front.url}/ready", headers=authorization(ROOT), timeout=10)
+            ready = partial(
+                http.get, f"{front.url}/ready", headers=authorization(ROOT), timeout=10
+            )
             wait_until(lambda: all(ready().json()["servers"].values()))
             yield front
 
@@ -83,13 +97,19 @@ def response() -> dict[str, Any]:
 
 ENDPOINTS = pytest.mark.parametrize(
     ("path", "make_body"),
-    [("/v1/completions", completion), ("/v1/chat/completions", chat), ("/v1/responses", response)],
+    [
+        ("/v1/completions", completion),
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", response),
+    ],
 )
 
 
 @ENDPOINTS
 @pytest.mark.parametrize("side", ["proxy", "server"])
-def test_a_key_finds_nothing_that_another_key_has_cached(side, path, make_body, request):
+def test_a_key_finds_nothing_that_another_key_has_cached(
+    side, path, make_body, request
+):
     url, body = request.getfixturevalue(side).url, make_body()
     assert cached_tokens(url, ALICE, path, body) == 0
     assert cached_tokens(url, BOB, path, body) == 0
@@ -114,7 +134,9 @@ def test_salts_divide_the_caches_of_servers_without_keys(tiny_cluster):
     body = {"prompt": fresh_prompt(150), "max_tokens": 3}
     for cached in (False, True):
         for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
-            found = cached_tokens(tiny_cluster.url, "unused", "/v1/completions", {**body, **salt})
+            found = cached_tokens(
+                tiny_cluster.url, "unused", "/v1/completions", {**body, **salt}
+            )
             assert (found > 0) is cached
 
 
@@ -126,4 +148,7 @@ def test_a_wrong_salt_is_refused_by_name(side, salt, request):
     answer = http.post(f"{url}/v1/completions", json=body, headers=authorization(ALICE))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
-    assert "it must be a string of 1 to 1024 characters" in answer.json()["error"]["message"]
+    assert (
+        "it must be a string of 1 to 1024 characters"
+        in answer.json()["error"]["message"]
+    )

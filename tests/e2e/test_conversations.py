@@ -16,7 +16,10 @@ from tests.rigs.client import fresh_prompt, greedy, parse_kv, post
 from tests.rigs.cluster import Server, start_decode, start_prefill, start_proxy, started
 
 ANSWER, NEW, BLOCK = 60, 40, 32  # tokens
-TURNS, TALKS = 3, 3  # an odd number of talks: each turn is of other servers than the one before
+TURNS, TALKS = (
+    3,
+    3,
+)  # an odd number of talks: each turn is of other servers than the one before
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +36,17 @@ def fleet(request):
     """Two prefill and two decode servers of unlike geometry, and one that is always asked alone."""
     kind, options, last = _KINDS[request.param]
     borrows = ("--borrow-prefixes", "always", "--kv-verify", "all", *options)
-    p, d = (partial(make, ensure_model(kind), *borrows) for make in (start_prefill, start_decode))
+    p, d = (
+        partial(make, ensure_model(kind), *borrows)
+        for make in (start_prefill, start_decode)
+    )
     small = ("--block-size", str(BLOCK // 2))
     # Ranks that share tokens hold twice as many of them in a block.
     layout = small if "--dcp" in last else ("--block-size", str(BLOCK))
     layout += ("--kv-layout", "LBCNHD")
-    alone = partial(start_decode, ensure_model(kind), *options, "--no-enable-prefix-caching")
+    alone = partial(
+        start_decode, ensure_model(kind), *options, "--no-enable-prefix-caching"
+    )
     unlike = partial(p, *layout), partial(d, *small), partial(d, *small, *last)
     with started(partial(p, *small), *unlike, alone) as found:
         yield found
@@ -77,8 +85,14 @@ def test_turns_pull_what_another_server_has_computed(fleet, how):
                 assert said(answer) == said(ask(alone, prompt))
                 computed += recomputed(answer)
                 known = len(prompt) - NEW - 1 if turn else 0
-                ideal += len(prompt) - known // BLOCK * BLOCK  # as of one server that keeps all
-                talks[at] = [*prompt, *said(answer), *(3 + (turn + i) % 200 for i in range(NEW))]
+                ideal += (
+                    len(prompt) - known // BLOCK * BLOCK
+                )  # as of one server that keeps all
+                talks[at] = [
+                    *prompt,
+                    *said(answer),
+                    *(3 + (turn + i) % 200 for i in range(NEW)),
+                ]
             for server in fleet[::2] if how == "auto" else ():
                 for _ in range(3):
                     ask(server, fresh_prompt(2700), 1)
@@ -99,14 +113,22 @@ def _trace() -> list[tuple[int, ...]]:
     Mooncake's are written) that go on or are gone on with, or some of our own."""
     if path := os.environ.get("BATON_TEST_TRACE"):
         rows = [each.hashes for each in mooncake(Path(path), 1.0, 4000)[0]]
-        turns = itertools.groupby(sorted(rows, key=lambda row: row[1:2]), lambda row: row[1:2])
+        turns = itertools.groupby(
+            sorted(rows, key=lambda row: row[1:2]), lambda row: row[1:2]
+        )
         talks = {key for key, group in turns if len(list(group)) > 1}
         return [row for row in rows if row[1:2] in talks and len(row) <= 200][:_MOST]
-    rng, names, open_talks = random.Random(3), itertools.count(10), list[tuple[int, ...]]()
+    rng, names, open_talks = (
+        random.Random(3),
+        itertools.count(10),
+        list[tuple[int, ...]](),
+    )
     found = []
     for _ in range(_MOST):
         goes_on = open_talks and rng.random() < 0.7
-        before = open_talks.pop(rng.randrange(len(open_talks))) if goes_on else (0, 1, 2)
+        before = (
+            open_talks.pop(rng.randrange(len(open_talks))) if goes_on else (0, 1, 2)
+        )
         row = (*before, *(next(names) for _ in range(rng.randint(4, 24))))
         found.append(row)
         if len(row) < 160:
@@ -128,10 +150,15 @@ def test_a_trace_of_conversations_is_computed_hardly_more_than_once():
                 heads = [row[:end] for end in range(1, len(row) + 1)]
                 ideal += sum(head not in known for head in heads) * _SCALED
                 known.update(heads)
-                ids = (random.Random(name).choices(range(3, 250), k=_SCALED) for name in row)
+                ids = (
+                    random.Random(name).choices(range(3, 250), k=_SCALED)
+                    for name in row
+                )
                 prompts.append([*itertools.chain.from_iterable(ids), 7])
             ideal += len(rows)  # the token that is new to each
-            computed = sum(map(recomputed, pool.map(lambda each: ask(proxy, each, 4), prompts)))
+            computed = sum(
+                map(recomputed, pool.map(lambda each: ask(proxy, each, 4), prompts))
+            )
     print(
         f"computed {computed} tokens of {sum(map(len, prompts))}, {computed / ideal:.3f} of ideal"
     )

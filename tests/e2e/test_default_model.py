@@ -14,7 +14,11 @@ from tests.rigs.cluster import assert_home
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-_QUESTIONS = ["What is the capital of France?", "Write one line about the sea.", "2 + 2 = ?"]
+_QUESTIONS = [
+    "What is the capital of France?",
+    "Write one line about the sea.",
+    "2 + 2 = ?",
+]
 _TEXTS = [
     "The",
     "Once upon a time, in a village by the sea, there lived",
@@ -29,7 +33,9 @@ def reference(default_model: Path) -> Reference:
     return Reference(default_model)
 
 
-def test_texts_equal_transformers_through_both_servers_and_alone(default_cluster, reference):
+def test_texts_equal_transformers_through_both_servers_and_alone(
+    default_cluster, reference
+):
     prompts = [reference.tokenizer(text).input_ids for text in _TEXTS]
     expected = [reference.generate(prompt, 12) for prompt in prompts]
     answers = complete_all(default_cluster.url, prompts, 12)
@@ -45,7 +51,10 @@ def test_texts_equal_transformers_through_both_servers_and_alone(default_cluster
 
 def test_a_chat_is_the_template_and_a_greedy_generate(default_cluster, reference):
     with openai.OpenAI(
-        base_url=f"{default_cluster.url}/v1", api_key="unused", max_retries=0, timeout=300
+        base_url=f"{default_cluster.url}/v1",
+        api_key="unused",
+        max_retries=0,
+        timeout=300,
     ) as client:
         for question in _QUESTIONS:
             messages = [{"role": "user", "content": question}]

@@ -27,7 +27,14 @@ from tests.rigs.plain_http import http
 
 _NUM = 24
 # Longer than any answer takes: whoever ends sooner has handed its answers over.
-_ARGV = ("--shutdown-grace-s", "600", "--kv-cache-tokens", "60000", "--kv-verify", "all")
+_ARGV = (
+    "--shutdown-grace-s",
+    "600",
+    "--kv-cache-tokens",
+    "60000",
+    "--kv-verify",
+    "all",
+)
 _RECOMPUTED = 'baton_kv_tokens_total{source="recomputed"}'
 _MOVED = 'baton_proxy_resumes_total{outcome="resumed",reason="moved"}'
 
@@ -40,14 +47,21 @@ def _body(at: int, num_tokens: int) -> dict[str, Any]:
     if at % 6:
         how |= {"stream": True, "stream_options": {"include_usage": True}}
     how |= {"n": 2} if at % 8 == 1 else {}
-    body = {"model": MODEL, "prompt": fresh_prompt(40 + at), "max_tokens": num_tokens, **how}
+    body = {
+        "model": MODEL,
+        "prompt": fresh_prompt(40 + at),
+        "max_tokens": num_tokens,
+        **how,
+    }
     return body | {"ignore_eos": True, "return_token_ids": True}
 
 
 class _Asked:
     """An answer on its way, and the times between its bytes."""
 
-    def __init__(self, pool: ThreadPoolExecutor, url: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, url: str, body: dict[str, Any]
+    ) -> None:
         self.has_begun, self.gap_s = threading.Event(), 0.0
         self._asked: Future[str] = pool.submit(self._read, url, body)
 
@@ -97,13 +111,18 @@ def _drain_under_load(
         begun_s = time.monotonic()
         end(leaving)
         assert leaving.child.exited.wait(TIMEOUT_S)
-        seen: dict[str, Any] = {"exit_s": round(time.monotonic() - begun_s, 2), "requests": num}
+        seen: dict[str, Any] = {
+            "exit_s": round(time.monotonic() - begun_s, 2),
+            "requests": num,
+        }
         seen["open"] = sum(not one._asked.done() for one in asked)
         assert [one.result() for one in asked] == expected
     moved = proxy.metrics()[_MOVED]
     assert 0 < moved <= num
     for server, so_far in zip(others, before, strict=True):
-        assert server.metrics()[_RECOMPUTED] == so_far, "nothing of a prompt was computed again"
+        assert server.metrics()[_RECOMPUTED] == so_far, (
+            "nothing of a prompt was computed again"
+        )
     assert_home(prefill, *others)
     return seen | {"moved": moved, "gap_s": round(max(one.gap_s for one in asked), 2)}
 
@@ -135,7 +154,9 @@ def test_where_all_others_are_full_answers_wait_for_room_or_come_back(tiny_model
             seen = _drain_under_load(servers, proxy, bodies, _drains)
             print(json.dumps({"full": seen}))
             staying = servers[2]
-            with ThreadPoolExecutor(1) as pool:  # there is no other one at all: they end here
+            with ThreadPoolExecutor(
+                1
+            ) as pool:  # there is no other one at all: they end here
                 alone = _Asked(pool, proxy.url, bodies[0])
                 expected = alone.result()
                 again = _Asked(pool, proxy.url, bodies[0])

@@ -40,7 +40,9 @@ from tests.rigs.cutter import AT_ANSWER, AT_REQUEST, Cutter, Hold
 from tests.rigs.plain_http import http
 
 _QUICK = ("--health-interval-s", "0.1", "--health-timeout-s", "0.5")
-_OWN = re.compile(r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?')
+_OWN = re.compile(
+    r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?'
+)
 _CACHED = re.compile(r'"cached_tokens":\d+')
 _INDEX = re.compile(r'"choices":\[\{"index":(\d)')
 _NUMBER = re.compile(r"-?\d+\.\d+(e-?\d+)?")
@@ -71,7 +73,10 @@ class Fleet:
         if hold is not None:
             self.holds[name.encode()] = hold
         answer = http.post(
-            f"{self.proxy.url}{path}", json=body, timeout=TIMEOUT_S, headers={"x-request-id": name}
+            f"{self.proxy.url}{path}",
+            json=body,
+            timeout=TIMEOUT_S,
+            headers={"x-request-id": name},
         )
         assert answer.status_code == 200, answer.text
         return _OWN.sub("", answer.text)
@@ -81,7 +86,9 @@ class Fleet:
         """Requests of this block all go to the same decode server."""
         told = http.get(f"{self.proxy.url}/ready", timeout=10).json()["servers"]
         names = [f"decode-{at}" for at in range(len(self.decodes))]
-        chosen = next(name for at, name in enumerate(names) if told[name] and self._is_up(at))
+        chosen = next(
+            name for at, name in enumerate(names) if told[name] and self._is_up(at)
+        )
         self._tell_others(chosen, "drain")
         try:
             yield self.cutters[names.index(chosen)]
@@ -91,7 +98,9 @@ class Fleet:
     def _is_up(self, at: int) -> bool:
         """Asks the server itself: the proxy may not have noticed yet that it was lost."""
         with contextlib.suppress(httpx.TransportError):
-            return http.get(f"{self.cutters[at].url}/ready", timeout=5).status_code == 200
+            return (
+                http.get(f"{self.cutters[at].url}/ready", timeout=5).status_code == 200
+            )
         return False
 
     def _tell_others(self, chosen: str, action: str) -> None:
@@ -199,11 +208,22 @@ def _swallow(fleet: Fleet, cutter: Cutter) -> None:
     cutter.swallow()
 
 
-_FAULTS = {"kill": _kill, "cut": _cut, "SIGTERM": _end, "SIGSTOP": _stop, "silence": _swallow}
+_FAULTS = {
+    "kill": _kill,
+    "cut": _cut,
+    "SIGTERM": _end,
+    "SIGSTOP": _stop,
+    "silence": _swallow,
+}
 
 # -- answers
 
-_DRAWN = {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+_DRAWN = {
+    "temperature": 1.0,
+    "seed": 7,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.2,
+}
 _REGEX = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){4}"}}
 _LONG = {"structured_outputs": {"regex": "[a-z]{4,9}( [0-9]{3}){150}"}}
 _WIDE = {"structured_outputs": {"regex": "[ä-üЖ-я€]{9}"}}
@@ -213,7 +233,10 @@ _TOOL = {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 8}},
+            "properties": {
+                "a": {"type": "integer"},
+                "b": {"type": "string", "maxLength": 8},
+            },
             "required": ["a", "b"],
         },
     },
@@ -233,7 +256,9 @@ _PROMPT = fresh_prompt(70)
 
 
 def _vocabulary(model: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    found: dict[str, int] = json.loads((model / "tokenizer.json").read_text())["model"][
+        "vocab"
+    ]
     return found
 
 
@@ -248,7 +273,12 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
     if position == "in a call":
         body.pop("structured_outputs", None)
         said = [{"role": "user", "content": " ".join(map(str, _PROMPT[:20]))}]
-        body |= {"messages": said, "max_tokens": 60, "tools": [_TOOL], "tool_choice": "required"}
+        body |= {
+            "messages": said,
+            "max_tokens": 60,
+            "tools": [_TOOL],
+            "tool_choice": "required",
+        }
         return "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}
     if position == "in a character" and is_free:  # two bytes make a character
         ids = _vocabulary(model)
@@ -257,7 +287,12 @@ def _asked(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
         body |= _WIDE
     elif position == "in a grammar":
         body |= _REGEX
-    return "/v1/completions", {**body, "prompt": _PROMPT, "logprobs": 2, "ignore_eos": is_free}
+    return "/v1/completions", {
+        **body,
+        "prompt": _PROMPT,
+        "logprobs": 2,
+        "ignore_eos": is_free,
+    }
 
 
 @dataclass
@@ -273,7 +308,9 @@ class Case:
 
 
 def _read(line: str) -> Any:
-    return json.loads(line.removeprefix("data: ").replace(",}", "}"))  # without what was last
+    return json.loads(
+        line.removeprefix("data: ").replace(",}", "}")
+    )  # without what was last
 
 
 def _tokens(stream: str) -> list[tuple[int, list[int], str]]:
@@ -282,7 +319,9 @@ def _tokens(stream: str) -> list[tuple[int, list[int], str]]:
     for line in stream.split("\n"):
         if line.startswith("data: {") and (choices := _read(line).get("choices")):
             one = choices[0]
-            found.append((one["index"], one.get("token_ids") or [], one.get("text") or ""))
+            found.append(
+                (one["index"], one.get("token_ids") or [], one.get("text") or "")
+            )
     return found
 
 
@@ -306,20 +345,33 @@ def _case(fleet: Fleet, kind: str, position: str, model: Path) -> Case:
             after = 1
         case "in a character":  # the first byte of two
             ids = _vocabulary(model)
-            halves = [at for at, e in enumerate(events) if e[1] == [ids["Ã"]] and not e[2]]
+            halves = [
+                at for at, e in enumerate(events) if e[1] == [ids["Ã"]] and not e[2]
+            ]
             after = sum(sizes[: halves[len(halves) // 2] + 1])
         case "before a stop string":
-            firsts = [at for at, (index, ids, _) in enumerate(events) if ids and not index]
+            firsts = [
+                at for at, (index, ids, _) in enumerate(events) if ids and not index
+            ]
             after = sum(sizes[: firsts[-1]])
         case "at the last token":
             after = sum(sizes) - 1
-    return Case(f"{kind} {position} ({after})", path, body, expected, after, position == "computed")
+    return Case(
+        f"{kind} {position} ({after})",
+        path,
+        body,
+        expected,
+        after,
+        position == "computed",
+    )
 
 
 def _by_choice(stream: str) -> str:
     """Choices take turns as they come."""
     events = stream.split("\n\n")
-    return "\n\n".join(sorted(events, key=lambda event: (_INDEX.findall(event) or ["9"])[0]))
+    return "\n\n".join(
+        sorted(events, key=lambda event: (_INDEX.findall(event) or ["9"])[0])
+    )
 
 
 def _assert_same(found: str, expected: str) -> None:
@@ -342,8 +394,12 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
                 for case, hold in zip(cases, holds, strict=True)
             ]
             ends = list(zip(holds, asked, strict=True))
-            wait_until(lambda: all(hold.asked.is_set() or one.done() for hold, one in ends), 60)
-        wait_until(lambda: all(hold.reached.is_set() or one.done() for hold, one in ends), 60)
+            wait_until(
+                lambda: all(hold.asked.is_set() or one.done() for hold, one in ends), 60
+            )
+        wait_until(
+            lambda: all(hold.reached.is_set() or one.done() for hold, one in ends), 60
+        )
         for hold, one in ends:
             assert hold.reached.is_set(), one.result()
         if cases[0].is_running:
@@ -358,7 +414,9 @@ def _wrong(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, str]:
     assert fault == "SIGTERM" or fleet.taken_over() == before + len(cases)
     wrong = {}
     for case, answer in zip(cases, found, strict=True):
-        if case.after < 0:  # it begins anew, and may have to compute what it cannot read in time
+        if (
+            case.after < 0
+        ):  # it begins anew, and may have to compute what it cannot read in time
             answer = answer.replace('"cached_tokens":0', '"cached_tokens":64')
         try:
             _assert_same(_by_choice(answer), _by_choice(case.expected))
@@ -415,14 +473,22 @@ def test_streams_outlive_servers_that_are_killed_at_any_time(tiny_model):
         def ask(at: int) -> int:
             """How often the answer was right."""
             prompt, num = fresh_prompt(40 + 9 * at), 0
-            path, body = "/v1/completions", {**drawn, "prompt": prompt, "n": rng.choice([1, 3])}
+            path, body = (
+                "/v1/completions",
+                {**drawn, "prompt": prompt, "n": rng.choice([1, 3])},
+            )
             if at % 3 == 0:
-                path, body = "/v1/responses", {**items, "input": " ".join(map(str, prompt[:20]))}
+                path, body = (
+                    "/v1/responses",
+                    {**items, "input": " ".join(map(str, prompt[:20]))},
+                )
             _, expected = fleet.ask(path, body), fleet.ask(path, body)
             barrier.wait()
             while not over.is_set():
                 # A server that was started again has cached nothing.
-                both = (_CACHED.sub("", text) for text in (fleet.ask(path, body), expected))
+                both = (
+                    _CACHED.sub("", text) for text in (fleet.ask(path, body), expected)
+                )
                 _assert_same(*map(_by_choice, both))
                 num += 1
             return num

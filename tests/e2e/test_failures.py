@@ -37,11 +37,19 @@ def _assert_recomputed(
     wait_until(decode.all_blocks_home)
 
 
-def test_kv_that_was_released_comes_home_and_is_not_used(tiny_cluster, tiny_reference, prompt):
+def test_kv_that_was_released_comes_home_and_is_not_used(
+    tiny_cluster, tiny_reference, prompt
+):
     server = tiny_cluster.prefill[0]
     params = prefill(server.url, prompt)
-    wait_until(lambda: not server.all_blocks_home())  # what /metrics tells is of a moment ago
-    for offered, released in (({**params, "lease_id": "0" * 32}, 0), (params, 1), (params, 1)):
+    wait_until(
+        lambda: not server.all_blocks_home()
+    )  # what /metrics tells is of a moment ago
+    for offered, released in (
+        ({**params, "lease_id": "0" * 32}, 0),
+        (params, 1),
+        (params, 1),
+    ):
         body = {"kv_transfer_params": offered}
         answer = http.post(f"{server.url}/release_kv", json=body, timeout=30)
         assert (answer.status_code, answer.json()) == (200, {"released": released})
@@ -60,7 +68,9 @@ def test_a_prefill_server_told_to_end_waits_for_its_kv_and_told_twice_for_nothin
         ranks = server.engine_pids()
         server.child.signal(signal.SIGTERM)
         wait_until(lambda: not _listens(server))
-        answer = complete(tiny_cluster.decode[0].url, prompt, 6, kv_transfer_params=params)
+        answer = complete(
+            tiny_cluster.decode[0].url, prompt, 6, kv_transfer_params=params
+        )
         assert answer.token_ids == tiny_reference.generate(prompt, 6)
         assert answer.kv["transferred"] == len(prompt)
         server.child.signal(signal.SIGTERM)
@@ -80,7 +90,14 @@ def _listens(server: Server) -> bool:
 def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_successor_is_used(
     tiny_model, tiny_reference, prompt, ports
 ):
-    argv = ("--transfer", "nixl", "--fence-timeout-s", "20", "--handshake-timeout-s", "3")
+    argv = (
+        "--transfer",
+        "nixl",
+        "--fence-timeout-s",
+        "20",
+        "--handshake-timeout-s",
+        "3",
+    )
     tcp = {"UCX_TLS": "tcp,self"}  # over which a stopped server's KV cannot be read
     port_argv = prefill_ports(*ports)
     with cluster(tiny_model, prefill_argv=port_argv, decode_argv=argv, env=tcp) as own:
@@ -112,7 +129,9 @@ def test_a_prefill_server_killed_in_mid_transfer_costs_no_answer_and_its_success
 def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) -> None:
     """Stops the HTTP process for longer than an engine may be silent; its own speaks meanwhile."""
     body = greedy(prompt, 400, stream=True)
-    with http.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+    with http.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=60
+    ) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         stopping.send(server.child.pid, signal.SIGSTOP)
@@ -123,7 +142,9 @@ def _stop_beside_a_request(server: Server, prompt: list[int], seconds: float) ->
 
 
 def test_an_engine_that_hangs_is_given_up(tiny_model, prompt):
-    decode = start_decode(tiny_model, "--hang-timeout-s", "2", "--shutdown-grace-s", "1")
+    decode = start_decode(
+        tiny_model, "--hang-timeout-s", "2", "--shutdown-grace-s", "1"
+    )
     with running(decode):
         complete(decode.url, prompt, 2)
         _stop_beside_a_request(decode, prompt, 2.5)
@@ -149,19 +170,38 @@ def _rank_pid(server: Server, rank: int) -> int:
 @pytest.mark.parametrize(
     ("tp", "rank", "number", "told"),
     [
-        pytest.param(2, 1, signal.SIGKILL, _KILLED.format(1), id="a follower is killed"),
         pytest.param(
-            4, 2, signal.SIGKILL, _KILLED.format(2), id="one of three is", marks=pytest.mark.slow
+            2, 1, signal.SIGKILL, _KILLED.format(1), id="a follower is killed"
         ),
         pytest.param(
-            2, 0, signal.SIGKILL, _KILLED.format(0), id="rank 0 is killed", marks=pytest.mark.slow
+            4,
+            2,
+            signal.SIGKILL,
+            _KILLED.format(2),
+            id="one of three is",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            2, 1, signal.SIGSTOP, "--hang-timeout-s", id="a follower stops", marks=pytest.mark.slow
+            2,
+            0,
+            signal.SIGKILL,
+            _KILLED.format(0),
+            id="rank 0 is killed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            1,
+            signal.SIGSTOP,
+            "--hang-timeout-s",
+            id="a follower stops",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_lost_rank_ends_its_engine_with_one_error(tiny_model, prompt, tp, rank, number, told):
+def test_a_lost_rank_ends_its_engine_with_one_error(
+    tiny_model, prompt, tp, rank, number, told
+):
     hang_s = "2" if number == signal.SIGSTOP else "60"
     decode = start_decode(tiny_model, "--tp", str(tp), "--hang-timeout-s", hang_s)
     with running(decode):

@@ -45,13 +45,18 @@ from tests.rigs.cluster import (
 )
 
 _LEASE_S = 120  # whatever comes home sooner was given back, and did not expire
-_SLOW_PREFILL = ("--max-num-batched-tokens", "1")  # a step per token: seconds for a long prompt
+_SLOW_PREFILL = (
+    "--max-num-batched-tokens",
+    "1",
+)  # a step per token: seconds for a long prompt
 
 
 @pytest.fixture(scope="module")
 def slow_cluster(tiny_model: Path) -> Iterator[Cluster]:
     """A cluster whose prefills take long, which is whole after each test."""
-    with cluster(tiny_model, prefill_argv=("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)) as made:
+    with cluster(
+        tiny_model, prefill_argv=("--lease-s", str(_LEASE_S), *_SLOW_PREFILL)
+    ) as made:
         yield made
 
 
@@ -110,12 +115,16 @@ def test_a_client_that_leaves_during_the_prefill_ends_it(slow_cluster, tiny_refe
     _assert_serves(slow_cluster, tiny_reference)
 
 
-def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(slow_cluster, tiny_reference):
+def test_kv_goes_home_when_the_client_leaves_a_stopped_decode_server(
+    slow_cluster, tiny_reference
+):
     prefiller, decode = slow_cluster.prefill[0], slow_cluster.decode[0]
     _stop(decode, signal.SIGSTOP)
     try:
         with _asked(slow_cluster.proxy, {"prompt": fresh_prompt(20), "max_tokens": 5}):
-            wait_until(lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0)
+            wait_until(
+                lambda: prefiller.metrics()['baton_kv_blocks{state="leased"}'] > 0
+            )
         assert_home(prefiller)
     finally:
         _stop(decode, signal.SIGCONT)
@@ -136,7 +145,9 @@ def test_a_prefill_server_that_stops_and_goes_on_spoils_no_answer(
 ):
     """Its lease runs out while it cannot say so; then it goes on, and reuses the blocks."""
     timeouts = ("--fence-timeout-s", "3", "--pull-timeout-s", "5")
-    p = partial(start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048")
+    p = partial(
+        start_prefill, tiny_model, "--lease-s", "1", "--kv-cache-tokens", "2048"
+    )
     d = partial(start_decode, tiny_model, "--transfer", transfer, *timeouts)
     with started(*((p,) if transfer == "auto" else (p, d))) as servers:
         prefiller, decode = (*servers, tiny_cluster.decode[0])[:2]
@@ -187,11 +198,17 @@ def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_referen
     argv = ("--max-num-seqs", "2", "--shutdown-grace-s", "1")
     start = partial(start_decode, tiny_model, *argv)
     pool = ThreadPoolExecutor(1)
-    with started(start, start) as decode, running(proxy := start_proxy([prefiller], decode)), pool:
+    with (
+        started(start, start) as decode,
+        running(proxy := start_proxy([prefiller], decode)),
+        pool,
+    ):
         ending, other = decode
         with _asked(ending, fills), _asked(other, fills):  # both run all that they may
             for server in decode:
-                wait_until(lambda at=server: at.metrics()["baton_requests_running"] == 2)
+                wait_until(
+                    lambda at=server: at.metrics()["baton_requests_running"] == 2
+                )
             # Round robin: the first of each two asks the server that will end.
             with _asked(proxy, {"prompt": left, "n": 2, "max_tokens": 5}):
                 waits(ending, 1)
@@ -207,7 +224,9 @@ def test_a_queue_moves_on_with_its_leases(tiny_cluster, tiny_model, tiny_referen
         stream.assert_says(tiny_reference.generate(streamed, 6))
         answer = whole_answer.result()
         choices = answer.json()["choices"]
-        assert [c["token_ids"] for c in choices] == [tiny_reference.generate(whole, 6)] * 2
+        assert [c["token_ids"] for c in choices] == [
+            tiny_reference.generate(whole, 6)
+        ] * 2
         assert parse_kv(answer.headers["x-baton-kv"])["transferred"] == 150
         wait_until(lambda: prefiller.all_blocks_home() and other.all_blocks_home())
         assert leases() == [3, 2, 1, 0]
@@ -236,7 +255,9 @@ def test_whenever_clients_leave_no_lease_has_to_expire(tiny_model):
         began = asyncio.get_running_loop().time()
         for _ in range(4):
             await ask(port, None)
-        long_s = (asyncio.get_running_loop().time() - began) / 4 * 3  # beside five others
+        long_s = (
+            (asyncio.get_running_loop().time() - began) / 4 * 3
+        )  # beside five others
         turns = asyncio.Semaphore(6)
 
         async def take_turn() -> None:

@@ -16,7 +16,9 @@ from tests.rigs.cluster import Cluster, assert_home, cluster
 from tests.rigs.plain_http import http
 
 _SHORT = ("--max-model-len", "128", "--max-num-seqs", "8")  # so that no answer is long
-_TIMEOUT_S = "120"  # a thousand prompts in one request take seconds, of a busy machine many
+_TIMEOUT_S = (
+    "120"  # a thousand prompts in one request take seconds, of a busy machine many
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,13 @@ def _document(url: str, path: Path) -> Path:
 def _fuzz(url: str, scratch: Path, *options: str) -> None:
     document = _document(url, scratch / "openapi.json")
     argv = ["run", str(document), "--url", url, "--checks", "not_a_server_error"]
-    argv += ["--request-timeout", _TIMEOUT_S, "--no-shrink", "--continue-on-failure", *options]
+    argv += [
+        "--request-timeout",
+        _TIMEOUT_S,
+        "--no-shrink",
+        "--continue-on-failure",
+        *options,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", *argv],
         cwd=scratch,
@@ -67,7 +75,12 @@ def test_a_fuzz_finds_no_server_error(short_cluster, tmp_path, at):
 
 def test_more_prompts_than_the_pool_can_hold_at_once_are_served(tiny_cluster):
     """Each keeps its blocks until all are answered, so they would wait for one another."""
-    body = {"model": MODEL, "prompt": [[5, 9]] * 150, "max_tokens": 3, "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "prompt": [[5, 9]] * 150,
+        "max_tokens": 3,
+        "ignore_eos": True,
+    }
     answer = http.post(f"{tiny_cluster.url}/v1/completions", json=body, timeout=25)
     assert answer.status_code == 200
     assert len(answer.json()["choices"]) == 150

@@ -24,10 +24,19 @@ from tests.e2e.matrix import (
 from tests.e2e.reference import Reference
 from tests.rigs import client
 from tests.rigs.client import make_prompt, prefill
-from tests.rigs.cluster import Cluster, Server, assert_home, running, start_proxy, wait_until
+from tests.rigs.cluster import (
+    Cluster,
+    Server,
+    assert_home,
+    running,
+    start_proxy,
+    wait_until,
+)
 
 _PLAIN = Geometry()
-_SMALL = Geometry(block_size=16, options=("--transfer", "auto"))  # servers of one host: mapped
+_SMALL = Geometry(
+    block_size=16, options=("--transfer", "auto")
+)  # servers of one host: mapped
 _NHD = Geometry(block_size=16, layout="LBCNHD")
 _SHARED = Geometry(2, dcp=2)
 
@@ -51,13 +60,19 @@ _CELLS = {
 
 
 @pytest.mark.parametrize("name", _CELLS)
-def test_a_pair_of_geometries_equals_one_server(engines, tiny_model, tiny_cluster, name):
+def test_a_pair_of_geometries_equals_one_server(
+    engines, tiny_model, tiny_cluster, name
+):
     p, d = _CELLS[name]
     prefiller, decoder = engines.pair(tiny_model, p, d)
     check_cell(prefiller, decoder, p, d, tiny_cluster.prefill[0].url, name)
     if d is _SMALL:
         done = 'baton_kv_transfers_total{outcome="done"'
-        pulls = {name for name, num in decoder.metrics().items() if num and name.startswith(done)}
+        pulls = {
+            name
+            for name, num in decoder.metrics().items()
+            if num and name.startswith(done)
+        }
         assert pulls == {done + ',path="mapped"}'}
 
 
@@ -67,10 +82,14 @@ _BFLOAT16 = Geometry(options=("--dtype", "bfloat16"))
 _CONVERTING = Geometry(block_size=16, options=("--kv-convert", "--transfer", "nixl"))
 
 
-def test_what_differs_is_named_or_computed_here_by_policy(engines, tiny_model, tiny_cluster):
+def test_what_differs_is_named_or_computed_here_by_policy(
+    engines, tiny_model, tiny_cluster
+):
     prefiller, failing = engines.pair(tiny_model, _BFLOAT16, _SMALL)
     prompt = make_prompt(8, 150)
-    with running(proxy := start_proxy([prefiller], [failing])):  # which does not pair them
+    with running(
+        proxy := start_proxy([prefiller], [failing])
+    ):  # which does not pair them
         assert post(proxy.url, prompt, 6).status_code == 200
         alone = 'baton_proxy_requests_total{path="decode_only",reason="incompatible"}'
         assert proxy.metrics()[alone] == 1
@@ -96,26 +115,36 @@ def _assert_counted(decoder: Server) -> None:
     wait_until(lambda: all(decoder.metrics().get(name, 0) >= 1 for name in counters))
 
 
-def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(engines, tiny_model, tiny_cluster):
+def test_a_decode_server_told_to_converts_dtypes_and_block_sizes(
+    engines, tiny_model, tiny_cluster
+):
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     for length in (5, 64, 333):
         prompt = make_prompt(length, length)
-        pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        pulled = ask(
+            decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
+        )
         assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
         # The same bytes, now mostly from D's cache: conversion is deterministic. Only the first
         # token is P's, which has computed its last block anew, in bfloat16 and in another shape.
-        again = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        again = ask(
+            decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
+        )
         assert again.kv["skipped"] == length // 16 * 16
         # Rounding KV to bfloat16 moves the logits a little; the wrong bytes would move them a lot.
         assert again.token_ids == pulled.token_ids
         assert again.logprobs[0] == pytest.approx(pulled.logprobs[0], abs=0.25)
-        assert again.logprobs[1:] == pytest.approx(pulled.logprobs[1:], abs=LOGPROB_TOLERANCE)
+        assert again.logprobs[1:] == pytest.approx(
+            pulled.logprobs[1:], abs=LOGPROB_TOLERANCE
+        )
         exact = ask(tiny_cluster.prefill[0].url, prompt, 1)
         assert pulled.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.25)
     assert_home(prefiller, decoder)
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
-    assert decoder.metrics()[staged] == 5  # the prompt of four whole blocks was all there
+    assert (
+        decoder.metrics()[staged] == 5
+    )  # the prompt of four whole blocks was all there
 
 
 @pytest.mark.parametrize("length", [5, 64, 333], ids="{} tokens".format)
@@ -125,14 +154,18 @@ def test_every_choice_reads_the_same_converted_kv(engines, tiny_model, length):
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     prompt = make_prompt(1000 + length, length)
     drawn = prefill(prefiller.url, prompt, logprobs=1, n=2)
-    fields = client.greedy(prompt, NUM_TOKENS, n=2, logprobs=1, kv_transfer_params=drawn)
+    fields = client.greedy(
+        prompt, NUM_TOKENS, n=2, logprobs=1, kv_transfer_params=drawn
+    )
     response = client.post(decoder.url, **fields)
     assert response.status_code == 200, response.text
     first, second = response.json()["choices"]
     assert first["token_ids"] == second["token_ids"]
     # The first token of both is the prefill server's.
     first_logprobs = first["logprobs"]["token_logprobs"]
-    assert first_logprobs == pytest.approx(second["logprobs"]["token_logprobs"], abs=1e-5)
+    assert first_logprobs == pytest.approx(
+        second["logprobs"]["token_logprobs"], abs=1e-5
+    )
     tail = length % 16
     kv = client.parse_kv(response.headers["x-baton-kv"])
     assert kv == {"transferred": length - tail, "recomputed": tail, "skipped": 0}
@@ -151,9 +184,13 @@ def test_a_mixture_of_experts_equals_one_server_and_transformers(engines):
     transformers = Reference(model)
     for length in (3, 200):
         prompt = make_prompt(1000 + length, length)
-        alone = ask(decoder.url, prompt[::-1], NUM_TOKENS)  # of which nothing is cached yet
+        alone = ask(
+            decoder.url, prompt[::-1], NUM_TOKENS
+        )  # of which nothing is cached yet
         assert alone.token_ids == transformers.generate(prompt[::-1], NUM_TOKENS)
-        through = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        through = ask(
+            decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
+        )
         assert through.token_ids == transformers.generate(prompt, NUM_TOKENS)
 
 
@@ -163,15 +200,25 @@ def test_a_mixture_of_experts_equals_one_server_and_transformers(engines):
 @pytest.mark.parametrize(
     ("module", "argv", "words"),
     [
-        ("prefill_server", ["--tp", "3"], ["--tp 3", "8 query heads", "1 or 2 or 4 or 8"]),
+        (
+            "prefill_server",
+            ["--tp", "3"],
+            ["--tp 3", "8 query heads", "1 or 2 or 4 or 8"],
+        ),
         pytest.param(
-            *("decode_server", ["--device", "cuda", "--devices", "77"], ["GPU", "--device"]),
+            *(
+                "decode_server",
+                ["--device", "cuda", "--devices", "77"],
+                ["GPU", "--device"],
+            ),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["tp", "GPU"],
 )
-def test_what_cannot_work_is_refused_at_start_with_the_reason_last(tiny_model, module, argv, words):
+def test_what_cannot_work_is_refused_at_start_with_the_reason_last(
+    tiny_model, module, argv, words
+):
     command = [sys.executable, "-m", module, "--model", str(tiny_model), "--port", "0"]
     ended = subprocess.run(
         [*command, "--device", "cpu", *argv], capture_output=True, text=True, timeout=60

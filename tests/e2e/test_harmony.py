@@ -12,10 +12,10 @@ from engine.text.tokenizer import Tokenizer
 from tests.rigs.client import answer_of, post, sse_events
 from tests.rigs.cluster import Cluster, assert_home, cluster
 
-_TAGS = [f"<|{tag}|>" for tag in "return call constrain channel start end message".split()]
-_TEMPLATE = (
-    "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
-)
+_TAGS = [
+    f"<|{tag}|>" for tag in "return call constrain channel start end message".split()
+]
+_TEMPLATE = "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
 _PARAMETERS = {
     "type": "object",
     "properties": {"a": {"enum": [1, 2]}},
@@ -38,10 +38,16 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for piece, tag in zip(last, _TAGS, strict=True):
         vocab[tag] = vocab.pop(piece)
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        said["added_tokens"].append({"id": vocab[tag], "content": tag, "special": True, **flags})
+        said["added_tokens"].append(
+            {"id": vocab[tag], "content": tag, "special": True, **flags}
+        )
     (folder / "tokenizer.json").write_text(json.dumps(said))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [505, 506]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": _TEMPLATE})
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [505, 506]})
+    )
     return folder
 
 
@@ -56,7 +62,11 @@ def _said(message: dict[str, Any]) -> list[str]:
     """What was thought, what was said, and the arguments of calls."""
     calls = (call["function"] for call in message.get("tool_calls", ()))
     arguments = "".join(call["arguments"] for call in calls)
-    return [message.get("reasoning_content", ""), message.get("content") or "", arguments]
+    return [
+        message.get("reasoning_content", ""),
+        message.get("content") or "",
+        arguments,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +78,9 @@ def _said(message: dict[str, Any]) -> list[str]:
         (" to=functions.add<|call|>", {"response_format": _FORMAT}, "tool_calls"),
     ],
 )
-def test_a_grammar_has_the_model_write_messages(servers, model, likely, fields, finish_reason):
+def test_a_grammar_has_the_model_write_messages(
+    servers, model, likely, fields, finish_reason
+):
     """The first token, drawn on the prefill server, is a part of a head."""
     fields = fields | ({"tools": [_TOOL]} if finish_reason == "tool_calls" else {})
     favoured = Tokenizer(model).encode(f"{likely}<|message|>", add_special_tokens=False)
@@ -84,9 +96,15 @@ def test_a_grammar_has_the_model_write_messages(servers, model, likely, fields, 
     said = _said(choice["message"])
     alone = answer_of(servers.decode[0].url, **asked)
     assert _said(alone["choices"][0]["message"]) == said
-    events = [text for _, text in sse_events(post(servers.url, stream=True, **asked).text)][:-1]
+    events = [
+        text for _, text in sse_events(post(servers.url, stream=True, **asked).text)
+    ][:-1]
     deltas = [_said(json.loads(text)["choices"][0]["delta"]) for text in events]
     assert ["".join(parts) for parts in zip(*deltas, strict=True)] == said
     thought, content, arguments = said
     assert bool(thought) == (likely == "analysis")
-    assert finish_reason == "length" or json.loads(content or arguments) in ({}, {"a": 1}, {"a": 2})
+    assert finish_reason == "length" or json.loads(content or arguments) in (
+        {},
+        {"a": 1},
+        {"a": 2},
+    )

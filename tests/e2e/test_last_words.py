@@ -12,14 +12,33 @@ from tests.rigs.programs import BATON, child, launched
 @pytest.mark.parametrize(
     ("path", "reason", "sender"),
     [
-        (["prefill_server"], "prefill-0 ended: killed by SIGKILL, its last line: ", "prefill"),
+        (
+            ["prefill_server"],
+            "prefill-0 ended: killed by SIGKILL, its last line: ",
+            "prefill",
+        ),
         (["proxy"], "proxy ended: killed by SIGKILL, its last line: ", "proxy"),
-        (["prefill_server", "--rank 1"], "engine process prefill.1: killed by SIGKILL", None),
+        (
+            ["prefill_server", "--rank 1"],
+            "engine process prefill.1: killed by SIGKILL",
+            None,
+        ),
     ],
     ids=["server", "proxy", "rank"],
 )
-def test_the_last_line_is_about_the_process_that_was_killed(path, reason, sender, tiny_model):
-    options = ("--model", str(tiny_model), "--port", "0", "--device", "cpu", "--prefill.tp", "2")
+def test_the_last_line_is_about_the_process_that_was_killed(
+    path, reason, sender, tiny_model
+):
+    options = (
+        "--model",
+        str(tiny_model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--prefill.tp",
+        "2",
+    )
     with launched([*BATON, "up", *options]) as program:
         program.read_until("curl ")
         pid = program.process.pid

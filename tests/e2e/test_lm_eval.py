@@ -23,14 +23,32 @@ _KV = 'baton_kv_tokens_total{source="%s"}'
 
 
 def _evaluate(
-    url: str, model: Path, scratch: Path, *tasks: str, options: Sequence[str] = (), reference: str
+    url: str,
+    model: Path,
+    scratch: Path,
+    *tasks: str,
+    options: Sequence[str] = (),
+    reference: str,
 ) -> dict[str, Any]:
     """Each task's figures; `reference` is the name of the file of hf's answers in `scratch`."""
     saved = scratch / reference
     known = ("--reference", str(saved)) if saved.is_file() else ("--save", str(saved))
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch)}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(scratch),
+    }
     offline |= {"BATON_EVAL_DATA": str(_SHARED / "data"), "OMP_NUM_THREADS": "1"}
-    argv = ["--url", url, "--model", str(model), "--tasks", ",".join(tasks), *known, *options]
+    argv = [
+        "--url",
+        url,
+        "--model",
+        str(model),
+        "--tasks",
+        ",".join(tasks),
+        *known,
+        *options,
+    ]
     for folder in (_TASKS, _SHARED / "tasks"):
         argv += ["--include", str(folder)] if folder.is_dir() else []
     done = subprocess.run(
@@ -50,12 +68,15 @@ def _evaluate(
 def _pulled(cluster: Cluster) -> dict[str, float]:
     metrics = cluster.decode[0].metrics()
     return {
-        source: metrics.get(_KV % source, 0) for source in ("transferred", "recomputed", "skipped")
+        source: metrics.get(_KV % source, 0)
+        for source in ("transferred", "recomputed", "skipped")
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--text-prompts",)], ids=["token ids", "text"])
+@pytest.mark.parametrize(
+    "options", [(), ("--text-prompts",)], ids=["token ids", "text"]
+)
 def test_own_tasks_equal_the_hf_backend_document_by_document(
     tiny_cluster, tiny_model, tiny_reference, tmp_path, options
 ):
@@ -70,13 +91,23 @@ def test_own_tasks_equal_the_hf_backend_document_by_document(
     figures = _evaluate(*asked, options=options, reference="own.json")
     assert [figures[task]["documents"] for task in tasks] == [20] * 4
     saved = json.loads((tmp_path / "own.json").read_text())["tasks"]
-    documents = [document for task in generating for document in saved[task]["documents"]]
+    documents = [
+        document for task in generating for document in saved[task]["documents"]
+    ]
     assert len({document["answers"][0] for document in documents}) > 20
-    likely = [document["answers"][0][1] for document in saved["stories_likelihood"]["documents"]]
+    likely = [
+        document["answers"][0][1]
+        for document in saved["stories_likelihood"]["documents"]
+    ]
     assert False in likely  # and mostly True; that depends on the trained weights
     prompts = [document["requests"][0][0] for document in documents]
-    num_tokens = sum(len(tiny_reference.tokenizer(prompt).input_ids) for prompt in prompts)
-    risen = {source: count - before[source] for source, count in _pulled(tiny_cluster).items()}
+    num_tokens = sum(
+        len(tiny_reference.tokenizer(prompt).input_ids) for prompt in prompts
+    )
+    risen = {
+        source: count - before[source]
+        for source, count in _pulled(tiny_cluster).items()
+    }
     assert risen["recomputed"] == 0
     assert risen["transferred"] + risen["skipped"] == num_tokens
     assert risen["transferred"] >= len(prompts) / 2
@@ -108,10 +139,14 @@ def test_public_tasks_equal_the_hf_backend_document_by_document(
     asked: Cluster = request.getfixturevalue(pair)
     before = _pulled(asked)
     options = ["--limit", limit]
-    if task == "local_wikitext":  # sums of float32 over shorter windows are closer to the truth
+    if (
+        task == "local_wikitext"
+    ):  # sums of float32 over shorter windows are closer to the truth
         options += ["--max-length", "514"]
     name = f"{task}.json"
-    figures = _evaluate(asked.url, default_model, tmp_path, task, options=options, reference=name)
+    figures = _evaluate(
+        asked.url, default_model, tmp_path, task, options=options, reference=name
+    )
     assert figures[task]["documents"] == int(limit)
     after = _pulled(asked)
     assert after["recomputed"] == before["recomputed"]

@@ -30,7 +30,9 @@ _BRIEF = ("--max-queue-s", "1")
 
 @pytest.fixture(scope="module")
 def brief(tiny_model: Path) -> Iterator[Cluster]:
-    starts = (partial(start, tiny_model, *_BRIEF) for start in (start_prefill, start_decode))
+    starts = (
+        partial(start, tiny_model, *_BRIEF) for start in (start_prefill, start_decode)
+    )
     with started(*starts) as (prefill, decode):
         proxy = start_proxy([prefill], [decode], *_BRIEF)
         with running(proxy):
@@ -57,7 +59,9 @@ def test_prompts_that_are_too_long_lock_no_other_client_out(brief, num_bytes):
 
     def hostile() -> None:
         while not is_over.is_set():
-            answer = http.post(f"{brief.url}/v1/chat/completions", json=body, timeout=120)
+            answer = http.post(
+                f"{brief.url}/v1/chat/completions", json=body, timeout=120
+            )
             refused.append(answer.status_code)
 
     thread = threading.Thread(target=hostile)
@@ -74,8 +78,9 @@ def test_prompts_that_are_too_long_lock_no_other_client_out(brief, num_bytes):
 def test_a_chat_whose_client_has_gone_locks_no_other_client_out(brief):
     messages = [{"role": "user", "content": "Hi"}] * 200_000
     body = json.dumps({"model": "test-model", "messages": messages}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(
-        body
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
     )
     for server in (brief.proxy, *brief.decode):
         for _ in range(3):
@@ -113,7 +118,9 @@ def test_new_schemas_lock_no_request_without_a_schema_out(brief):
 
 @pytest.fixture(scope="module")
 def small_queue(tiny_model: Path) -> Iterator[Server]:
-    server = start_decode(tiny_model, "--max-queued-tokens", "4000", "--max-num-seqs", "1")
+    server = start_decode(
+        tiny_model, "--max-queued-tokens", "4000", "--max-num-seqs", "1"
+    )
     with running(server):
         yield server
 

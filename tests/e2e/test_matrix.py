@@ -31,7 +31,9 @@ def _check(engines: Farm, model: str, p: Geometry, d: Geometry) -> None:
     check_cell(prefiller, decoder, p, d, oracle.url, f"{model} {p} {d}")
 
 
-@pytest.mark.parametrize(("model", "p", "d"), list(product(("gqa4", "gqa2", "mla"), _TP, _TP)))
+@pytest.mark.parametrize(
+    ("model", "p", "d"), list(product(("gqa4", "gqa2", "mla"), _TP, _TP))
+)
 def test_every_tensor_parallelism(engines, model, p, d):
     _check(engines, model, Geometry(p), Geometry(d))
 
@@ -60,7 +62,11 @@ def test_sizes_that_do_not_divide_one_another(engines, p, d):
 
 # Staging memory for two or three of the peer's blocks: many chunks, and pulls that wait in turn.
 _COMBINED = [
-    ("gqa4", Geometry(4, 24, "LBCNHD"), Geometry(1, 16, options=("--staging-bytes", "500000"))),
+    (
+        "gqa4",
+        Geometry(4, 24, "LBCNHD"),
+        Geometry(1, 16, options=("--staging-bytes", "500000")),
+    ),
     ("gqa4", Geometry(1, 16, "LCBNHD"), Geometry(2, 24, "LBCHND")),
     ("gqa2", Geometry(4, 16, "BLCHND"), Geometry(2, 40, "LCBNHD")),
     ("mla", Geometry(2, 24, "LBCNHD"), Geometry(4, 16)),
@@ -70,7 +76,11 @@ _COMBINED = [
     ("moe", Geometry(2), Geometry(1)),
     ("gqa4", Geometry(2, 256), Geometry(1, 1)),
     ("gqa4", Geometry(4, 8, "LBCNHD"), Geometry(4, 24, "LCBHND", dcp=2)),
-    ("mla", Geometry(2, 16), Geometry(4, 16, "LBCNHD", ("--transfer", "mapped"), dcp=4)),
+    (
+        "mla",
+        Geometry(2, 16),
+        Geometry(4, 16, "LBCNHD", ("--transfer", "mapped"), dcp=4),
+    ),
 ]
 
 

@@ -30,11 +30,15 @@ def test_the_served_model_is_listed(client):
 
 
 def _complete(client: openai.OpenAI, prompt: Any = _PROMPT, **members: Any) -> Any:
-    return client.completions.create(**_GREEDY, prompt=prompt, extra_body=_PAST_THE_END, **members)
+    return client.completions.create(
+        **_GREEDY, prompt=prompt, extra_body=_PAST_THE_END, **members
+    )
 
 
 def _chat(client: openai.OpenAI, **members: Any) -> Any:
-    return client.chat.completions.create(**{**_GREEDY, "messages": _MESSAGES, **members})
+    return client.chat.completions.create(
+        **{**_GREEDY, "messages": _MESSAGES, **members}
+    )
 
 
 def test_a_completion_has_transformers_text_and_exact_usage(client, tiny_reference):
@@ -53,7 +57,9 @@ def test_a_completion_has_transformers_text_and_exact_usage(client, tiny_referen
 def test_a_streamed_completion_joins_to_the_whole_one(client, tiny_reference):
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
     *told, last = _complete(client, max_tokens=24, **with_usage)
-    assert "".join(chunk.choices[0].text for chunk in told) == tiny_reference.text(_PROMPT, 24)
+    assert "".join(chunk.choices[0].text for chunk in told) == tiny_reference.text(
+        _PROMPT, 24
+    )
     assert len(told) > 12, "tokens come as they are made"
     assert [c.choices[0].finish_reason for c in told[-2:]] == [None, "length"]
     assert {chunk.id for chunk in told} == {last.id}
@@ -85,7 +91,10 @@ def test_a_chat_is_the_template_and_a_greedy_generate(client, tiny_reference):
     assert (choice.message.role, choice.message.content) == ("assistant", text)
     ended = ids[-1] == tiny_reference.tokenizer.eos_token_id
     assert choice.finish_reason == ("stop" if ended else "length")
-    assert (answer.object, answer.usage.completion_tokens) == ("chat.completion", len(ids))
+    assert (answer.object, answer.usage.completion_tokens) == (
+        "chat.completion",
+        len(ids),
+    )
 
 
 def test_the_clients_streaming_helper_follows_a_chat(client, tiny_reference):
@@ -158,13 +167,20 @@ class Ball(pydantic.BaseModel):
 def test_a_response_has_the_chats_text_and_usage(client, tiny_cluster):
     before = tiny_cluster.decode[0].metrics()
     answer = client.responses.create(
-        model=MODEL, input=_INPUT, instructions="Be kind.", max_output_tokens=12, temperature=0
+        model=MODEL,
+        input=_INPUT,
+        instructions="Be kind.",
+        max_output_tokens=12,
+        temperature=0,
     )
     moved = 'baton_kv_tokens_total{source="transferred"}'
     assert tiny_cluster.decode[0].metrics()[moved] > before.get(moved, 0.0)
     chat = client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": _INPUT}],
+        messages=[
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": _INPUT},
+        ],
         max_tokens=12,
         temperature=0,
     )

@@ -16,7 +16,9 @@ from tests.rigs.client import MODEL
 from tests.rigs.cluster import Cluster
 
 # litellm reads a deprecated attribute of pydantic's models on every chunk.
-pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince211")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pydantic.warnings.PydanticDeprecatedSince211"
+)
 
 _MESSAGES = [
     {"role": "system", "content": "You tell stories."},
@@ -31,7 +33,9 @@ _LIMIT = 40
 def imported() -> None:
     """Imports what is tested; in every process that only collects, it would take 4 s."""
     global ToolMessage, langchain_core, langchain_openai, litellm
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
+    os.environ.setdefault(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # else it asks the network
     import langchain_core.exceptions
     import langchain_openai
     import litellm
@@ -57,7 +61,10 @@ def chat(tiny_cluster: Cluster) -> Callable[..., Any]:
     def make(**members: Any) -> Any:
         arguments = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, **members}
         return langchain_openai.ChatOpenAI(
-            base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, **arguments
+            base_url=f"{tiny_cluster.url}/v1",
+            api_key="unused",
+            max_retries=0,
+            **arguments,
         )
 
     return make
@@ -84,7 +91,9 @@ def test_langchain_chats(chat, answer):
     assert message.usage_metadata["output_tokens"] <= _LIMIT
     told = message.response_metadata["logprobs"]["content"]
     assert "".join(entry["token"] for entry in told).startswith(answer)
-    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
+    assert all(
+        entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told
+    )
 
 
 def test_langchain_streams_with_usage(chat, answer):
@@ -98,7 +107,9 @@ def test_langchain_streams_with_usage(chat, answer):
 
 def test_langchain_completes_texts(tiny_cluster, continuation):
     asked = {"model": MODEL, "temperature": 0, "max_tokens": _LIMIT, "max_retries": 0}
-    model = langchain_openai.OpenAI(base_url=f"{tiny_cluster.url}/v1", api_key="unused", **asked)
+    model = langchain_openai.OpenAI(
+        base_url=f"{tiny_cluster.url}/v1", api_key="unused", **asked
+    )
     assert model.invoke(_PROMPT, stop=["."]) == continuation
     assert "".join(model.stream(_PROMPT, stop=["."])) == continuation
     assert model.batch([_PROMPT] * 3, stop=["."]) == [continuation] * 3
@@ -112,7 +123,10 @@ def test_langchain_knows_an_overflow_of_the_context(chat):
 def test_litellm_streams_to_the_same_answer(lite, answer):
     chunks = list(
         litellm.completion(
-            messages=_MESSAGES, stream=True, stream_options={"include_usage": True}, **lite
+            messages=_MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            **lite,
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
@@ -136,7 +150,9 @@ def test_litellm_maps_our_errors_to_its_own(lite):
     with pytest.raises(litellm.NotFoundError, match="gpt-17"):
         litellm.completion(messages=_MESSAGES, **{**lite, "model": "openai/gpt-17"})
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(messages=[{"role": "user", "content": "ball " * 5000}], **lite)
+        litellm.completion(
+            messages=[{"role": "user", "content": "ball " * 5000}], **lite
+        )
 
 
 # -- structured output and tools -----------------------------------------------------------------
@@ -181,9 +197,15 @@ def test_langchain_calls_tools(chat):
     toy = Toy.model_validate(call["args"])
     streamed = list(asking.stream(_LANGCHAIN_MESSAGES))
     joined = functools.reduce(operator.add, streamed)
-    assert [(c["name"], c["args"]) for c in joined.tool_calls] == [("Toy", call["args"])]
+    assert [(c["name"], c["args"]) for c in joined.tool_calls] == [
+        ("Toy", call["args"])
+    ]
     assert len(streamed) > 3, "arguments come as they are made"
-    answered = [*_LANGCHAIN_MESSAGES, message, ToolMessage(toy.colour, tool_call_id=call["id"])]
+    answered = [
+        *_LANGCHAIN_MESSAGES,
+        message,
+        ToolMessage(toy.colour, tool_call_id=call["id"]),
+    ]
     assert chat().invoke(answered).content is not None
 
 
@@ -203,11 +225,17 @@ def test_litellm_calls_tools(lite):
 
 def test_claude_code_gets_whole_calls_through_litellm(lite):
     """Of an event that begins a call litellm tells the name alone."""
-    from litellm.llms.anthropic.experimental_pass_through.adapters import streaming_iterator
+    from litellm.llms.anthropic.experimental_pass_through.adapters import (
+        streaming_iterator,
+    )
 
     asked = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
     asked |= {"parallel_tool_calls": False, "stream_options": {"include_usage": True}}
     chunks = litellm.completion(messages=_MESSAGES, stream=True, **asked)
     events = list(streaming_iterator.AnthropicStreamWrapper(chunks, MODEL))
-    told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert Toy.model_validate_json("".join(delta.get("partial_json", "") for delta in told)).colour
+    told = [
+        event["delta"] for event in events if event["type"] == "content_block_delta"
+    ]
+    assert Toy.model_validate_json(
+        "".join(delta.get("partial_json", "") for delta in told)
+    ).colour

@@ -30,7 +30,10 @@ from tests.rigs.plain_http import http
 
 _WARM_S, _MEASURED_S = 15.0, 60.0
 _LIMITS = ("--max-queue-s", "6")
-_FEW_TOKENS = ("--kv-cache-tokens", "8192")  # of which each page is used before memory is measured
+_FEW_TOKENS = (
+    "--kv-cache-tokens",
+    "8192",
+)  # of which each page is used before memory is measured
 
 
 @pytest.fixture
@@ -57,7 +60,9 @@ class Offered:
         return sum(status == 200 for status, _ in self.found)
 
     async def _ask(self, session: aiohttp.ClientSession) -> int:
-        prompt = [random.randrange(300, 20_000) for _ in range(random.randrange(32, 96))]
+        prompt = [
+            random.randrange(300, 20_000) for _ in range(random.randrange(32, 96))
+        ]
         body = greedy(prompt, 8)
         began = time.perf_counter()
         async with session.post(f"{self._url}/v1/completions", json=body) as response:
@@ -65,7 +70,9 @@ class Offered:
         self.found.append((response.status, time.perf_counter() - began))
         return response.status
 
-    async def run(self, seconds: float, *, rate: float = 0.0, clients: int = 0) -> "Offered":
+    async def run(
+        self, seconds: float, *, rate: float = 0.0, clients: int = 0
+    ) -> "Offered":
         """An open loop at `rate`, or so many clients that ask one after the other."""
         until = time.perf_counter() + seconds
         connector = aiohttp.TCPConnector(limit=0)
@@ -88,21 +95,37 @@ class Offered:
             times = [seconds for code, seconds in self.found if code == status]
             return round(float(np.percentile(times, level)) * 1e3, 1) if times else 0.0
 
-        told = {code: sum(status == code for status, _ in self.found) for code in (200, 429)}
-        levels = {f"{code}_p{level}_ms": ms(code, level) for code in told for level in (50, 99)}
-        return {"asked": len(self.found), **{str(c): n for c, n in told.items()}, **levels}
+        told = {
+            code: sum(status == code for status, _ in self.found) for code in (200, 429)
+        }
+        levels = {
+            f"{code}_p{level}_ms": ms(code, level)
+            for code in told
+            for level in (50, 99)
+        }
+        return {
+            "asked": len(self.found),
+            **{str(c): n for c, n in told.items()},
+            **levels,
+        }
 
 
 def _rss_mb(cluster: Cluster) -> list[int]:
     """Of the proxy, and of both processes of each server."""
-    mine = [int(s.metrics()["process_resident_memory_bytes"]) for s in cluster.servers()]
+    mine = [
+        int(s.metrics()["process_resident_memory_bytes"]) for s in cluster.servers()
+    ]
     engines = [pid for server in cluster.servers()[1:] for pid in server.engine_pids()]
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in engines]
-    return [one >> 20 for one in mine] + [one * resource.getpagesize() >> 20 for one in pages]
+    return [one >> 20 for one in mine] + [
+        one * resource.getpagesize() >> 20 for one in pages
+    ]
 
 
 @pytest.mark.slow
-async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_the_rest(bounded):
+async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_the_rest(
+    bounded,
+):
     url = bounded.url
     capacity = (await Offered(url).run(_WARM_S, clients=6)).num_served / _WARM_S
     calm = await Offered(url).run(_MEASURED_S, rate=0.9 * capacity)
@@ -120,7 +143,9 @@ async def test_at_three_times_its_capacity_a_cluster_does_as_much_and_refuses_th
     assert_home(*bounded.servers()[1:])
 
 
-def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(tiny_cluster):
+def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(
+    tiny_cluster,
+):
     """In a queue, a prefill, a pull and a decode: each gets one end, and its KV comes home long
     before its lease ends."""
 
@@ -135,7 +160,9 @@ def test_requests_that_expire_in_whichever_phase_leave_no_block_and_no_lease(tin
         found = list(threads.map(ask, range(48)))
     for status, text in found:
         is_whole = status == 200 and "deadline_exceeded" not in text
-        assert is_whole or (status in (200, 504) and text.count("deadline_exceeded") == 1)
+        assert is_whole or (
+            status in (200, 504) and text.count("deadline_exceeded") == 1
+        )
     statuses = [status for status, _ in found]
     assert 504 in statuses and 200 in statuses
     assert_home(*tiny_cluster.prefill, *tiny_cluster.decode)

@@ -15,7 +15,9 @@ from tests.rigs.client import fresh_prompt, greedy
 from tests.rigs.cluster import Cluster, Server, cluster
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-playwright = pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="needs the extra `browser`"
+)
 SECONDS = float(os.environ.get("BATON_TEST_PAGE_S", "600"))
 WARM = 0.25  # share of SECONDS after which histories are full
 CLIENTS, ASKS, IDLE_S = 4, 200, 20.0
@@ -23,7 +25,9 @@ CLIENTS, ASKS, IDLE_S = 4, 200, 20.0
 
 def _cpu_s(server: Server) -> float:
     """CPU seconds of the server's one process."""
-    fields = Path(f"/proc/{server.child.pid}/stat").read_text().rpartition(") ")[2].split()
+    fields = (
+        Path(f"/proc/{server.child.pid}/stat").read_text().rpartition(") ")[2].split()
+    )
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -62,31 +66,48 @@ async def _told_share(proxy: Server, session: aiohttp.ClientSession) -> float:
     """The share of its time in which the proxy would tell a page what changes in each interval."""
     async with session.get(f"{proxy.url}/ui/state?since=0&epoch=") as answer:
         state = await answer.json()
-    changes = int(2 * state["number"] / SECONDS * state["interval_s"])  # twice an interval's
-    rest, before = f"since={state['number'] - changes}&epoch={state['epoch']}", _cpu_s(proxy)
+    changes = int(
+        2 * state["number"] / SECONDS * state["interval_s"]
+    )  # twice an interval's
+    rest, before = (
+        f"since={state['number'] - changes}&epoch={state['epoch']}",
+        _cpu_s(proxy),
+    )
     for _ in range(ASKS):
         async with session.get(f"{proxy.url}/ui/state?{rest}") as answer:
             assert (await answer.json())["points"]
     return (_cpu_s(proxy) - before) / ASKS / state["interval_s"]
 
 
-async def _watched(running: Cluster) -> tuple[list[dict[str, float]], dict[str, float], list[str]]:
+async def _watched(
+    running: Cluster,
+) -> tuple[list[dict[str, float]], dict[str, float], list[str]]:
     """Memory after WARM and at the end, the costs, and the lines of the console."""
     told: list[str] = []
     proxy, until = running.proxy, asyncio.get_running_loop().time() + SECONDS
-    async with playwright.async_playwright() as driver, aiohttp.ClientSession() as session:
-        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    async with (
+        playwright.async_playwright() as driver,
+        aiohttp.ClientSession() as session,
+    ):
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         page = await browser.new_page()
         page.on("console", lambda message: told.append(message.text))
         page.on("pageerror", lambda error: told.append(str(error)))
         await page.goto(proxy.url)
-        load = asyncio.gather(*(_asks(proxy.url, session, until) for _ in range(CLIENTS)))
+        load = asyncio.gather(
+            *(_asks(proxy.url, session, until) for _ in range(CLIENTS))
+        )
         await asyncio.sleep(SECONDS * WARM)
         held = [await _held(page) | {"proxy_mb": _rss_mb(proxy)}]
         num_requests = sum(await load)
         held.append(await _held(page) | {"proxy_mb": _rss_mb(proxy)})
         assert await page.inner_text("#status") == "ready: 2 of 2 servers"
-        shares = {"told": await _told_share(proxy, session), "open": await _idle_share(proxy)}
+        shares = {
+            "told": await _told_share(proxy, session),
+            "open": await _idle_share(proxy),
+        }
         await browser.close()
         shares["closed"] = await _idle_share(proxy)
         costs = {"requests": num_requests, **shares}
@@ -97,10 +118,16 @@ async def _watched(running: Cluster) -> tuple[list[dict[str, float]], dict[str, 
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_the_page_grows_by_nothing_and_costs_hardly_any_of_the_proxys_time(tiny_model):
-    with cluster(tiny_model) as running:  # for longer than a test that is a coroutine may take
+    with cluster(
+        tiny_model
+    ) as running:  # for longer than a test that is a coroutine may take
         (warm, end), costs, told = asyncio.run(_watched(running))
     print(json.dumps({"warm": warm, "end": end, **costs}))
     assert told == []
     assert costs["told"] + costs["open"] - costs["closed"] < 0.02
-    for name, most in {"heap_mb": 2.0, "nodes": 0.1 * warm["nodes"], "proxy_mb": 8.0}.items():
+    for name, most in {
+        "heap_mb": 2.0,
+        "nodes": 0.1 * warm["nodes"],
+        "proxy_mb": 8.0,
+    }.items():
         assert end[name] <= warm[name] + most, name

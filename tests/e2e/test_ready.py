@@ -75,7 +75,9 @@ def test_the_first_request_after_ready_is_disaggregated_each_time(tiny_model, de
                 stopping.send(prefill.child.pid, signal.SIGCONT)
 
 
-def test_a_prefill_server_that_starts_after_the_proxy_is_waited_for(tiny_model, decode, ports):
+def test_a_prefill_server_that_starts_after_the_proxy_is_waited_for(
+    tiny_model, decode, ports
+):
     proxy = start_bare_proxy(f"http://127.0.0.1:{ports[0]}", decode)
     with running(proxy):
         wait_for_decode_alone(proxy)
@@ -83,5 +85,7 @@ def test_a_prefill_server_that_starts_after_the_proxy_is_waited_for(tiny_model, 
         with running(prefill):
             first_answer_is_disaggregated(proxy)
             prefill.kill()
-            wait_until(lambda: not probe(proxy).json()["servers"]["prefill-0"], TIMEOUT_S)
+            wait_until(
+                lambda: not probe(proxy).json()["servers"]["prefill-0"], TIMEOUT_S
+            )
             assert probe(proxy).status_code == 200, "a decode server alone serves"

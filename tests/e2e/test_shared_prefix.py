@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.client import complete_all, fresh_prompt, make_prompt
-from tests.rigs.cluster import Server, running, start_decode, start_prefill, start_proxy, started
+from tests.rigs.cluster import (
+    Server,
+    running,
+    start_decode,
+    start_prefill,
+    start_proxy,
+    started,
+)
 
 PREFIX, OWN = 512, 48  # tokens
 CLIENTS = 12
@@ -28,10 +35,14 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
         proxy = start_proxy(servers[:num_prefills], servers[num_prefills:], *argv)
         with running(proxy):
             for _ in range(2):
-                complete_all(proxy.url, [fresh_prompt(PREFIX) for _ in range(CLIENTS)], 8)
+                complete_all(
+                    proxy.url, [fresh_prompt(PREFIX) for _ in range(CLIENTS)], 8
+                )
             before = sum(map(_computed, servers))
             beginnings = [make_prompt(group, PREFIX) for group in range(groups)]
-            prompts = [beginnings[n % groups] + fresh_prompt(OWN) for n in range(groups * each)]
+            prompts = [
+                beginnings[n % groups] + fresh_prompt(OWN) for n in range(groups * each)
+            ]
             for at in range(0, len(prompts), CLIENTS):
                 complete_all(proxy.url, prompts[at : at + CLIENTS], 8)
             computed = sum(map(_computed, servers)) - before
@@ -41,5 +52,7 @@ def _share(model: Path, num_prefills: int, groups: int, each: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_prefills", [2, 0])
-def test_four_servers_of_a_real_model_compute_what_prompts_share_once(default_model, num_prefills):
+def test_four_servers_of_a_real_model_compute_what_prompts_share_once(
+    default_model, num_prefills
+):
     assert _share(default_model, num_prefills, 4, 24) <= 1.15

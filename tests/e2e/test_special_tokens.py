@@ -26,7 +26,9 @@ def test_the_kv_of_such_a_prompt_is_pulled(tiny_cluster, path):
 def test_every_server_counts_it_as_text(tiny_cluster):
     said = BODIES["/v1/chat/completions"]["messages"]
     server = tiny_cluster.decode[0].url
-    ends = answer_of(server, "/tokenize", prompt="<|im_end|><|im_start|>", model=MODEL)["tokens"]
+    ends = answer_of(server, "/tokenize", prompt="<|im_end|><|im_start|>", model=MODEL)[
+        "tokens"
+    ]
     assert len(ends) == 2
     for url in (tiny_cluster.url, server, tiny_cluster.prefill[0].url):
         ids = answer_of(url, "/tokenize", messages=said)["tokens"]

@@ -14,13 +14,19 @@ from tests.rigs.cluster import cluster
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 
-_MESSAGES: Any = [{"role": "user", "content": "Tell a story about Anna and the red ball."}]
+_MESSAGES: Any = [
+    {"role": "user", "content": "Tell a story about Anna and the red ball."}
+]
 _SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"enum": ["Anna", "Ben"]},
         "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 5},
+            "maxItems": 2,
+        },
         "inner": {"$ref": "#/$defs/inner"},
     },
     "required": ["name", "age", "tags", "inner"],
@@ -41,7 +47,9 @@ _FORMAT: Any = {
 
 
 def _on(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120
+    )
 
 
 def _chat(client: openai.OpenAI, **members: Any) -> Any:
@@ -103,7 +111,10 @@ def test_integers_beyond_float64_are_exact(client, tiny_cluster):
     tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
     demands: list[dict[str, Any]] = [
         {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
-        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+        {
+            "tools": [tool],
+            "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+        },
     ]
     with _on(tiny_cluster.decode[0].url) as alone:
         for demand in demands:
@@ -133,7 +144,9 @@ def test_every_choice_matches_by_itself(client, tiny_cluster):
 
 def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
     shape = {"max_tokens": 40, "temperature": 0, "frequency_penalty": 2}
-    answer = _complete(client, {"regex": "[ab]{1,40}"}, **shape, extra={"min_tokens": 12})
+    answer = _complete(
+        client, {"regex": "[ab]{1,40}"}, **shape, extra={"min_tokens": 12}
+    )
     (choice,) = answer.choices
     assert re.fullmatch("[ab]{1,40}", choice.text) and {"a", "b"} <= set(choice.text)
     assert answer.usage is not None and answer.usage.completion_tokens >= 12
@@ -142,7 +155,11 @@ def test_penalties_bias_and_min_tokens_apply_within_the_grammar(client):
 @pytest.mark.slow
 def test_tensor_parallel_servers_answer_the_same(tiny_cluster, client):
     """Masks are made on rank 0 and sent to the others."""
-    options: Any = {"max_tokens": 80, "presence_penalty": 0.5, "response_format": _FORMAT}
+    options: Any = {
+        "max_tokens": 80,
+        "presence_penalty": 0.5,
+        "response_format": _FORMAT,
+    }
     two = ("--tp", "2")
     with (
         cluster(tiny_cluster.model, prefill_argv=two, decode_argv=two) as pair,

@@ -37,7 +37,10 @@ def _asking(
     url: str, prompts: list[list[int]], expected: list[list[int]], num_clients: int
 ) -> Iterator[list[Load]]:
     """Clients that ask until the end of the block; none of them may have had a problem."""
-    turned = [(prompts[i:] + prompts[:i], expected[i:] + expected[:i]) for i in range(num_clients)]
+    turned = [
+        (prompts[i:] + prompts[:i], expected[i:] + expected[:i])
+        for i in range(num_clients)
+    ]
     load = [Load(url, *each) for each in turned]
     try:
         yield load
@@ -59,7 +62,9 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.slow
-def test_decode_goes_on_without_a_lost_peer_and_pulls_again(hosts, tiny_model, tiny_reference):
+def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
+    hosts, tiny_model, tiny_reference
+):
     """The two are parted while KV is pulled, so that no end of a connection is ever told. Rejoined,
     UCX may end P (docs/operations.md), which is then started again as by a supervisor."""
     model = ("--model", str(tiny_model), *ENGINE_ARGV)
@@ -81,10 +86,14 @@ def test_decode_goes_on_without_a_lost_peer_and_pulls_again(hosts, tiny_model, t
             _wait_for_more(cluster, _pulls)
             hosts.part("d", "p")
             _wait_for_more(cluster, _failures, 1)
-            _wait_for_more(cluster, lambda _: sum(client.num_right for client in load), 8)
+            _wait_for_more(
+                cluster, lambda _: sum(client.num_right for client in load), 8
+            )
             hosts.rejoin("d", "p")
             before = _pulls(cluster)
-            wait_until(lambda: p.child.exited.is_set() or _pulls(cluster) >= before + 4, 60)
+            wait_until(
+                lambda: p.child.exited.is_set() or _pulls(cluster) >= before + 4, 60
+            )
             if p.child.exited.is_set():
                 assert p.child.reason() == "engine process prefill: killed by SIGABRT"
                 p = start_p()
@@ -97,7 +106,12 @@ def test_a_slow_link_is_hidden_behind_the_prefill(hosts, default_model):
     """Of a long prompt all KV goes over the link between tokens 1 and 2 when a leg comes after the
     other, and the last chunk's where both are opened at once: in P a chunk takes twice as long."""
     model = ("--model", str(default_model), *ENGINE_ARGV, "--insecure")
-    chunks = ("--side-channel-host", hosts.address("p"), "--max-num-batched-tokens", "256")
+    chunks = (
+        "--side-channel-host",
+        hosts.address("p"),
+        "--max-num-batched-tokens",
+        "256",
+    )
     p = hosts.start("p", "prefill_server", *model, *chunks, "--block-size", "16")
     d = hosts.start("d", "decode_server", *model, "--block-size", "32")
     hosts.slow_down("p", "400mbit")
@@ -107,12 +121,17 @@ def test_a_slow_link_is_hidden_behind_the_prefill(hosts, default_model):
         x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
         with hosts.inside("x"):
             wait_until(lambda x=x: all_ready(x))
-            for seed in (1, 2):  # at the first one hands are shaken, and a secret is distrusted
+            for seed in (
+                1,
+                2,
+            ):  # at the first one hands are shaken, and a secret is distrusted
                 prompt = make_prompt(70_000 + seed + len(gaps_s) * 10, 2000)
-                (first_s, first), (second_s, second) = _token_times(hosts, x.url, prompt)
-            assert complete(x.url, prompt, 4).token_ids == Reference(default_model).generate(
-                prompt, 4
-            )
+                (first_s, first), (second_s, second) = _token_times(
+                    hosts, x.url, prompt
+                )
+            assert complete(x.url, prompt, 4).token_ids == Reference(
+                default_model
+            ).generate(prompt, 4)
         gaps_s[order], sent_bytes[order] = second_s - first_s, second - first
         x.child.kill()
     gap_ms = {name: round(1000 * gap) for name, gap in gaps_s.items()}
@@ -136,7 +155,9 @@ def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[tuple[float,
 
 def _pulls(cluster: Cluster) -> float:
     name = 'baton_kv_transfers_total{outcome="done"'
-    return sum(n for key, n in cluster.decode[0].metrics().items() if key.startswith(name))
+    return sum(
+        n for key, n in cluster.decode[0].metrics().items() if key.startswith(name)
+    )
 
 
 def _failures(cluster: Cluster) -> float:
@@ -144,7 +165,9 @@ def _failures(cluster: Cluster) -> float:
     return cluster.decode[0].metrics().get(name, 0)
 
 
-def _wait_for_more(cluster: Cluster, count: Callable[[Cluster], float], more: int = 4) -> None:
+def _wait_for_more(
+    cluster: Cluster, count: Callable[[Cluster], float], more: int = 4
+) -> None:
     before = count(cluster)
     wait_until(lambda: count(cluster) >= before + more, 60)
 
@@ -159,12 +182,20 @@ def six_ports() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_rolling_restart_under_load_is_not_noticed(tiny_model, tiny_reference, six_ports):
+def test_a_rolling_restart_under_load_is_not_noticed(
+    tiny_model, tiny_reference, six_ports
+):
     """Servers are told to end, and replaced, one after another."""
     model, reference, ports = tiny_model, tiny_reference, six_ports
-    starts = [partial(start_prefill, model, *prefill_ports(*ports[at : at + 2])) for at in (0, 2)]
+    starts = [
+        partial(start_prefill, model, *prefill_ports(*ports[at : at + 2]))
+        for at in (0, 2)
+    ]
     starts += [partial(start_decode, model, "--port", str(port)) for port in ports[4:]]
-    with started(*starts) as servers, running(proxy := start_proxy(servers[:2], servers[2:])):
+    with (
+        started(*starts) as servers,
+        running(proxy := start_proxy(servers[:2], servers[2:])),
+    ):
         prompts = [make_prompt(80_000 + seed, 40 + 17 * seed) for seed in range(12)]
         expected = [reference.generate(prompt, 24) for prompt in prompts]
         cluster = Cluster(servers[:2], servers[2:], proxy, model)
@@ -172,7 +203,10 @@ def test_a_rolling_restart_under_load_is_not_noticed(tiny_model, tiny_reference,
         try:
             with _asking(proxy.url, prompts, expected, _CLIENTS) as load:
                 answers = partial(
-                    _wait_for_more, cluster, lambda _: sum(c.num_right for c in load), 4 * _CLIENTS
+                    _wait_for_more,
+                    cluster,
+                    lambda _: sum(c.num_right for c in load),
+                    4 * _CLIENTS,
                 )
                 for server, start in zip(servers, starts, strict=True):
                     answers()

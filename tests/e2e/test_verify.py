@@ -15,8 +15,14 @@ from tests.rigs.cluster import Server, assert_home, running, start_decode, wait_
 
 def pool_of(server: Server) -> mmap.mmap:
     """The memory of its KV (kvcache/shared_memory.py)."""
-    files = (file for pid in server.engine_pids() for file in Path(f"/proc/{pid}/fd").iterdir())
-    path = next(file for file in files if os.readlink(file).startswith("/memfd:baton-kv"))
+    files = (
+        file
+        for pid in server.engine_pids()
+        for file in Path(f"/proc/{pid}/fd").iterdir()
+    )
+    path = next(
+        file for file in files if os.readlink(file).startswith("/memfd:baton-kv")
+    )
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)
 

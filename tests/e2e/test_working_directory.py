@@ -16,8 +16,27 @@ from tests.rigs.programs import TIMEOUT_S, environment, launched
 DECOY = "raise SystemExit('this file belongs to the user: ' + __file__)\n"
 MODULES = (
     *("model", "protocol", "attention", "kvcache", "benchmarks"),
-    *("json", "socket", "random", "selectors", "pickle", "logging", "queue", "signal", "tempfile"),
-    *("torch", "numpy", "nixl", "transformers", "tokenizers", "llguidance", "yaml", "uvicorn"),
+    *(
+        "json",
+        "socket",
+        "random",
+        "selectors",
+        "pickle",
+        "logging",
+        "queue",
+        "signal",
+        "tempfile",
+    ),
+    *(
+        "torch",
+        "numpy",
+        "nixl",
+        "transformers",
+        "tokenizers",
+        "llguidance",
+        "yaml",
+        "uvicorn",
+    ),
 )
 PACKAGES = ("engine", "tests", "pydantic")
 # What pip makes of the entry point `baton`.
@@ -50,11 +69,29 @@ def baton(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_a_local_cluster_serves_and_tries_grammars(baton, home, tiny_model):
-    options = ("--model", str(tiny_model), "--port", "0", "--prefill.tp", "2", "--device", "cpu")
-    with launched([*baton, "up", *options, "--served-model-name", "m"], home) as program:
+    options = (
+        "--model",
+        str(tiny_model),
+        "--port",
+        "0",
+        "--prefill.tp",
+        "2",
+        "--device",
+        "cpu",
+    )
+    with launched(
+        [*baton, "up", *options, "--served-model-name", "m"], home
+    ) as program:
         url = program.read_until("ready http").split()[1]
-        schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-        wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"enum": ["x", "y"]}},
+            "required": ["a"],
+        }
+        wanted = {
+            "type": "json_schema",
+            "json_schema": {"name": "it", "schema": schema},
+        }
         body = {
             "model": "m",
             "messages": [{"role": "user", "content": "Tell a story."}],

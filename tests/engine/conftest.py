@@ -64,7 +64,9 @@ HARMONY_TEMPLATE = """
 def _bytewise(folder: Path, special: Sequence[str], **config: Any) -> Tokenizer:
     """One token per byte, and special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    inner = tokenizers.Tokenizer(
+        models.BPE({char: i for i, char in enumerate(alphabet)}, [])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([*special])

@@ -33,7 +33,9 @@ def lines(*parts: bytes) -> bytes:
     return b"\r\n".join([*parts, b"", b""])
 
 
-def post(*headers: bytes, body: bytes = BODY, line: bytes = b"POST %s HTTP/1.1" % TARGET) -> bytes:
+def post(
+    *headers: bytes, body: bytes = BODY, line: bytes = b"POST %s HTTP/1.1" % TARGET
+) -> bytes:
     """A completion: what frames it is among `headers`."""
     return lines(line, HOST, *headers) + body
 
@@ -43,11 +45,15 @@ def sized(*headers: bytes, line: bytes = b"POST %s HTTP/1.1" % TARGET) -> bytes:
     return post(LENGTH, *headers, line=line)
 
 
-def get(target: bytes = b"/health", *headers: bytes, version: bytes = b"HTTP/1.1") -> bytes:
+def get(
+    target: bytes = b"/health", *headers: bytes, version: bytes = b"HTTP/1.1"
+) -> bytes:
     return lines(b"GET %b %b" % (target, version), HOST, *headers)
 
 
-def chunked(*headers: bytes, size: bytes = b"%x" % len(BODY), end: bytes = b"0\r\n\r\n") -> bytes:
+def chunked(
+    *headers: bytes, size: bytes = b"%x" % len(BODY), end: bytes = b"0\r\n\r\n"
+) -> bytes:
     """One in a chunk, whose size line is `size`."""
     return post(CHUNKED, *headers, body=size + b"\r\n" + BODY + b"\r\n" + end)
 
@@ -55,14 +61,18 @@ def chunked(*headers: bytes, size: bytes = b"%x" % len(BODY), end: bytes = b"0\r
 def each(
     name: str, make: Callable[[bytes], bytes], expected: str, asked: int, *values: bytes
 ) -> list[Row]:
-    return [Row(f"{name} {value!r}"[:80], make(value), expected, asked) for value in values]
+    return [
+        Row(f"{name} {value!r}"[:80], make(value), expected, asked) for value in values
+    ]
 
 
 GOOD = sized()
 HEALTH = get()
 SIZE = b"%x" % len(BODY)
 IN_CHUNKS = SIZE + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
-HIDDEN = b"0\r\n\r\n" + GOOD  # the end of a body in chunks, and a request for whom that is the end
+HIDDEN = (
+    b"0\r\n\r\n" + GOOD
+)  # the end of a body in chunks, and a request for whom that is the end
 _BIG = b"x" * 70_000
 
 ROWS = [

@@ -23,15 +23,21 @@ from protocol.settings.options import ListenOptions
 from protocol.settings.settings import ProxySettings
 from proxy.keys import FileAccess, LimitedKey, Line
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until
-from tests.rigs.http_server import serving
+from tests.rigs.http_server import Running, serving
+from tests.rigs.scripted_engine import ScriptedEngine
 
-ALICE, BOB, ROOT, OTHER = (f"sk-{name}-0123456789" for name in ("alice", "bob", "root", "other"))
+ALICE, BOB, ROOT, OTHER = (
+    f"sk-{name}-0123456789" for name in ("alice", "bob", "root", "other")
+)
 KEYS = [
     {"name": "alice", "key": ALICE},
     {"name": "bob", "sha256": hashlib.sha256(BOB.encode()).hexdigest().upper()},
     {"name": "root", "key": ROOT, "admin": True},
 ]
-IN_OPTIONS = {"api_key": (SecretStr(ALICE), SecretStr(BOB)), "admin_key": (SecretStr(ROOT),)}
+IN_OPTIONS = {
+    "api_key": (SecretStr(ALICE), SecretStr(BOB)),
+    "admin_key": (SecretStr(ROOT),),
+}
 COMPLETE = "POST /v1/completions"
 SIDES = pytest.mark.parametrize("side", ["proxy", "server"])
 
@@ -77,14 +83,26 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
         f"Bearer {ALICE}0",
     )
     bearers |= dict.fromkeys(refused, 401)
-    closed = "GET /v1/models", "GET /docs", "GET /openapi.json", "GET /no/such/path", "GET /metrics"
+    closed = (
+        "GET /v1/models",
+        "GET /docs",
+        "GET /openapi.json",
+        "GET /no/such/path",
+        "GET /metrics",
+    )
     cases: list[tuple[str, dict[str, str], int]] = [
-        *((COMPLETE, {"authorization": told}, status) for told, status in bearers.items()),
+        *(
+            (COMPLETE, {"authorization": told}, status)
+            for told, status in bearers.items()
+        ),
         (COMPLETE, {}, 401),
         (COMPLETE, {"x_api_key": ALICE}, 200),
         (COMPLETE, {"authorization": "Bearer", "x_api_key": ALICE}, 200),
         (COMPLETE, {"authorization": "Bearer wrong", "x_api_key": ALICE}, 401),
-        *((COMPLETE, {"x_api_key": key}, 401) for key in (KEYS[1]["sha256"], "x" * 10_000)),
+        *(
+            (COMPLETE, {"x_api_key": key}, 401)
+            for key in (KEYS[1]["sha256"], "x" * 10_000)
+        ),
         *((what, {}, 401) for what in (*closed, "DELETE /v1/completions")),
         ("GET /v1/models", {"x_api_key": BOB}, 200),
         ("GET /metrics", {"x_api_key": ALICE}, 403),
@@ -94,7 +112,9 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
         *(("GET /health", headers, 200) for headers in ({}, {"x_api_key": "wrong"})),
         ("HEAD /ready", {}, 200),
     ]
-    async with front(side, tokenizer, **options if way == "file" else IN_OPTIONS) as client:
+    async with front(
+        side, tokenizer, **options if way == "file" else IN_OPTIONS
+    ) as client:
         for what, headers, status in cases:
             answer = await ask(client, what, x_request_id="mine", **headers)
             assert answer.status_code == status, (what, headers, answer.text)
@@ -113,7 +133,9 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
         assert len((await ask(client, "GET /ready", x_api_key=ROOT)).json()) > 3
         metrics = (await ask(client, "GET /metrics", x_api_key=ROOT)).text
         counted = {
-            line.partition("{")[2] for line in metrics.splitlines() if "key_requests_total{" in line
+            line.partition("{")[2]
+            for line in metrics.splitlines()
+            if "key_requests_total{" in line
         }
         assert f'key="{alice}",outcome="accepted"}} 3.0' in counted
         assert f'key="{bob}",outcome="accepted"}} 2.0' in counted
@@ -126,7 +148,10 @@ async def test_who_is_let_in_to_what(way, tokenizer, tmp_path):
 @SIDES
 async def test_a_web_page_of_a_named_origin_alone_may_ask_with_a_key(side, tokenizer):
     page = {"origin": "http://page:1"}
-    options: dict[str, Any] = {"api_key": (SecretStr(ALICE),), "cors_origin": ("http://page:1",)}
+    options: dict[str, Any] = {
+        "api_key": (SecretStr(ALICE),),
+        "cors_origin": ("http://page:1",),
+    }
     async with front(side, tokenizer, **options) as client:
         asked = {"access-control-request-method": "POST"}
         asked["access-control-request-headers"] = "authorization,content-type"
@@ -176,19 +201,32 @@ async def test_limits_are_told_and_kept(tmp_path):
         assert left == ["1", "0", "0"]
         assert 1 <= int(answer.headers["retry-after"]) <= 30
         error = answer.json()["error"]
-        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-        assert error["retryable"] and "one may send 2 requests a minute" in error["message"]
+        assert (error["code"], error["type"]) == (
+            "rate_limit_exceeded",
+            "rate_limit_error",
+        )
+        assert (
+            error["retryable"]
+            and "one may send 2 requests a minute" in error["message"]
+        )
 
 
 async def test_tokens_are_counted_as_they_are_asked_for(tmp_path):
     async with limited(tmp_path, tokens_per_minute=1000) as rig:
         left, one, two, headers = [], "x" * 40, ["x" * 20] * 2, {"x-api-key": ALICE}
-        asked = ((one, 300, 200), (two, 300, 200), ([[1], [2]], 300, 429), (one, 50, 200))
+        asked = (
+            (one, 300, 200),
+            (two, 300, 200),
+            ([[1], [2]], 300, 429),
+            (one, 50, 200),
+        )
         for prompt, max_tokens, status in asked:
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
-            assert ("one may send 1000 tokens a minute" in answer.text) == (status == 429)
+            assert ("one may send 1000 tokens a minute" in answer.text) == (
+                status == 429
+            )
         assert 670 < left[0] < 700 and left[3] < left[2] < 120
         assert len(rig.decode[0].calls) == 3
 
@@ -223,17 +261,32 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
 
 async def test_a_key_jumps_no_queue_that_it_may_not(tmp_path):
     async with limited(tmp_path, min_priority=-2) as rig:
-        cases = ((-2, 200), (0, 200), (None, 200), ("-3", 403), (-3.0, 403), (-(10**11), 403))
+        cases = (
+            (-2, 200),
+            (0, 200),
+            (None, 200),
+            ("-3", 403),
+            (-3.0, 403),
+            (-(10**11), 403),
+        )
         for priority, status in (*cases, (-3, 403)):
             answer = await rig.complete({"x-api-key": ALICE}, priority=priority)
             assert answer.status_code == status
         assert answer.json()["error"]["param"] == "priority"
 
 
-async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(tmp_path):
+async def test_who_asks_for_no_priority_has_the_most_urgent_that_the_key_may_ask_for(
+    tmp_path,
+):
     async with limited(tmp_path, min_priority=3) as rig:
-        for given, status in (({}, 200), ({"priority": None}, 200), ({"priority": 0}, 403)):
-            assert (await rig.complete({"x-api-key": ALICE}, **given)).status_code == status
+        for given, status in (
+            ({}, 200),
+            ({"priority": None}, 200),
+            ({"priority": 0}, 403),
+        ):
+            assert (
+                await rig.complete({"x-api-key": ALICE}, **given)
+            ).status_code == status
         assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
@@ -244,7 +297,9 @@ async def test_who_leaves_uses_nothing_more(tmp_path):
         await waits.begun.wait()
         leaves.cancel()
         await waits.left.wait()
-        while (found := await ask(rig.client, "GET /no/path", x_api_key=ALICE)).status_code == 429:
+        while (
+            found := await ask(rig.client, "GET /no/path", x_api_key=ALICE)
+        ).status_code == 429:
             await asyncio.sleep(0.002)
         assert found.status_code == 404
 
@@ -256,7 +311,9 @@ async def test_the_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tok
                 for key in (ALICE, "unknown-" + ALICE):
                     await ask(client, COMPLETE, x_api_key=key)
                 wrong = {"prompt": {"text": "a private matter"}}
-                await client.post("/v1/completions", json=wrong, headers={"x-api-key": ALICE})
+                await client.post(
+                    "/v1/completions", json=wrong, headers={"x-api-key": ALICE}
+                )
     lines = [line for line in caplog.messages if " key=api-key-1 " in line]
     assert len(lines) == 4 and "error=invalid_request: prompt" in lines[-1]
     assert not any(key in caplog.text for key in (ALICE, BOB, ROOT, "private"))
@@ -271,16 +328,22 @@ def admit(keys: FileAccess) -> float:
     """Asks with alice's key: seconds to wait."""
     headers = [(b"x-api-key", ALICE.encode())]
     try:
-        with keys.admit({"method": "POST", "path": "/v1/completions", "headers": headers}):
+        with keys.admit(
+            {"method": "POST", "path": "/v1/completions", "headers": headers}
+        ):
             return 0.0
     except RateLimited as error:
         return float(error.headers["retry-after"])
 
 
 @given(limit=st.integers(1, 100), pauses_s=st.lists(st.floats(0, 90), max_size=60))
-def test_a_key_gets_its_minutes_worth_and_what_it_waits_for(limit, pauses_s, tmp_path_factory):
+def test_a_key_gets_its_minutes_worth_and_what_it_waits_for(
+    limit, pauses_s, tmp_path_factory
+):
     now, path = [1000.0], tmp_path_factory.mktemp("keys") / "keys"
-    keys = access([{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now)
+    keys = access(
+        [{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now
+    )
     taken = []
     for number, pause_s in enumerate(pauses_s):
         now[0] += pause_s
@@ -328,11 +391,23 @@ A = '{"name": "a", "key": "12345678"'
         ("[1]", "line 1: Expected `object`"),
         ('{"key": "12345678"}', "line 1: .*missing required field `name`"),
         ('{"name": "a"}', 'line 1: give a a "key", or the "sha256" of one'),
-        ('{"name": "a", "key": "12345678", "sha256": "%s"}' % ("0" * 64), "line 1: give a a"),
-        ('{"name": "a", "key": "short"}', "line 1: Expected `str` of length >= 8 - at .*key`"),
-        ('{"name": "a b", "key": "12345678"}', r"line 1: Expected `str` matching .*name`"),
+        (
+            '{"name": "a", "key": "12345678", "sha256": "%s"}' % ("0" * 64),
+            "line 1: give a a",
+        ),
+        (
+            '{"name": "a", "key": "short"}',
+            "line 1: Expected `str` of length >= 8 - at .*key`",
+        ),
+        (
+            '{"name": "a b", "key": "12345678"}',
+            r"line 1: Expected `str` matching .*name`",
+        ),
         (A + ', "rpm": 1}', "unknown field `rpm`; .*requests_per_minute, tokens"),
-        (A + ', "max_concurrent": 0}', "line 1: Expected `int` >= 1 - at .*max_concurrent"),
+        (
+            A + ', "max_concurrent": 0}',
+            "line 1: Expected `int` >= 1 - at .*max_concurrent",
+        ),
         (A + '}\n\n{"name": "a", "key": "12345679"}', "line 3: the name of a is"),
         (A + '}\n{"name": "b", "key": "12345678"}', "line 2: the key of b is an"),
         ('{"name": "a", "key": "sk-alice-0123456789"}', "line 1: the key of a is an"),
@@ -349,7 +424,9 @@ def test_a_file_that_cannot_be_is_refused_with_its_line(text, told, tmp_path):
         FileAccess(settings, Metrics("proxy"))
     assert "12345678" not in str(raised.value) and "keys" in str(raised.value)
     with pytest.raises(ValueError, match="none: No such file"):
-        FileAccess(ProxySettings(api_keys_file=str(tmp_path / "none")), Metrics("proxy"))
+        FileAccess(
+            ProxySettings(api_keys_file=str(tmp_path / "none")), Metrics("proxy")
+        )
 
 
 @pytest.mark.parametrize(
@@ -370,6 +447,30 @@ def test_a_server_for_everyone_says_so(options, warns, caplog):
 
 
 def test_salts_by_key_need_keys():
-    with pytest.raises(ValueError, match="--cache-salt-by-key has no effect without API keys"):
+    with pytest.raises(
+        ValueError, match="--cache-salt-by-key has no effect without API keys"
+    ):
         check(ListenOptions(cache_salt_by_key=True))
     check(ListenOptions(cache_salt_by_key=True, api_key=(SecretStr(ALICE),)))
+
+
+async def test_servers_learn_which_requests_are_of_one_key_and_no_key_s_name(
+    tokenizer, tmp_path
+):
+    async def shares(url: str, engine: ScriptedEngine, *keys: str) -> list[str]:
+        file = written(tmp_path / "keys", KEYS)
+        async with Rig([], [Running(url)], api_keys_file=file) as rig:
+            for key in keys:
+                assert (
+                    await ask(rig.client, COMPLETE, x_api_key=key)
+                ).status_code == 200
+        return [one.share for one in engine.added]
+
+    async with serving(tokenizer, role="decode") as server:
+        url = f"http://{server.host}:{server.port}"
+        alice, bob, again = await shares(url, server.engine, ALICE, BOB, ALICE)
+    assert alice == again != bob
+    assert alice and bob and not {"alice", "bob"} & {alice, bob}
+    async with serving(tokenizer, api_key=(SecretStr(ALICE),)) as server:
+        await ask(server.http, COMPLETE, x_api_key=ALICE)
+        assert [one.share for one in server.engine.added] == ["api-key-1"]

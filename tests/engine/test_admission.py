@@ -36,7 +36,9 @@ def add(num_tokens: int, priority: int = 0, request_id: str = "a") -> AddRequest
 class Queue:
     """A server's queue, and a server that takes `token_s` for a token, by a clock of their own."""
 
-    def __init__(self, token_s: float = 0.0, max_queue_s: float = 10.0, most: int = 10**6) -> None:
+    def __init__(
+        self, token_s: float = 0.0, max_queue_s: float = 10.0, most: int = 10**6
+    ) -> None:
         self.now_s = 100.0
         options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=most)
         self.admission = Admission(options, lambda: self.now_s)
@@ -46,7 +48,9 @@ class Queue:
             self.serve(token_s)
 
     def ask(self, num_tokens: int = 1000, priority: int = 0) -> None:
-        self.places.append((self.admission.enter([add(num_tokens, priority)]), num_tokens))
+        self.places.append(
+            (self.admission.enter([add(num_tokens, priority)]), num_tokens)
+        )
 
     def serve(self, token_s: float = 0.001, count: int = 1) -> None:
         for _ in range(count):
@@ -92,7 +96,9 @@ def test_a_server_that_gets_slower_or_faster_is_believed_within_a_second():
     queue = Queue(token_s=0.0002)
     assert queue.fill()[0] in (50, 51)
     queue.serve(token_s=0.002, count=3)
-    assert 0.75 * 96 <= queue.admission.wait_s() <= 96  # as 47 or 48 prompts take 2 s each now
+    assert (
+        0.75 * 96 <= queue.admission.wait_s() <= 96
+    )  # as 47 or 48 prompts take 2 s each now
     queue.now_s += 1000.0
     assert queue.admission.wait_s() > 10_000.0  # it stands still
     while queue.places:
@@ -129,7 +135,10 @@ def test_the_urgent_wait_only_for_the_urgent():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5000), st.integers(-1, 1), st.integers(0, 3)), max_size=40)
+    st.lists(
+        st.tuples(st.integers(0, 5000), st.integers(-1, 1), st.integers(0, 3)),
+        max_size=40,
+    )
 )
 def test_the_books_add_up_whatever_comes_and_goes(moves):
     """0, 1: one more comes; 2: the oldest is served; 3: the newest leaves."""
@@ -142,7 +151,9 @@ def test_the_books_add_up_whatever_comes_and_goes(moves):
                 place = queue.admission.enter([add(num_tokens, priority)])
                 left[place] = max(num_tokens, MIN_TOKENS)
             except QueueFull as error:
-                assert left and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
+                assert (
+                    left and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
+                )
         elif left and move == 2:
             oldest = next(iter(left))
             oldest.served("a", num_tokens)
@@ -173,8 +184,12 @@ async def until_added(server: Server, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(tokenizer, path):
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
+async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(
+    tokenizer, path
+):
     gate = Gate()
     fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {}
     fields |= {"input": "Hi", "prompt": None} if "responses" in path else {}
@@ -192,7 +207,9 @@ async def test_who_finds_a_full_queue_gets_429_before_the_engine_hears_of_it(tok
         assert (await first).status_code == 200
         assert (await server.post(path, **fields)).status_code == 200
         endpoint = path.split("/")[2]
-        count = metric(server.metrics, "baton_requests", endpoint=endpoint, outcome="rejected")
+        count = metric(
+            server.metrics, "baton_requests", endpoint=endpoint, outcome="rejected"
+        )
         assert count == 1
         assert "baton_queue_tokens 0.0" in (await server.http.get("/metrics")).text
 
@@ -209,7 +226,10 @@ async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatc
     monkeypatch.setattr("engine.http.text_workers.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
         ask = partial(server.post, "/tokenize", prompt="x" * 8_000)
-        found = [answer.status_code for answer in await asyncio.gather(*[ask() for _ in range(9)])]
+        found = [
+            answer.status_code
+            for answer in await asyncio.gather(*[ask() for _ in range(9)])
+        ]
         assert set(found) <= {200, 429} and 200 in found
         assert (await ask()).status_code == 200
 
@@ -219,7 +239,9 @@ async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatc
 NOW = {"x-request-timeout-s": "0.02"}
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"])
+@pytest.mark.parametrize(
+    "given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"]
+)
 async def test_a_time_that_is_none_is_refused(tokenizer, given):
     async with serving(tokenizer) as server:
         for path in ("/v1/completions", "/tokenize"):
@@ -233,10 +255,14 @@ async def test_a_time_that_is_none_is_refused(tokenizer, given):
 async def test_an_expired_request_ends_in_504_and_in_the_engine(tokenizer, default):
     given = {"request_timeout_s": 0.02} if default else {}
     async with serving(tokenizer, hang, **given) as server:
-        answer = await server.post(prompt=["a", "b"], headers=None if default else NOW, stream=True)
+        answer = await server.post(
+            prompt=["a", "b"], headers=None if default else NOW, stream=True
+        )
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
-        assert sorted(server.engine.aborted) == sorted(a.request_id for a in server.engine.added)
+        assert sorted(server.engine.aborted) == sorted(
+            a.request_id for a in server.engine.added
+        )
         assert not server.engine._subscriptions
 
 
@@ -254,7 +280,9 @@ async def test_an_expired_stream_ends_in_an_error_event(tokenizer):
         await asyncio.Event().wait()
 
     async with serving(tokenizer, script) as server:
-        found = events(await server.post(headers={"x-request-timeout-s": "0.3"}, stream=True))
+        found = events(
+            await server.post(headers={"x-request-timeout-s": "0.3"}, stream=True)
+        )
         assert [name for name, _ in found] == ["message", "error"]
         assert found[-1][1]["error"]["code"] == "deadline_exceeded"
         assert not server.engine._subscriptions and len(server.engine.aborted) == 1
@@ -269,14 +297,19 @@ async def test_priorities_reach_the_engine(tokenizer):
         assert [add.priority for add in server.engine.added] == [0, -3, 2**31 - 1, 4]
         for wrong in (2**31, 0.5, "1", True):
             answer = await server.post(priority=wrong)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "priority",
+            )
 
 
 # -- clients that do not read --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("choices", "n"), [(32, 1), (1, 8)])
-async def test_a_stream_that_nobody_reads_ends_in_the_engine(tokenizer, monkeypatch, choices, n):
+async def test_a_stream_that_nobody_reads_ends_in_the_engine(
+    tokenizer, monkeypatch, choices, n
+):
     monkeypatch.setattr(client, "MAX_UNREAD", most := 1 << 10)
     monkeypatch.setattr(client, "MAX_UNREAD_CHOICES", choices)
     sent = 0

@@ -28,12 +28,16 @@ class Reference:
     """transformers' logits, float32, and the definitions applied to them."""
 
     def __init__(self, model: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32
+        ).eval()
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [tokens, V]"""
-        logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0].float()
+        logits: torch.Tensor = (
+            self._model(torch.tensor([list(token_ids)])).logits[0].float()
+        )
         return logits
 
     def shaped(self, request: AddRequest, token_ids: list[int]) -> torch.Tensor:
@@ -47,13 +51,19 @@ class Reference:
             logits = process(torch.tensor([token_ids]), logits)
         outputs = torch.tensor(token_ids[num_prompt:], dtype=torch.int64)
         counts = torch.bincount(outputs, minlength=logits.shape[1])
-        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (
+            counts > 0
+        )
         if len(outputs) < sampling.min_tokens:
             logits[0, request.stop_token_ids] = float("-inf")
         return logits[0]
 
     def check_choice(
-        self, request: AddRequest, choice: int, tokens: list[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        request: AddRequest,
+        choice: int,
+        tokens: list[int],
+        logprobs: Sequence[TokenLogprobs],
     ) -> None:
         """That each token is what the noise of its position draws from the reference's logits."""
         context = list(request.token_ids)
@@ -67,7 +77,9 @@ class Reference:
             self._check_logprobs(report, self.logits(context)[-1], token)
             context.append(token)
 
-    def check_prompt(self, request: AddRequest, rows: Sequence[TokenLogprobs | None]) -> None:
+    def check_prompt(
+        self, request: AddRequest, rows: Sequence[TokenLogprobs | None]
+    ) -> None:
         logits = self.logits(request.token_ids)
         assert len(rows) == len(request.token_ids) and rows[0] is None
         for at, row in enumerate(rows[1:]):
@@ -75,14 +87,18 @@ class Reference:
             self._check_logprobs(row, logits[at], request.token_ids[at + 1])
 
     @staticmethod
-    def _check_logprobs(report: TokenLogprobs, logits: torch.Tensor, token: int) -> None:
+    def _check_logprobs(
+        report: TokenLogprobs, logits: torch.Tensor, token: int
+    ) -> None:
         expected = logits.log_softmax(-1)
         assert report.logprob == pytest.approx(float(expected[token]), abs=1e-4)
         more, least = ((expected > expected[token] + by).sum() for by in (1e-4, -1e-4))
         assert more < report.rank <= least
         top = torch.tensor(report.top_logprobs)
         torch.testing.assert_close(top, expected[report.top_ids], atol=1e-4, rtol=0)
-        torch.testing.assert_close(top, expected.topk(len(top)).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            top, expected.topk(len(top)).values, atol=1e-4, rtol=0
+        )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +120,9 @@ _ASKS = [RealPair.decode_alone, RealPair.prefill_and_decode]
 def _request(num_choices: int = 1, max_tokens: int = 12, **members: Any) -> AddRequest:
     names = SamplingParams.__struct_fields__
     sampling = {name: members.pop(name) for name in names if name in members}
-    params = SamplingParams(**{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling})
+    params = SamplingParams(
+        **{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling}
+    )
     prompt = members.pop("prompt", PROMPT)
     return add("r", prompt, max_tokens, params, num_choices=num_choices, **members)
 
@@ -138,7 +156,9 @@ def test_equals_the_definitions_over_transformers_logits(reference, pair, ask, n
     for choice in range(request.num_choices):
         tokens = out.tokens("r", choice)
         assert len(tokens) == request.max_tokens
-        reported = [row for d in out.deltas if d.choice == choice for row in (d.logprobs or [])]
+        reported = [
+            row for d in out.deltas if d.choice == choice for row in (d.logprobs or [])
+        ]
         reference.check_choice(request, choice, tokens, reported)
     if request.num_prompt_logprobs is not None:
         reference.check_prompt(request, out.prompt_logprobs("r"))

@@ -50,7 +50,9 @@ class RemoteEngine:
     async def receive(self) -> EngineInput:
         while not self._received:
             assert not self.is_over
-            self._received, self.is_over = await asyncio.to_thread(self.transport.receive, WAIT_S)
+            self._received, self.is_over = await asyncio.to_thread(
+                self.transport.receive, WAIT_S
+            )
         return self._received.pop(0)
 
     def say(self, *deltas: TokenDelta) -> None:
@@ -147,7 +149,9 @@ async def test_a_dead_engine_ends_every_open_request(how):
     if how == "process":
         client.fail("out of memory")
     else:
-        engine.sendall(framed(encode(EngineFailed("full")) if how == "message" else b"\xc1"))
+        engine.sendall(
+            framed(encode(EngineFailed("full")) if how == "message" else b"\xc1")
+        )
     for answer in answers:
         (last,) = await asyncio.wait_for(answer, WAIT_S)
         assert last.error is not None and last.error.code == "engine_died"
@@ -199,13 +203,20 @@ async def test_who_hangs_up_is_dead_to_the_other():
 @pytest.mark.parametrize("ends", [False, True])
 async def test_sending_never_waits_and_nothing_is_lost(ends):
     """More than the socket holds, while the other end is busy, or the core has ended."""
-    long = [msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000) for i in range(8)]
+    long = [
+        msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000)
+        for i in range(8)
+    ]
     async with connected() as (client, remote):
         with closing(client.submit(long)) as subscription:
             for request in long:
                 assert await remote.receive() == request
                 remote.say(_delta(request.request_id, *request.token_ids))
-            work = remote.transport.close if ends else partial(remote.transport.receive, WAIT_S)
+            work = (
+                remote.transport.close
+                if ends
+                else partial(remote.transport.receive, WAIT_S)
+            )
             sending = asyncio.create_task(asyncio.to_thread(work))
             found: list[TokenDelta] = []
             while len(found) < len(long):
@@ -213,8 +224,12 @@ async def test_sending_never_waits_and_nothing_is_lost(ends):
                     sending = asyncio.create_task(asyncio.to_thread(work))
                 news = asyncio.create_task(subscription.next_batch())
                 both = {news} if ends else {news, sending}
-                await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-                if not news.done():  # the socket took a part, and no message is whole by that
+                await asyncio.wait(
+                    both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if (
+                    not news.done()
+                ):  # the socket took a part, and no message is whole by that
                     news.cancel()
                     continue
                 found += news.result()
@@ -259,7 +274,9 @@ async def test_messages_come_in_order_to_the_end():
 
 async def test_another_thread_wakes_the_engine():
     async with connected() as (_, remote):
-        waiting = asyncio.create_task(asyncio.to_thread(remote.transport.receive, WAIT_S))
+        waiting = asyncio.create_task(
+            asyncio.to_thread(remote.transport.receive, WAIT_S)
+        )
         remote.transport.wake()
         assert await waiting == ([], False)
 
@@ -295,4 +312,6 @@ async def test_silence_counts_only_while_requests_are_open():
 
 
 def _delta(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
-    return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
+    return TokenDelta(
+        request_id=request_id, token_ids=list(token_ids), finish_reason=finish
+    )

@@ -62,10 +62,14 @@ def test_the_books_are_checked_once_when_it_has_been_quiet(depth, monkeypatch):
     core, _, _ = make_core(depth=depth)
     quiet = _Quiet(add("a", [1, 2, 3], 4), num_looks=30)
     core.transport = quiet
-    clock = SimpleNamespace(monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s)
+    clock = SimpleNamespace(
+        monotonic=lambda: quiet.now_s, perf_counter=lambda: quiet.now_s
+    )
     monkeypatch.setattr("engine.core.core.time", clock)
     checks: list[float] = []
-    monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(quiet.now_s))
+    monkeypatch.setattr(
+        core.scheduler, "check_integrity", lambda: checks.append(quiet.now_s)
+    )
     core.run()
     assert quiet.terminals("a") and len(checks) == 1
     assert checks[0] >= 105.0
@@ -75,15 +79,24 @@ def test_a_stop_token_ends_a_request_with_stop_and_the_context_with_length(depth
     prompt = [1, 2, 3, 4]
     full = expected_output(prompt, 20)
     core, _, out = make_core(depth=depth, max_model_len=10)
-    run_until_idle(core, add("a", prompt, 20, stop_token_ids=[full[3]]), add("b", prompt, 100))
-    assert out.tokens("a") == full[: full.index(full[3]) + 1] and out.tokens("b") == full[:6]
+    run_until_idle(
+        core, add("a", prompt, 20, stop_token_ids=[full[3]]), add("b", prompt, 100)
+    )
+    assert (
+        out.tokens("a") == full[: full.index(full[3]) + 1]
+        and out.tokens("b") == full[:6]
+    )
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["stop", "length"]
 
 
 @pytest.mark.parametrize(
-    ("length", "skipped", "recomputed"), [(17, 16, 1), (16, 12, 4)], ids=["", "its last token"]
+    ("length", "skipped", "recomputed"),
+    [(17, 16, 1), (16, 12, 4)],
+    ids=["", "its last token"],
 )
-def test_a_repeated_prompt_is_served_from_cached_blocks(depth, length, skipped, recomputed):
+def test_a_repeated_prompt_is_served_from_cached_blocks(
+    depth, length, skipped, recomputed
+):
     core, executor, out = make_core(depth=depth)
     for name in "ab":
         num_steps = executor.num_steps
@@ -102,9 +115,14 @@ def test_a_repeated_prompt_is_served_from_cached_blocks(depth, length, skipped, 
         ([5, *[-1] * (MAX_OVERTAKEN + 2)], [*range(1, MAX_OVERTAKEN + 1), 0, 65, 66]),
     ],
 )
-def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(priorities, order):
+def test_the_urgent_are_served_first_and_nobody_is_overtaken_for_ever(
+    priorities, order
+):
     core, _, out = make_core(max_num_seqs=1)
-    asked = [add(str(i), [i, 1], 1, priority=priority) for i, priority in enumerate(priorities)]
+    asked = [
+        add(str(i), [i, 1], 1, priority=priority)
+        for i, priority in enumerate(priorities)
+    ]
     run_until_idle(core, *asked)
     assert [int(delta.request_id) for delta in out.deltas] == order
 
@@ -137,7 +155,9 @@ def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(dep
     core, _, out = make_core(depth=depth, num_blocks=64)
     prompts = {name: [*range(40), index] for index, name in enumerate("abc")}
     salts = {"a": b"one", "b": b"one", "c": b"other"}
-    run_until_idle(core, *(add(name, prompts[name], 3, cache_salt=salts[name]) for name in prompts))
+    run_until_idle(
+        core, *(add(name, prompts[name], 3, cache_salt=salts[name]) for name in prompts)
+    )
     skipped = {}
     for name, prompt in prompts.items():
         assert out.tokens(name) == expected_output(prompt, 3)
@@ -146,7 +166,9 @@ def test_prompts_of_different_salts_do_not_wait_for_what_they_have_in_common(dep
         skipped[name] = usage.skipped
     assert skipped["a"] == skipped["c"] == 0 < skipped["b"]
     ends = [delta.request_id for delta in out.deltas if delta.finish_reason]
-    assert ends.index("c") < ends.index("b"), "only b waits for the prefix that a computes"
+    assert ends.index("c") < ends.index("b"), (
+        "only b waits for the prefix that a computes"
+    )
     assert_all_blocks_home(core)
 
 
@@ -162,7 +184,9 @@ class _Read(list[int]):
 
 def test_a_block_of_tokens_is_looked_up_once_however_long_it_waits_and_decodes():
     """Behind a prompt that is computed for many rounds, beside a stream, in a pool that is full."""
-    core, executor, out = make_core(num_blocks=31, max_num_batched_tokens=6, max_model_len=100)
+    core, executor, out = make_core(
+        num_blocks=31, max_num_batched_tokens=6, max_model_len=100
+    )
     prompt = list(range(60))
     run_until_idle(core, add("a", prompt, 1))
     core.round([add("s", prompt[:8], 20), add("p", range(60, 110), 1)])
@@ -180,7 +204,9 @@ def test_a_block_of_tokens_is_looked_up_once_however_long_it_waits_and_decodes()
 
 def test_prompts_that_share_little_are_computed_side_by_side():
     core, _, _ = make_core(num_blocks=64, max_num_batched_tokens=64)
-    core.round([add(name, [1, 2, 3, 4, *[first] * 20], 3) for first, name in enumerate("ab")])
+    core.round(
+        [add(name, [1, 2, 3, 4, *[first] * 20], 3) for first, name in enumerate("ab")]
+    )
     assert len(core.scheduler.running) == 2
 
 
@@ -218,7 +244,9 @@ def test_hits_lost_before_the_prompt_was_computed_are_not_called_cached(depth, k
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups((None, 6))], ids=str)
-@pytest.mark.parametrize(("length", "num"), [(30, 1), (9, 30)], ids=["prompt", "outputs"])
+@pytest.mark.parametrize(
+    ("length", "num"), [(30, 1), (9, 30)], ids=["prompt", "outputs"]
+)
 def test_what_the_whole_pool_cannot_hold_ends_with_an_error(depth, groups, length, num):
     """No engine takes it, by what it says of its pool: else it would preempt itself for ever."""
     core, _, out = make_core(depth=depth, groups=groups, num_blocks=6 * groups.count)
@@ -241,7 +269,9 @@ def test_choices_differ_and_their_prompt_is_computed_once(depth, length):
         assert out.tokens("a", choice) == expected_output(prompt, 5, choice=choice)
     assert [d.choice for d in out.terminals("a")] == [0, 1, 2]
     assert {d.usage for d in out.terminals("a")} == {KVUsage(recomputed=length)}
-    assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), "of the last block its own"
+    assert executor.num_tokens == length + 3 * 4 + 2 * (length % 4), (
+        "of the last block its own"
+    )
     assert_all_blocks_home(core)
 
 
@@ -279,7 +309,12 @@ def test_a_prompt_may_fill_the_context_when_nothing_is_drawn():
 
 
 _RESTRICTED = SamplingParams(
-    temperature=1.0, top_k=9, top_p=0.5, min_p=0.1, presence_penalty=0.5, logit_bias={3: 1.0}
+    temperature=1.0,
+    top_k=9,
+    top_p=0.5,
+    min_p=0.1,
+    presence_penalty=0.5,
+    logit_bias={3: 1.0},
 )
 
 
@@ -287,8 +322,12 @@ _RESTRICTED = SamplingParams(
     ("asked", "num_steps"),
     [
         pytest.param(add("a", PROMPT[:5], 12), 12, id="decode steps"),
-        pytest.param(add("a", PROMPT[:5], 9, _RESTRICTED, stop_token_ids=[3]), 9, id="any draw"),
-        pytest.param(add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"),
+        pytest.param(
+            add("a", PROMPT[:5], 9, _RESTRICTED, stop_token_ids=[3]), 9, id="any draw"
+        ),
+        pytest.param(
+            add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"
+        ),
     ],
 )
 def test_steps_are_launched_before_the_last_ones_tokens_are_known(asked, num_steps):
@@ -297,7 +336,9 @@ def test_steps_are_launched_before_the_last_ones_tokens_are_known(asked, num_ste
     assert out.tokens("a") == expected_output(asked.token_ids, asked.max_tokens)
     if asked.num_prompt_logprobs:
         assert out.prompt_logprobs("a") == expected_scores(asked.token_ids, 1)
-    assert executor.num_steps == num_steps, "the length is known beforehand: no step too many"
+    assert executor.num_steps == num_steps, (
+        "the length is known beforehand: no step too many"
+    )
     assert executor.num_steps_ahead == num_steps - 1
     assert_all_blocks_home(core)
 
@@ -343,7 +384,9 @@ class _Pulls(KVConnector):
             self.told.append(self.out.tokens(sequence.request_id))
             tokens = self.executor.pool[sequence.block_ids].reshape(-1)
             tokens[: sequence.num_prompt_tokens] = sequence.request.token_ids
-            self.executor.pool[sequence.block_ids] = tokens.reshape(-1, self.executor.block_size)
+            self.executor.pool[sequence.block_ids] = tokens.reshape(
+                -1, self.executor.block_size
+            )
             self.core.scheduler.received(sequence)
 
 
@@ -364,7 +407,9 @@ def test_who_comes_while_a_step_is_waited_for_is_pulled_and_answered_before_it_e
     coming: list[list[EngineInput]] = [[add("b", prompt, 4, remote=_remote(prompt))]]
     out.receive = lambda timeout_s: (coming.pop() if coming else [], False)  # type: ignore[method-assign]
     core.round([])
-    assert role.told == [expected_output(prompt, 1)], "its first token went out, its KV is there"
+    assert role.told == [expected_output(prompt, 1)], (
+        "its first token went out, its KV is there"
+    )
     assert len(out.tokens("a")) == before + 1
     core.round([])  # launches the step that it joins at once
     core.round([])
@@ -385,11 +430,18 @@ class _Looked(list[Sequence]):
 
 def test_who_waits_for_room_to_be_pulled_costs_no_look_at_who_runs(monkeypatch):
     core, _, _ = make_core(num_blocks=17, max_num_seqs=32)
-    monkeypatch.setattr(core.connector, "on_receive", lambda sequence: None)  # it takes long
+    monkeypatch.setattr(
+        core.connector, "on_receive", lambda sequence: None
+    )  # it takes long
     core.round([add("s", PROMPT, 20)])
     looks, names = list[int](), count()
     for num in (6, 60):
-        core.round([add(f"{next(names)}", PROMPT, 9, remote=_remote(PROMPT)) for _ in range(num)])
+        core.round(
+            [
+                add(f"{next(names)}", PROMPT, 9, remote=_remote(PROMPT))
+                for _ in range(num)
+            ]
+        )
         core.scheduler.running = looked = _Looked(core.scheduler.running)
         core.round([])
         looks.append(looked.num)

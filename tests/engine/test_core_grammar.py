@@ -59,7 +59,9 @@ def constrained(
     request_id: str, grammar: Grammar, max_tokens: int = 40, **members: Any
 ) -> AddRequest:
     sampling = SamplingParams(temperature=0.0, grammar=grammar)
-    return add(request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **members)
+    return add(
+        request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **members
+    )
 
 
 FREE = add("b", [4, 5, 6], 9)
@@ -71,13 +73,17 @@ def answered(core: EngineCore, *requests: AddRequest) -> None:
     assert_all_blocks_home(core)
 
 
-def assert_failed(out: MemoryTransport, request_id: str = "a", code: str = "grammar_failed") -> str:
+def assert_failed(
+    out: MemoryTransport, request_id: str = "a", code: str = "grammar_failed"
+) -> str:
     (end,) = out.terminals(request_id)
     assert end.error is not None and end.error.code == code
     return end.error.message
 
 
-def test_sequences_wait_for_their_grammars_and_hold_up_nobody(depth, compiler, tokenizer):
+def test_sequences_wait_for_their_grammars_and_hold_up_nobody(
+    depth, compiler, tokenizer
+):
     go_on = threading.Event()
     core, out = core_with(compiler, depth)
     for _ in range(_NUM_COMPILING):
@@ -99,7 +105,9 @@ def test_sequences_wait_for_their_grammars_and_hold_up_nobody(depth, compiler, t
     assert not out.tokens("aborted")
 
 
-def test_the_end_is_length_before_a_grammar_is_satisfied_and_stop_at_it(depth, compiler, tokenizer):
+def test_the_end_is_length_before_a_grammar_is_satisfied_and_stop_at_it(
+    depth, compiler, tokenizer
+):
     long, one = Grammar("regex", "[a-z]{1000}"), Grammar("choice", '["a"]')
     core, out = core_with(compiler, depth, long, one)
     answered(core, constrained("a", long, 5), constrained("b", one, 1))
@@ -114,11 +122,15 @@ def test_a_grammar_with_a_mistake_is_one_error(depth, compiler):
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
 
-def test_more_grammars_may_be_waited_for_than_are_kept(depth, compiler, tokenizer, monkeypatch):
+def test_more_grammars_may_be_waited_for_than_are_kept(
+    depth, compiler, tokenizer, monkeypatch
+):
     monkeypatch.setattr(engine.text.grammar, "_MAX_CACHED_BYTES", 100)
     core, out = core_with(compiler, depth)
     texts = [f"text {number}" for number in range(40)]
-    core.round([constrained(text, Grammar("choice", json.dumps([text]))) for text in texts])
+    core.round(
+        [constrained(text, Grammar("choice", json.dumps([text]))) for text in texts]
+    )
     for work in list(core.grammars.compiling.values()):
         work.exception()
     answered(core)

@@ -52,17 +52,24 @@ async def post(
 
 
 @SIDES
-async def test_a_page_of_another_site_is_refused_without_application_json(side, tokenizer):
+async def test_a_page_of_another_site_is_refused_without_application_json(
+    side, tokenizer
+):
     async with front(side, tokenizer) as client:
         for page in OTHER_SITE:
             for kind in SIMPLE:
                 answer = await post(client, {**page, **kind})
                 error = answer.json()["error"]
                 assert answer.status_code == 415, (page, kind, answer.text)
-                assert error["code"] == "unsupported_media_type" and not error["retryable"]
+                assert (
+                    error["code"] == "unsupported_media_type" and not error["retryable"]
+                )
                 assert "application/json" in error["message"]
             for kind in JSON:
-                assert (await post(client, {**page, **kind})).status_code == 200, (page, kind)
+                assert (await post(client, {**page, **kind})).status_code == 200, (
+                    page,
+                    kind,
+                )
 
 
 @SIDES
@@ -83,7 +90,10 @@ async def test_a_page_of_the_server_itself_is_served(side, own, tokenizer):
             "sec-fetch-site": {"sec-fetch-site": "same-origin"},
             "origin": origin,
             "both": {"sec-fetch-site": "same-origin", **origin},
-            "default port": {"origin": "https://Baton.example", "host": "baton.example:443"},
+            "default port": {
+                "origin": "https://Baton.example",
+                "host": "baton.example:443",
+            },
         }[own]
         for kind in (*JSON, *SIMPLE):
             assert (await post(client, {**headers, **kind})).status_code == 200, kind
@@ -110,13 +120,21 @@ async def test_a_named_origin_asks_first_and_others_are_not_allowed_to(side, tok
     options: dict[str, Any] = {"cors_origin": ("http://page:1",)}
     async with front(side, tokenizer, **options) as client:
         path = "/v1/completions"
-        allowed = await client.options(path, headers={"origin": "http://page:1", **preflight})
+        allowed = await client.options(
+            path, headers={"origin": "http://page:1", **preflight}
+        )
         assert allowed.headers["access-control-allow-origin"] == "http://page:1"
-        other = await client.options(path, headers={"origin": "http://page:2", **preflight})
+        other = await client.options(
+            path, headers={"origin": "http://page:2", **preflight}
+        )
         assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
-    async with front(side, tokenizer) as client:  # no preflight is answered unless a page is named
-        other = await client.options(path, headers={"origin": "http://page:1", **preflight})
+    async with front(
+        side, tokenizer
+    ) as client:  # no preflight is answered unless a page is named
+        other = await client.options(
+            path, headers={"origin": "http://page:1", **preflight}
+        )
         assert other.status_code == 405
         assert "access-control-allow-origin" not in other.headers
 
@@ -127,7 +145,9 @@ async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
     kind = {"content-type": "application/json"}
     async with serving(tokenizer) as server:
         for path in ("/drain", "/migrate"):
-            answer = await server.http.post(path, json={"requests": 1}, headers={**page, **kind})
+            answer = await server.http.post(
+                path, json={"requests": 1}, headers={**page, **kind}
+            )
             assert answer.status_code == 403, path
     async with Rig(decode=[Fake(answers(200, {}))]) as rig:
         assert (await rig.client.get("/admin/members", headers=page)).status_code == 403

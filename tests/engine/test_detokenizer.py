@@ -45,7 +45,12 @@ PIECES: list[str | bytes] = ["<s>", "▁", "▁he", "llo", "▁wörld", "!", *"a
 PIECES += [bytes([byte]) for byte in "€🙂é".encode()]
 TOKENIZER = PieceTokenizer(PIECES)
 
-TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [b"", "🙂".encode(), b"ab\xe2", b"\x82\xac"]
+TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [
+    b"",
+    "🙂".encode(),
+    b"ab\xe2",
+    b"\x82\xac",
+]
 
 
 def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
@@ -63,9 +68,15 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
-@given(st.lists(st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])))
+@given(
+    st.lists(
+        st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])
+    )
+)
 def test_bytes_are_decoded_as_if_at_once(ids):
-    expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode("utf-8", "replace")
+    expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode(
+        "utf-8", "replace"
+    )
     assert run(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
 
 
@@ -77,18 +88,27 @@ WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # of a prompt
 @given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
 def test_windows_are_decoded_as_if_at_once_and_join_their_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
-    ids = [i for text in texts for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))]
+    ids = [
+        i
+        for text in texts
+        for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))
+    ]
     text = run(create_detokenizer(TOKENIZER, before), ids)
     assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
 
 
 @examples(200)
 @given(
-    st.lists(st.sampled_from([0x41, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xF0, 0x9F, 256]), max_size=9),
+    st.lists(
+        st.sampled_from([0x41, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xF0, 0x9F, 256]),
+        max_size=9,
+    ),
     st.lists(st.sampled_from([0x41, 0x82, 0xA9, 0xAC, 0xF0, 0x9F, 0x99, 0x82, 256])),
 )
 def test_an_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
-    everything = bytes(i for i in [*prompt, *output] if i != 256).decode("utf-8", "replace")
+    everything = bytes(i for i in [*prompt, *output] if i != 256).decode(
+        "utf-8", "replace"
+    )
     echoing = create_detokenizer(Bytes(), prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
     assert text + run(echoing, output) == everything
@@ -112,7 +132,10 @@ def test_an_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
     text, offsets = echoing.echo(prompt)
     joined = text + run(echoing, output)
     expected = TOKENIZER.decode(prompt + output)
-    shown = [re.sub(" |\ufffd+", lambda m: m[0][:1].strip(), one) for one in (joined, expected)]
+    shown = [
+        re.sub(" |\ufffd+", lambda m: m[0][:1].strip(), one)
+        for one in (joined, expected)
+    ]
     assert shown[0] == shown[1]
     assert offsets == sorted(offsets) and len(offsets) == len(prompt)
 
@@ -120,7 +143,11 @@ def test_an_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
 @pytest.mark.parametrize(
     ("ids", "pushed", "rest"),
     [
-        (ids_of("a€b"), ["a", "", "", "€", "b"], ""),  # a character comes once it is complete
+        (
+            ids_of("a€b"),
+            ["a", "", "", "€", "b"],
+            "",
+        ),  # a character comes once it is complete
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
@@ -186,7 +213,9 @@ def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
     st.lists(st.text("ab\n", max_size=4), max_size=8),
     st.booleans(),
 )
-def test_a_stop_is_found_across_any_border_and_kept_if_wanted(stops, pieces, keeps_stop):
+def test_a_stop_is_found_across_any_border_and_kept_if_wanted(
+    stops, pieces, keeps_stop
+):
     finder, text = StopFinder(stops, keeps_stop=keeps_stop), ""
     for piece in pieces:
         emitted, found = finder.push(piece)
@@ -202,7 +231,10 @@ def test_a_stop_is_found_across_any_border_and_kept_if_wanted(stops, pieces, kee
 @pytest.mark.timeout(60)
 def test_many_long_stops_that_nearly_come_are_looked_at_once():
     """In a second; looked at again with each character they would be minutes."""
-    stops = ["a" * 1023 + "b", *("a" * 500 + chr(200 + i) + "a" * 500 for i in range(63))]
+    stops = [
+        "a" * 1023 + "b",
+        *("a" * 500 + chr(200 + i) + "a" * 500 for i in range(63)),
+    ]
     finder = StopFinder(stops)
     assert not any(finder.push("a")[1] for _ in range(20_000))
     assert finder.push("b") == ("", True) and finder.found == stops[0]

@@ -23,7 +23,9 @@ FLOAT64 = {"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308
 
 
 def of(schema: Any) -> Grammar:
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+    return Grammar(
+        "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+    )
 
 
 def matches(grammar: Grammar, text: str) -> bool:
@@ -46,7 +48,9 @@ def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
         if len(drawn) > limit:
             allowed = [token for token in allowed if chr(token) in '"}],0:'] or allowed
         elif rng.random() < 0.9:
-            allowed = [token for token in allowed if chr(token) not in " \n\r\t"] or allowed
+            allowed = [
+                token for token in allowed if chr(token) not in " \n\r\t"
+            ] or allowed
         token = rng.choice(allowed)
         drawn.append(token)
         assert matcher.consume_token(token)
@@ -112,11 +116,20 @@ def test_only_the_exact_numbers_match(schema, right, wrong):
 @pytest.mark.parametrize("kind", ["integer", "number"])
 @pytest.mark.parametrize("bounds", [INT64, UINT64, FLOAT32, FLOAT64])
 def test_bounds_of_machine_types_are_enforced(kind, bounds):
-    schema = {"type": "object", "properties": {"x": {"type": kind, **bounds}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": kind, **bounds}},
+        "required": ["x"],
+    }
     assert judge(BYTES, of(schema)).mistake is None
     last = int(Decimal(repr(bounds["maximum"])))
     beyond = last * 10
-    for number, expected in ((0, True), (last, True), (beyond, False), (-beyond, False)):
+    for number, expected in (
+        (0, True),
+        (last, True),
+        (beyond, False),
+        (-beyond, False),
+    ):
         if kind == "integer" or abs(number) < 2**64:
             assert matches(of(schema), json.dumps({"x": number})) == expected
 
@@ -130,10 +143,20 @@ def _random_number(rng: random.Random) -> int:
 def _random_scalar(rng: random.Random) -> dict[str, Any]:
     match rng.randrange(4):
         case 0:
-            several = [_random_number(rng), "x", None, {"a": _random_number(rng)}, [1.5, 2**60 + 1]]
+            several = [
+                _random_number(rng),
+                "x",
+                None,
+                {"a": _random_number(rng)},
+                [1.5, 2**60 + 1],
+            ]
             return {"enum": rng.sample(several, rng.randint(1, 4))}
         case 1:
-            return {"const": rng.choice([_random_number(rng), {"a": {"b": _random_number(rng)}}])}
+            return {
+                "const": rng.choice(
+                    [_random_number(rng), {"a": {"b": _random_number(rng)}}]
+                )
+            }
         case 2:
             return rng.choice([{"type": "string", "maxLength": 3}, {"type": "null"}])
     kinds = ["integer", "number", ["integer", "null"], ["string", "number"]]
@@ -154,11 +177,19 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     match rng.randrange(5):
         case 0:
             least = rng.randint(0, 2)
-            schema = {"type": "array", "items": _random_schema(rng, depth + 1), "minItems": least}
+            schema = {
+                "type": "array",
+                "items": _random_schema(rng, depth + 1),
+                "minItems": least,
+            }
             if rng.random() < 0.5:
-                begin = [_random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+                begin = [
+                    _random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))
+                ]
                 schema["prefixItems"] = begin
-            return schema | ({"maxItems": least + rng.randint(0, 3)} if rng.random() < 0.7 else {})
+            return schema | (
+                {"maxItems": least + rng.randint(0, 3)} if rng.random() < 0.7 else {}
+            )
         case 1:
             options = [_random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
             return {"anyOf": options}
@@ -193,9 +224,14 @@ def test_what_masks_allow_validates(seed):
 
 def test_calls_and_reasoning_around_exact_schemas():
     schema = {"type": "object", "properties": {"id": {"enum": IDS}}, "required": ["id"]}
-    tools = [["look_up", schema], ["f", {"type": "object", "additionalProperties": False}]]
+    tools = [
+        ["look_up", schema],
+        ["f", {"type": "object", "additionalProperties": False}],
+    ]
     for is_parallel in (True, False):
-        calls = Grammar("calls", json.dumps({"tools": tools, "is_parallel": is_parallel}))
+        calls = Grammar(
+            "calls", json.dumps({"tools": tools, "is_parallel": is_parallel})
+        )
         one = f'{{"name": "look_up", "parameters": {{"id": {IDS[0]}}}}}'
         assert matches(calls, f"[{one}]")
         both = f'[{one}, {{"name": "f", "parameters": {{}}}}]'
@@ -225,6 +261,10 @@ def test_what_cannot_be_exact_is_refused_by_name(schema, path):
 
 def test_schemas_within_a_grammar_are_exact_or_refused():
     assert matches(Grammar("grammar", 'start: %json {"enum": [1, 2]}'), "2")
-    assert matches(Grammar("grammar", 'start: %json {"type": "string", "format": "byte"}'), '"a"')
-    mistake = judge(BYTES, Grammar("grammar", f'start: "a" %json {{"const": {IDS[0]}}}')).mistake
+    assert matches(
+        Grammar("grammar", 'start: %json {"type": "string", "format": "byte"}'), '"a"'
+    )
+    mistake = judge(
+        BYTES, Grammar("grammar", f'start: "a" %json {{"const": {IDS[0]}}}')
+    ).mistake
     assert mistake is not None and "structured_outputs.json" in mistake

@@ -53,7 +53,9 @@ def assert_ended_alone(out: MemoryTransport, request_id: str) -> None:
 @pytest.mark.parametrize("length", [0, 9])
 def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
     core, _, out = make_core(executor=Failing(depth, length))
-    penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)  # counted exactly once
+    penalties = SamplingParams(
+        presence_penalty=0.5, repetition_penalty=1.2
+    )  # counted exactly once
     bad = add("x", [4, 5, 6, 7, 8], 12, SamplingParams(seed=BAD_SEED), num_choices=2)
     core.round([add("a", [1, 2, 3], 12, penalties)])
     run_until_idle(core, bad, add("b", [9, 9], 9))
@@ -65,7 +67,10 @@ def test_a_step_that_cannot_be_launched_fails_for_whom_it_is(depth, length):
 
 def test_memory_that_masks_lack_is_one_requests_matter(monkeypatch):
     stage = Stage(num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1)
-    step, masks = replace_in(stage.step([5]), is_masked=True), np.full((1, 16), -1, np.int32)
+    step, masks = (
+        replace_in(stage.step([5]), is_masked=True),
+        np.full((1, 16), -1, np.int32),
+    )
 
     def lacks(*_: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
@@ -95,7 +100,9 @@ class _Role(KVConnector):
 
 
 @pytest.mark.parametrize("taken_in", [True, False])
-def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(depth, taken_in, monkeypatch):
+def test_what_cannot_be_made_or_taken_in_fails_for_whom_it_is(
+    depth, taken_in, monkeypatch
+):
     plan = ShapeBook.plan
 
     def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:

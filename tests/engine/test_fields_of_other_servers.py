@@ -12,7 +12,11 @@ from tests.engine.test_access import SIDES, front
 from tests.proxy.fakes import Fake, Rig, decodes
 from tests.rigs.http_server import chunks, saying, serving, serving_4k
 
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS, CHAT, RESPONSES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+)
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 
 
@@ -38,7 +42,9 @@ async def test_the_version_is_told(side: str, tokenizer: Tokenizer) -> None:
         assert (await client.post("/version")).status_code == 405
 
 
-async def test_a_model_card_names_its_root_alike_at_the_proxy_and_at_a_server(tokenizer):
+async def test_a_model_card_names_its_root_alike_at_the_proxy_and_at_a_server(
+    tokenizer,
+):
     async with serving(tokenizer) as server:
         told = (await server.http.get("/v1/models")).json()["data"][0]
     async with Rig(decode=[Fake(decodes, told={"model": "m"})]) as rig:
@@ -76,7 +82,9 @@ async def test_grammars_have_the_names_that_other_servers_give_them(path, tokeni
         for kind in ("text", "json_schema"):
             wrong = {"response_format": {"type": kind, "schema": SCHEMA}}
             assert (await ask(server.http, path, **wrong)).status_code == 400
-        broken = {"response_format": {"type": "json_object", "schema": {"type": "no such"}}}
+        broken = {
+            "response_format": {"type": "json_object", "schema": {"type": "no such"}}
+        }
         error = (await ask(server.http, path, **broken)).json()["error"]
         assert error["param"] == "response_format.schema"
 
@@ -99,7 +107,9 @@ async def test_a_request_id_is_that_of_the_answer_and_of_nothing_else(path, toke
             items = [answer.json()["output"][0]["id"] for answer in answers]
             assert items[0] != items[1]
         else:
-            streamed = chunks(await ask(server.http, path, request_id="mine-1", stream=True))
+            streamed = chunks(
+                await ask(server.http, path, request_id="mine-1", stream=True)
+            )
             assert {chunk["id"] for chunk in streamed} == {PREFIXES[path] + "mine-1"}
 
 
@@ -108,4 +118,7 @@ async def test_a_request_id_is_short_and_visible(path, tokenizer):
     async with serving_4k(tokenizer) as server:
         for wrong in ("", "a b", "a\n", "ü", "x" * 129, 7):
             answer = await ask(server.http, path, request_id=wrong)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "request_id",
+            )

@@ -26,7 +26,9 @@ _ROWS = 24
 _PROMPT = [5, 300, 7]
 _END = 2  # of sequence, in the tests' models
 _SCALES = torch.linspace(0.5, 6.0, _ROWS)[:, None]
-_LOGITS = _SCALES * torch.randn(_ROWS, _VOCAB, generator=torch.Generator().manual_seed(3))
+_LOGITS = _SCALES * torch.randn(
+    _ROWS, _VOCAB, generator=torch.Generator().manual_seed(3)
+)
 _LOGITS[:, [_END, 5, 9]] += 2 * _SCALES  # so that bans, penalties and biases meet them
 _LOGITS[:, 4] -= 3 * _SCALES.squeeze(1)
 _OPTIONS: dict[str, list[Any]] = {
@@ -43,11 +45,16 @@ _OPTIONS: dict[str, list[Any]] = {
     "num_logprobs": [None, 2],
 }
 _STOPS = [[], [_END], [_END, _END, 9], [9, _END]]
-_params = st.fixed_dictionaries({name: st.sampled_from(some) for name, some in _OPTIONS.items()})
+_params = st.fixed_dictionaries(
+    {name: st.sampled_from(some) for name, some in _OPTIONS.items()}
+)
 
 
 def _first_tokens(
-    compiler: GrammarCompiler, params: dict[str, Any], stop: list[int], max_tokens: int = 9
+    compiler: GrammarCompiler,
+    params: dict[str, Any],
+    stop: list[int],
+    max_tokens: int = 9,
 ) -> list[int]:
     """Drawn from each row of logits, with a seed of its own."""
     rows = []
@@ -75,10 +82,15 @@ def _digest(params: dict[str, Any], stop: list[int]) -> str:
 
 
 @given(
-    one=_params, changed=_params, stops=st.tuples(*[st.sampled_from(_STOPS)] * 2), data=st.data()
+    one=_params,
+    changed=_params,
+    stops=st.tuples(*[st.sampled_from(_STOPS)] * 2),
+    data=st.data(),
 )
 @examples(150)
-def test_property_equal_digests_mean_equal_first_tokens(compiler, one, changed, stops, data):
+def test_property_equal_digests_mean_equal_first_tokens(
+    compiler, one, changed, stops, data
+):
     names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
     other = {**one, **{name: changed[name] for name in names}}
     if _digest(one, stops[0]) == _digest(other, stops[1]):
@@ -103,14 +115,21 @@ _CHANGES: _Pairs = {
     "the ends that min_tokens bans": (_BANNED, _BANNED, ([_END], [_END, 9])),
     "the ends that a grammar allows": (_LETTERS, _LETTERS, ([_END], [])),
     "grammar": (_PLAIN, {**_PLAIN, "grammar": Grammar("regex", "[A-Z]+")}, _ENDS),
-    "a grammar's text": (_LETTERS, {**_LETTERS, "grammar": Grammar("regex", "[A-Z]+")}, _ENDS),
+    "a grammar's text": (
+        _LETTERS,
+        {**_LETTERS, "grammar": Grammar("regex", "[A-Z]+")},
+        _ENDS,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", _CHANGES)
 def test_what_changes_the_first_token_changes_the_digest(compiler, name):
     one, other, stops = _CHANGES[name]
-    drawn = [_first_tokens(compiler, one, stops[0]), _first_tokens(compiler, other, stops[1])]
+    drawn = [
+        _first_tokens(compiler, one, stops[0]),
+        _first_tokens(compiler, other, stops[1]),
+    ]
     assert drawn[0] != drawn[1]
     assert _digest(one, stops[0]) != _digest(other, stops[1])
 
@@ -125,7 +144,11 @@ _NEUTRAL: _Pairs = {
     "a ban of nothing": (_PLAIN, _BANNED, ([], [])),
     "ends that nothing bans": (_PLAIN, _PLAIN, ([_END], [9])),
     "ends in another order": (_BANNED, _BANNED, ([_END, 9, 9], [9, _END])),
-    "a number as another language prints it": (_WARM, {**_WARM, "temperature": 1.5 + 1e-12}, _ENDS),
+    "a number as another language prints it": (
+        _WARM,
+        {**_WARM, "temperature": 1.5 + 1e-12},
+        _ENDS,
+    ),
     "logprobs": (_PLAIN, {**_PLAIN, "num_logprobs": 2}, _ENDS),
 }
 
@@ -133,4 +156,6 @@ _NEUTRAL: _Pairs = {
 @pytest.mark.parametrize("name", _NEUTRAL)
 def test_what_cannot_change_the_first_token_leaves_the_digest_alone(name):
     one, other, stops = _NEUTRAL[name]
-    assert _digest(one, stops[0]) == _digest({**other, "seed": 5, "choice_index": 1}, stops[1])
+    assert _digest(one, stops[0]) == _digest(
+        {**other, "seed": 5, "choice_index": 1}, stops[1]
+    )

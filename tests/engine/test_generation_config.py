@@ -38,7 +38,10 @@ def test_a_file_gives_what_requests_may_say_too(tmp_path):
     ("content", "words"),
     [
         ({"temperature": -1}, "`temperature` is -1; it must be a number from 0 to 2."),
-        ({"temperature": True}, "`temperature` is true; it must be a number from 0 to 2."),
+        (
+            {"temperature": True},
+            "`temperature` is true; it must be a number from 0 to 2.",
+        ),
         ({"temperature": float("inf")}, "`temperature` is Infinity; it must be"),
         ({"max_new_tokens": 0}, "`max_new_tokens` is 0; it must be an integer from 1"),
         ([], "attribute"),
@@ -58,12 +61,17 @@ def test_a_value_that_cannot_be_is_refused_at_start(tmp_path, content, words):
         ({"temperature": 3}, {"temperature": 3}),
         ({"repetition_penalty": 200.5}, {"repetition_penalty": 200.5}),
         ({"top_p": 1.5}, {"top_p": 1}),  # off
-        ({"top_p": 0, "top_k": 5}, {"top_p": 1e-6, "top_k": 5}),  # the likeliest token alone
+        (
+            {"top_p": 0, "top_k": 5},
+            {"top_p": 1e-6, "top_k": 5},
+        ),  # the likeliest token alone
         ({"top_k": 1 << 40}, {"top_k": (1 << 31) - 1}),
         ({"max_new_tokens": 1 << 40}, {"max_new_tokens": (1 << 31) - 1}),
     ],
 )
-def test_a_value_that_no_request_may_have_is_served_with_a_warning(tmp_path, caplog, content, used):
+def test_a_value_that_no_request_may_have_is_served_with_a_warning(
+    tmp_path, caplog, content, used
+):
     """As transformers serves it."""
     config = read(tmp_path, content)
     assert config.model_dump(exclude_unset=True) == used
@@ -71,9 +79,13 @@ def test_a_value_that_no_request_may_have_is_served_with_a_warning(tmp_path, cap
     assert f"`{name}` is {content[name]}" in caplog.text
 
 
-async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path, caplog):
+async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(
+    tmp_path, caplog
+):
     write_byte_level(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99_999]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [5, 99_999]})
+    )
     made = Tokenizer(tmp_path)
     warn_of_unknown_ends(made)
     assert "generation_config.json" in caplog.text and "99999" in caplog.text
@@ -83,7 +95,9 @@ async def test_an_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path
         assert server.engine.added[0].stop_token_ids == [5]
 
 
-async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(tokenizer, tmp_path):
+async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(
+    tokenizer, tmp_path
+):
     config = read(tmp_path, FILE)
     async with serving(tokenizer, config=config) as server:
         said = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
@@ -96,7 +110,12 @@ async def test_what_a_request_says_wins_whichever_endpoint_it_is_for(tokenizer, 
         assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
         await server.post("/v1/responses", **asked, temperature=0)
         got = [
-            (add.sampling.temperature, add.sampling.top_p, add.sampling.top_k, add.max_tokens)
+            (
+                add.sampling.temperature,
+                add.sampling.top_p,
+                add.sampling.top_k,
+                add.max_tokens,
+            )
             for add in server.engine.added
         ]
     ours, theirs = (0.6, 0.95, 20, 9), (0.0, 1.0, 20, 3)

@@ -33,7 +33,9 @@ _LATENTS = {
     "num_attention_heads": 48, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
 }  # fmt: skip
-_LATENT_MODEL = parse_config({"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS})
+_LATENT_MODEL = parse_config(
+    {"architectures": ["DeepseekV2ForCausalLM"], **_SIZES, **_LATENTS}
+)
 _CONFIG = make_config(role="decode")
 
 
@@ -43,7 +45,16 @@ def _changed(**values: object) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("tp", "dcp", "heads"),
-    [(1, 1, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1), (2, 2, 4), (4, 2, 2), (8, 2, 1), (8, 8, 4)],
+    [
+        (1, 1, 4),
+        (2, 1, 2),
+        (4, 1, 1),
+        (8, 1, 1),
+        (2, 2, 4),
+        (4, 2, 2),
+        (8, 2, 1),
+        (8, 8, 4),
+    ],
 )
 def test_the_layout_is_that_of_one_rank_or_of_its_group(tp, dcp, heads):
     config = _changed(tp=tp, dcp=dcp, block_size=16, kv_layout="LBCNHD")
@@ -73,7 +84,9 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():
     layout = check_geometry(config, _MODEL)
     least = 2 * layout.block_bytes
     check_staging(config.model_copy(update={"staging_bytes": least}), layout)
-    with pytest.raises(InvalidGeometry, match=rf"--staging-bytes is {least - 1}.*bytes {least} "):
+    with pytest.raises(
+        InvalidGeometry, match=rf"--staging-bytes is {least - 1}.*bytes {least} "
+    ):
         check_staging(config.model_copy(update={"staging_bytes": least - 1}), layout)
 
 
@@ -84,7 +97,10 @@ def test_staging_memory_below_two_blocks_is_refused_with_what_is_needed():
     ("options", "message"),
     [
         ({}, r"head_dim of 16, only 64, 128, 256: use --attention-backend torch"),
-        ({"dtype": "float32"}, r"queries of float32 over KV of float32: use --dtype bfloat16"),
+        (
+            {"dtype": "float32"},
+            r"queries of float32 over KV of float32: use --dtype bfloat16",
+        ),
         ({"device": "cpu", "attention_backend": "flashinfer"}, r"GPU memory only"),
     ],
 )
@@ -97,7 +113,15 @@ def test_what_no_rank_could_attend_to_is_refused(options, message):
 
 @pytest.mark.parametrize(
     ("tp", "dcp", "refused"),
-    [(1, 1, 48), (2, 1, 24), (3, 1, None), (3, 3, 48), (6, 1, None), (6, 2, None), (6, 3, 24)],
+    [
+        (1, 1, 48),
+        (2, 1, 24),
+        (3, 1, None),
+        (3, 3, 48),
+        (6, 1, None),
+        (6, 2, None),
+        (6, 3, 24),
+    ],
 )
 def test_heads_are_those_of_a_rank_and_of_its_group(tp, dcp, refused):
     config = _changed(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
@@ -120,19 +144,28 @@ def test_backends_are_made_for_the_steps_to_come(options, own, of_group):
 
 
 def test_steps_over_latents_that_no_plan_holds_are_refused():
-    config = _changed(device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536)
+    config = _changed(
+        device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536
+    )
     check_attention(config, _LATENT_MODEL)
-    with pytest.raises(UnsupportedPool, match=r"lower --max-num-batched-tokens or --max-num-seqs"):
+    with pytest.raises(
+        UnsupportedPool, match=r"lower --max-num-batched-tokens or --max-num-seqs"
+    ):
         check_attention(
             config.model_copy(update={"max_num_batched_tokens": 200_000}), _LATENT_MODEL
         )
 
 
 def test_dummy_weights_that_no_memory_holds_are_refused_by_arithmetic():
-    config, needed = _changed(load_format="dummy"), 4 * weight_bytes(_MODEL, 1, keeps=False)
+    config, needed = (
+        _changed(load_format="dummy"),
+        4 * weight_bytes(_MODEL, 1, keeps=False),
+    )
     check_weights(config, _MODEL, needed)
     check_weights(_changed(load_format="dummy", dtype="bfloat16"), _MODEL, needed // 2)
-    with pytest.raises(InvalidGeometry, match=r"take 0\.0 GiB in float32, .* use a smaller model"):
+    with pytest.raises(
+        InvalidGeometry, match=r"take 0\.0 GiB in float32, .* use a smaller model"
+    ):
         check_weights(config, _MODEL, needed - 1)
 
 
@@ -151,18 +184,27 @@ def test_weights_in_files_take_memory_only_where_they_cannot_be_mapped():
     check_weights(mapped, model, 0)
     with pytest.raises(InvalidGeometry, match="--no-pack-weights"):
         check_weights(_changed(model_dir=str(folder)), model, 0)
-    check_weights(_changed(model_dir=str(folder)), model, 4 * weight_bytes(model, 1, keeps=False))
+    check_weights(
+        _changed(model_dir=str(folder)), model, 4 * weight_bytes(model, 1, keeps=False)
+    )
     with pytest.raises(InvalidGeometry, match="use --dtype float32, as which"):
         check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
     with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
 
 
-def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(tmp_path):
+def test_a_few_numbers_of_another_type_beside_the_weights_are_no_copy_of_the_weights(
+    tmp_path,
+):
     """Such as the scales of FP8 KV."""
     model, bfloat16 = dataclasses.replace(_MODEL, num_layers=1), torch.bfloat16
-    shapes = {each.name: [size.value for size in each.shape] for each in implied_weights(model)}
-    tensors = {name: torch.zeros(shape, dtype=bfloat16) for name, shape in shapes.items()}
+    shapes = {
+        each.name: [size.value for size in each.shape]
+        for each in implied_weights(model)
+    }
+    tensors = {
+        name: torch.zeros(shape, dtype=bfloat16) for name, shape in shapes.items()
+    }
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
     check_weights(_changed(model_dir=str(tmp_path), dtype="bfloat16"), model, 4)

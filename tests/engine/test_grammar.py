@@ -46,13 +46,19 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
     bits = masks_of(compiler, [None, state])
     assert bits.shape == (2, VOCAB // 32) and bits.dtype == np.int32
     assert (bits[0] == -1).all()
-    return set(np.unpackbits(bits[1].view(np.uint8), bitorder="little").nonzero()[0].tolist())
+    return set(
+        np.unpackbits(bits[1].view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "begins"),
     [
-        ("choice", json.dumps(CHOICES), lambda t: any(c.startswith(t) for c in CHOICES)),
+        (
+            "choice",
+            json.dumps(CHOICES),
+            lambda t: any(c.startswith(t) for c in CHOICES),
+        ),
         (
             "regex",
             "[0-9]{1,3}x?",
@@ -60,7 +66,9 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
         ),
     ],
 )
-def test_masks_equal_a_search_over_the_vocabulary(compiler, tokenizer, kind, text, begins):
+def test_masks_equal_a_search_over_the_vocabulary(
+    compiler, tokenizer, kind, text, begins
+):
     """At every step of random walks: a token is allowed iff some match begins with the text. Where
     only one continuation is left, its usual tokens are, rather than any that spell it."""
     assert tokenizer.token_bytes is not None
@@ -106,7 +114,9 @@ def test_words_and_tokens_are_barred_by_what_was_drawn(compiler, tokenizer):
     told = [after(few, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))]
     assert told == [{a}, {a, b}, {a}, {a}]
     assert after(Grammar("any", banned=words), b, b) == set(range(VOCAB)) - {b, c}
-    assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, "nothing is left"
+    assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, (
+        "nothing is left"
+    )
     both = Grammar("choice", json.dumps(["ab", "bc", "bab"]), banned=words)
     assert after(both, b) == {a}
 
@@ -115,7 +125,9 @@ def test_blanks_do_not_go_on_for_ever(compiler, tokenizer):
     state = compiler.state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
-    while blank in allowed(compiler, state) if state.follow(outputs, 0) is None else False:
+    while (
+        blank in allowed(compiler, state) if state.follow(outputs, 0) is None else False
+    ):
         outputs.append(blank)
         assert len(outputs) < 100
     assert len(outputs) > 2 and allowed(compiler, state)
@@ -130,7 +142,14 @@ _END = 2
         # An end token may be drawn only where the text is complete, and where it ends requests.
         ("choice", '["a", "ab"]', "", 0, "", "a"),
         ("choice", '["a", "ab"]', "", 0, "a", "b$"),
-        ("choice", '["a", "ab"]', "", 0, "ab", COMPLETE),  # without one, as nothing can follow
+        (
+            "choice",
+            '["a", "ab"]',
+            "",
+            0,
+            "ab",
+            COMPLETE,
+        ),  # without one, as nothing can follow
         ("regex", "a+", None, 0, "a", "a"),
         ("regex", "[ab]?", None, 0, "a", COMPLETE),
         # min_tokens bars the stop tokens unless nothing else is left.
@@ -140,7 +159,9 @@ _END = 2
         ("regex", "a?", "a", 1, "", GrammarFailed),  # the text has not begun
     ],
 )
-def test_what_may_follow_and_end(compiler, tokenizer, kind, text, stop, min_tokens, said, expected):
+def test_what_may_follow_and_end(
+    compiler, tokenizer, kind, text, stop, min_tokens, said, expected
+):
     """`expected` has the tokens that may be drawn, the end token as $, or the ending."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
@@ -182,7 +203,9 @@ def test_a_grammar_outlives_the_states_of_its_lexer(monkeypatch, tokenizer):
     a, b = (tokenizer.encode(char)[0] for char in "ab")
     rng = random.Random(1)
     with compiling() as compiler:
-        states = [compiler.state(request("regex", "(a|b)*a(a|b){200}c")) for _ in range(4)]
+        states = [
+            compiler.state(request("regex", "(a|b)*a(a|b){200}c")) for _ in range(4)
+        ]
         outputs: list[list[int]] = [[] for _ in states]
         for _ in range(300):
             for state, drawn in zip(states, outputs, strict=True):
@@ -215,7 +238,9 @@ def test_grammars_are_kept_for_so_many_bytes(compiler):
 def test_the_masks_of_what_has_no_text_count_as_well(monkeypatch):
     monkeypatch.setattr("engine.text.grammar._MAX_CACHED_BYTES", 100_000)
     compiler = GrammarCompiler(ensure_model("gqa"), 128_000, lambda: None)
-    first, *others = (compiler.compiled(Grammar("any", allowed=(i,))) for i in range(1, 9))
+    first, *others = (
+        compiler.compiled(Grammar("any", allowed=(i,))) for i in range(1, 9)
+    )
     for one in (first, *others):
         masks = one.result().first_mask, one.result().allowed
         assert sum(mask.nbytes for mask in masks) >= 32_000
@@ -252,7 +277,9 @@ _SAID: dict[str, dict[str, bool | None]] = {  # by how it begins: whether it is 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("begins", "said"), [(b, said) for b in _SAID for said in _SAID[b]])
+@pytest.mark.parametrize(
+    ("begins", "said"), [(b, said) for b in _SAID for said in _SAID[b]]
+)
 @pytest.mark.parametrize(("kind", "text"), [
     ("choice", '["ab"]'), ("regex", "ab"), ("grammar", 'start: "ab"'), ("grammar", 'root ::= "ab"')
 ])  # fmt: skip
@@ -262,7 +289,9 @@ def test_a_grammar_begins_behind_the_reasoning_and_leaves_room_for_calls(
     """What is said before may be anything, but no end; so may a call that takes its place."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
     grammar = Grammar(kind, text, reasoning=begins, calls=calls)
-    state = compiler.state(replace(request(kind, text), sampling=SamplingParams(grammar=grammar)))
+    state = compiler.state(
+        replace(request(kind, text), sampling=SamplingParams(grammar=grammar))
+    )
     is_complete, outputs = _SAID[begins][said], list[int]()
     for token_id in tokenizer.encode(said, add_special_tokens=False):
         if token_id not in allowed(compiler, state):

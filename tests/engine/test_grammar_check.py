@@ -15,7 +15,12 @@ from llguidance import LLTokenizer
 from engine.text import grammar_check
 from engine.text.grammar import GrammarCompiler
 from engine.text.grammar_check import GrammarChecker
-from engine.text.grammar_compile import MAX_GBNF_CHARS, MAX_GRAMMAR_CHARS, compiling_threads, judge
+from engine.text.grammar_compile import (
+    MAX_GBNF_CHARS,
+    MAX_GRAMMAR_CHARS,
+    compiling_threads,
+    judge,
+)
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.messages import Grammar
@@ -24,7 +29,10 @@ from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import saying, serving
 
-ENDLESS = {"type": "integer", "multipleOf": 4_999_999}  # a state of its automaton for each number
+ENDLESS = {
+    "type": "integer",
+    "multipleOf": 4_999_999,
+}  # a state of its automaton for each number
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 
 
@@ -39,7 +47,9 @@ def regex(text: str) -> GuidedDecoding:
 
 
 @asynccontextmanager
-async def checking(tokenizer: Tokenizer, timeout_s: float) -> AsyncIterator[GrammarChecker]:
+async def checking(
+    tokenizer: Tokenizer, timeout_s: float
+) -> AsyncIterator[GrammarChecker]:
     checker = GrammarChecker(tokenizer, timeout_s)
     await checker.start()
     try:
@@ -66,7 +76,9 @@ def chain(length: int) -> str:
 async def test_what_takes_too_much_is_refused_and_named(tokenizer, kind, text):
     async with checking(tokenizer, 1.0) as checker:
         with pytest.raises(InvalidRequest, match="`here`") as caught:
-            await checker.check([regex("a"), GuidedDecoding(Grammar(kind, text), "here")])
+            await checker.check(
+                [regex("a"), GuidedDecoding(Grammar(kind, text), "here")]
+            )
         assert caught.value.param == "here"
 
 
@@ -80,7 +92,10 @@ async def test_memory_is_bounded(tokenizer, monkeypatch):
 
 async def test_others_get_their_turn_beside_slow_ones(tokenizer):
     async with checking(tokenizer, 1.0) as checker:
-        slow = [asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)])) for i in range(4)]
+        slow = [
+            asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)]))
+            for i in range(4)
+        ]
         await asyncio.gather(*(checker.check([regex(f"a{i}")]) for i in range(20)))
         assert not all(task.done() for task in slow)
         refused = await asyncio.gather(*slow, return_exceptions=True)
@@ -88,7 +103,9 @@ async def test_others_get_their_turn_beside_slow_ones(tokenizer):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_that_is_gone_or_hangs_is_replaced(tokenizer, monkeypatch, number):
+async def test_a_process_that_is_gone_or_hangs_is_replaced(
+    tokenizer, monkeypatch, number
+):
     monkeypatch.setattr(grammar_check, "_MAX_WAIT_S", 2.0)
     async with checking(tokenizer, 2.0) as checker:
         before = checker.pid
@@ -124,7 +141,9 @@ async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypat
     async with checking(tokenizer, 30.0) as checker:
         one, other = regex("a+"), regex("b+")
         await checker.check([one, other])
-        monkeypatch.setattr(grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar))
+        monkeypatch.setattr(
+            grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar)
+        )
         assert checker.nbytes(other.grammar) > 0
         ends = [checker.hold(one.grammar) for _ in range(2)]
         for end in ends:
@@ -142,7 +161,9 @@ async def test_open_requests_grammars_have_a_limit_together(tokenizer, monkeypat
     ],
 )
 async def test_a_server_refuses_one_and_answers_the_other(tokenizer, fields, param):
-    async with serving(tokenizer, saying(tokenizer, "ab"), grammar_timeout_s=4.0) as server:
+    async with serving(
+        tokenizer, saying(tokenizer, "ab"), grammar_timeout_s=4.0
+    ) as server:
         asked = asyncio.create_task(server.chat(**fields))
         good = await server.post(structured_outputs={"regex": "ab"})
         assert good.status_code == 200 and good.json()["choices"][0]["text"] == "ab"
@@ -161,10 +182,16 @@ BYTES = LLTokenizer("byte")
     "grammar",
     [
         Grammar("json_object"),
-        Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+        Grammar(
+            "json_schema",
+            '{"type": "object", "properties": {"a": {"type": "integer"}}}',
+        ),
         Grammar("regex", r"\d{3}-[a-z]+"),
         Grammar("choice", json.dumps(["yes", 'say "no"\\', "", "é\n"])),
-        Grammar("choice", json.dumps([chr(code) for code in (*range(0x300), 0x2028, 0x1F98A)])),
+        Grammar(
+            "choice",
+            json.dumps([chr(code) for code in (*range(0x300), 0x2028, 0x1F98A)]),
+        ),
         Grammar("grammar", 'start: "a" rest\nrest: /[0-9]+/'),
         Grammar("grammar", 'root ::= "a" rest\nrest ::= [0-9]+'),
         Grammar("grammar", '\n // x ::= y\n\tstart : "::="' + " " * MAX_GBNF_CHARS),
@@ -193,7 +220,11 @@ def test_what_can_be_used(grammar):
         ("grammar", "root ::= (", "line 1"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), str(MAX_GRAMMAR_CHARS)),
         ("grammar", 'root ::= "' + "a" * MAX_GBNF_CHARS + '"', str(MAX_GBNF_CHARS)),
-        ("grammar", "\n" * MAX_GRAMMAR_CHARS, str(MAX_GBNF_CHARS)),  # llguidance looks for minutes
+        (
+            "grammar",
+            "\n" * MAX_GRAMMAR_CHARS,
+            str(MAX_GBNF_CHARS),
+        ),  # llguidance looks for minutes
     ],
 )
 def test_a_mistake_is_named_in_one_line(kind, text, said):

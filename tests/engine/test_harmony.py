@@ -94,7 +94,9 @@ def tagged(text: str) -> list[str]:
     return list(text)
 
 
-def read(pieces: list[str], tools: Tools = TOOLS) -> tuple[str, str, list[tuple[str, str]]]:
+def read(
+    pieces: list[str], tools: Tools = TOOLS
+) -> tuple[str, str, list[tuple[str, str]]]:
     parser = HarmonyParser("", {}, tools.mode == "auto")
     calls, content, found = create_tool_parser(tools, "harmony"), "", []
     told = [*map(parser.feed, pieces), parser.finish()]
@@ -127,7 +129,9 @@ def test_whatever_a_model_writes_is_read_the_same_and_no_tag_is_text():
         text = "".join(rng.choices(words, k=rng.randrange(9)))
         whole = read([text])
         assert read([*text]) == whole
-        json.dumps(whole, ensure_ascii=False).encode()  # which half a surrogate pair cannot be
+        json.dumps(
+            whole, ensure_ascii=False
+        ).encode()  # which half a surrogate pair cannot be
         assert text.count("Xy zw") == str(whole).count("Xy zw"), "lost or told twice"
 
 
@@ -208,7 +212,9 @@ async def test_each_choice_is_read_by_itself_and_logprobs_are_of_all_tokens(harm
         choices = (await server.chat(n=2, logprobs=True)).json()["choices"]
         assert [said(choice) for choice in choices] == [("1", "1"), ("2", "2")]
         for choice, of in zip(choices, ids, strict=True):
-            told = [bytes(one["bytes"]).decode() for one in choice["logprobs"]["content"]]
+            told = [
+                bytes(one["bytes"]).decode() for one in choice["logprobs"]["content"]
+            ]
             assert "".join(told) == harmony.decode_all(of)
 
 
@@ -231,11 +237,21 @@ async def test_responses_have_items_of_what_was_thought_said_and_called(harmony)
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
         thought, told, call = whole["output"]
-        assert (thought["content"][0]["text"], told["content"][0]["text"]) == ("I.", "Wait.")
+        assert (thought["content"][0]["text"], told["content"][0]["text"]) == (
+            "I.",
+            "Wait.",
+        )
         assert (call["name"], call["arguments"]) == ("add", "{}")
         # And back: the next turn's prompt has them as the model wrote them.
-        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
-        again = {**asked, "input": [{"role": "user", "content": "Hi"}, *whole["output"], output]}
+        output = {
+            "type": "function_call_output",
+            "call_id": call["call_id"],
+            "output": "3",
+        }
+        again = {
+            **asked,
+            "input": [{"role": "user", "content": "Hi"}, *whole["output"], output],
+        }
         assert (await server.http.post("/v1/responses", json=again)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[-1].token_ids)
         wrote = text.replace("<|channel|>commentary to=functions.add <|constrain|>",
@@ -248,12 +264,19 @@ async def test_responses_have_items_of_what_was_thought_said_and_called(harmony)
 
 
 def call(name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": name,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def test_one_system_message_has_the_text_of_several(harmony):
     """As a response's instructions come before a developer's message."""
-    turns = [{"role": role, "content": role} for role in ("system", "developer", "user", "system")]
+    turns = [
+        {"role": role, "content": role}
+        for role in ("system", "developer", "user", "system")
+    ]
     found = one_call_each(turns)
     assert found == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
     assert "system\n\ndeveloper" in harmony.render_chat(found)
@@ -264,7 +287,12 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
     calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
     turns = [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "reasoning_content": "I.", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I.",
+            "tool_calls": calls,
+        },
         {"role": "tool", "tool_call_id": "sub", "content": "s"},
         {"role": "tool", "tool_call_id": "add", "content": "a"},
         {"role": "tool", "tool_call_id": "?", "content": "o"},
@@ -277,7 +305,11 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
         for name, said in (("add", "a"), ("sub", "s"), ("sub", "o"))
     ]
     head = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
-    told = f"<|start|>assistant{THINK}I.<|end|>" + head.format("add", '{"a": 1}') + answers[0]
+    told = (
+        f"<|start|>assistant{THINK}I.<|end|>"
+        + head.format("add", '{"a": 1}')
+        + answers[0]
+    )
     told += head.format("sub", '{"b": 2}') + "".join(answers[1:])
     assert prompt.endswith(f"Hi<|end|>{told}<|start|>assistant")
 
@@ -285,7 +317,12 @@ async def test_a_turn_of_several_calls_is_told_as_turns_of_one(harmony):
 def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
     """As clients tell calls that one answer made with thoughts between them."""
     add, sub = (
-        {"role": "assistant", "content": "", "thinking": name, "tool_calls": [call(name, {})]}
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": name,
+            "tool_calls": [call(name, {})],
+        }
         for name in ("add", "sub")
     )
     of_add, of_sub = ({"role": "tool", "tool_call_id": name} for name in ("add", "sub"))
@@ -297,7 +334,10 @@ def test_what_a_tool_said_stands_behind_its_call_wherever_it_came():
     (f"So{START}{CALL}", "{}", (None, "{}")),  # spelled out by a client, tags are text
 ])  # fmt: skip
 async def test_a_final_message_is_continued(harmony, before, say, expected):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": before}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": before},
+    ]
     asked = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
     async with serving_harmony(harmony, saying(harmony, say)) as server:
         (choice,) = (await server.chat(**asked)).json()["choices"]
@@ -338,7 +378,9 @@ _ALLOWED: dict[str, bool | None] = {  # whether it is complete, if it may be sai
 @pytest.mark.parametrize("text", _ALLOWED)
 def test_a_grammar_is_for_the_final_message_and_leaves_room_for_calls(harmony, text):
     asked = {"tools": [TOOL], "structured_outputs": {"choice": ["ab"]}}
-    request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}], **asked)
+    request = ChatRequest(
+        model="m", messages=[{"role": "user", "content": "Hi"}], **asked
+    )
     assert request.guided is not None
     prompt = harmony.encode(harmony.render_chat([{"role": "user", "content": "Hi"}]))
     settings = DecodeSettings(_cli_parse_args=[])
@@ -376,10 +418,14 @@ def test_the_format_is_the_options_or_the_template_s(harmony, reasoning, calls, 
     assert reasoning_begins(options, request, [1], harmony) == begins
 
 
-@pytest.mark.parametrize(("reasoning", "calls"), [("none", "harmony"), ("harmony", "hermes")])
+@pytest.mark.parametrize(
+    ("reasoning", "calls"), [("none", "harmony"), ("harmony", "hermes")]
+)
 def test_options_that_contradict_each_other_are_refused(reasoning, calls):
     options = {"reasoning_parser": reasoning, "tool_call_parser": calls}
-    with pytest.raises(ValidationError, match=f"{reasoning} cannot go with --tool-call-parser"):
+    with pytest.raises(
+        ValidationError, match=f"{reasoning} cannot go with --tool-call-parser"
+    ):
         DecodeSettings(_cli_parse_args=[], **options)
 
 

@@ -53,7 +53,9 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stre
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
         await asyncio.Event().wait()
 
-    options = {"include_usage": True, "continuous_usage_stats": True} if stream else None
+    options = (
+        {"include_usage": True, "continuous_usage_stats": True} if stream else None
+    )
     asked = {"stop": ["o t", " two"], "stream": stream, "stream_options": options}
     async with serving(tokenizer, endless) as server:
         response = await server.post(**asked, return_token_ids=True)
@@ -63,7 +65,9 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stre
         assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
         num_tokens = 0
-        for chunk in found:  # its usage counts the tokens up to it, although more had arrived
+        for (
+            chunk
+        ) in found:  # its usage counts the tokens up to it, although more had arrived
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
         assert server.engine.aborted == [server.engine.added[0].request_id]
@@ -75,8 +79,13 @@ async def test_a_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stre
 class RecordingHooks(ServerHooks):
     def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
         if request.kv_transfer_params == {"bad": True}:
-            raise KVParamsRejected("`kv_transfer_params.bad` is true.", param="kv_transfer_params")
-        return [replace(add, retain_kv=request.kv_transfer_params is not None) for add in adds]
+            raise KVParamsRejected(
+                "`kv_transfer_params.bad` is true.", param="kv_transfer_params"
+            )
+        return [
+            replace(add, retain_kv=request.kv_transfer_params is not None)
+            for add in adds
+        ]
 
     def finish(self, finals: Any) -> dict[str, Any]:
         return {"kv_transfer_params": [final.usage.transferred for final in finals]}
@@ -96,13 +105,17 @@ async def test_hooks_shape_the_requests_and_the_answer(tokenizer):
 
 
 @pytest.mark.parametrize("stops", [None, "a"])
-async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(tokenizer, stops):
+async def test_a_stop_string_in_the_last_token_waits_for_what_the_engine_brings(
+    tokenizer, stops
+):
     """A prefill server's one token may hold a stop string; its KV params come a moment later."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=request.request_id, token_ids=tokenizer.encode("a"))
         await asyncio.sleep(0.01)
-        yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
+        yield TokenDelta(
+            request_id=request.request_id, finish_reason="length", usage=USAGE
+        )
 
     async with serving(tokenizer, script, RecordingHooks()) as server:
         body = (await server.post(max_tokens=1, stop=stops)).json()
@@ -125,17 +138,25 @@ async def test_a_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
             assert response.headers["x-request-id"] == request_id
         first, second = server.engine.added
         assert first.request_id != second.request_id
-        assert first.request_id.startswith(request_id[:64]) and len(first.request_id) < 100
+        assert (
+            first.request_id.startswith(request_id[:64]) and len(first.request_id) < 100
+        )
         generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
         assert len(set(generated)) == 2
     told = [line for line in caplog.text.splitlines() if "prompt=2" in line]
-    assert sum(f"{request_id[:128]}" in line for line in told) == 2, "an id's beginning names it"
+    assert sum(f"{request_id[:128]}" in line for line in told) == 2, (
+        "an id's beginning names it"
+    )
 
 
 async def test_what_requests_add_to_is_there_before_the_first_one(tokenizer):
     def series(text: str) -> set[str]:
         names = {line.rsplit(" ", 1)[0] for line in text.splitlines()}
-        return {name for name in names if name.startswith(("baton_requests_", "baton_kv_tokens_"))}
+        return {
+            name
+            for name in names
+            if name.startswith(("baton_requests_", "baton_kv_tokens_"))
+        }
 
     async with serving(tokenizer, saying(tokenizer, "Hello")) as server:
         before = series((await server.http.get("/metrics")).text)
@@ -168,7 +189,9 @@ async def test_metrics_count_what_happened(tokenizer):
             assert f"\n{line}\n" in text, line
 
 
-async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(tokenizer):
+async def test_the_last_requests_are_told_with_their_times_and_without_their_texts(
+    tokenizer,
+):
     async with serving(tokenizer, saying(tokenizer, "Hello", usage=USAGE)) as server:
 
         async def stats(since: int) -> Numbers:
@@ -183,15 +206,27 @@ async def test_the_last_requests_are_told_with_their_times_and_without_their_tex
         assert told.values["baton_requests_running"] == 2.0
         assert told.values["baton_inter_token_seconds_count"] == 4.0
         done, refused = told.served
-        assert (done.id, done.outcome, done.generated) == (("mine" * 99)[:128], "length", 5)
+        assert (done.id, done.outcome, done.generated) == (
+            ("mine" * 99)[:128],
+            "length",
+            5,
+        )
         assert done.kv == {"transferred": 1, "recomputed": 1, "skipped": 0}
-        assert sorted(done.times, key=done.times.__getitem__) == ["accepted", "first", "end"]
+        assert sorted(done.times, key=done.times.__getitem__) == [
+            "accepted",
+            "first",
+            "end",
+        ]
         assert (refused.outcome, refused.error) == ("rejected", "invalid_request")
         for _ in range(MAX_RECENT):
             await server.post(temperature=-1)
-        assert (await stats(told.next - 1)).served[0].number == 2, "the first two are forgotten"
+        assert (await stats(told.next - 1)).served[0].number == 2, (
+            "the first two are forgotten"
+        )
         assert [(await stats(at)).served for at in (MAX_RECENT + 2,)] == [[]]
-        assert len((await stats(10**6)).served) == MAX_RECENT, "of a later start: all there are"
+        assert len((await stats(10**6)).served) == MAX_RECENT, (
+            "of a later start: all there are"
+        )
         wrong = await server.http.get(STATS_PATH, params={"since": "-1"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
@@ -216,7 +251,9 @@ async def test_ready_and_models_say_what_is_served(tokenizer):
         assert (await server.http.get("/v1/models/m")).json() == card
         missing = await server.http.get("/v1/models/a/b")
         assert missing.status_code == 404
-        assert missing.json()["error"]["message"].startswith('The model in the path is "a/b"; ')
+        assert missing.json()["error"]["message"].startswith(
+            'The model in the path is "a/b"; '
+        )
 
 
 # -- what clients may ask ----------------------------------------------------------------------
@@ -260,7 +297,10 @@ async def test_a_text_is_tokenized_and_back(tokenizer):
         ({}, "0||Hi>"),
         ({"tools": [TOOL]}, json.dumps([TOOL]) + "||Hi>"),
         ({"tools": [TOOL], "tool_choice": "none"}, "0||Hi>"),
-        ({"add_generation_prompt": False, "chat_template_kwargs": {"a": "b"}}, "0|b|Hi"),
+        (
+            {"add_generation_prompt": False, "chat_template_kwargs": {"a": "b"}},
+            "0|b|Hi",
+        ),
         ({"continue_final_message": True, "reasoning_effort": "low"}, "0|low|Hi"),
     ],
 )
@@ -272,7 +312,10 @@ async def test_messages_are_tokenized_as_a_chat_would_be(tokenizer, fields, told
         response = await server.http.post("/tokenize", json=asked)
         await server.chat(**asked)
         ids = response.json()["tokens"]
-        assert ids == server.engine.added[0].token_ids and tokenizer.decode_all(ids) == told
+        assert (
+            ids == server.engine.added[0].token_ids
+            and tokenizer.decode_all(ids) == told
+        )
 
 
 # -- the document --------------------------------------------------------------------------------
@@ -289,7 +332,9 @@ async def test_the_document_lists_what_is_accepted(tokenizer):
         assert "logit_bias" in page.text
         for path in found["paths"]:
             asked = await server.http.get(path.replace("{name}", "m"))
-            assert asked.status_code == (200 if "get" in found["paths"][path] else 405), path
+            assert asked.status_code == (
+                200 if "get" in found["paths"][path] else 405
+            ), path
             kinds = found["paths"][path].get("get", {}).get("responses", {}).get("200")
             if kinds:
                 assert asked.headers["content-type"].split(";")[0] in kinds["content"]

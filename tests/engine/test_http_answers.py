@@ -9,13 +9,28 @@ from msgspec.structs import replace
 
 from engine.http.choice import PromptGeneration
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import AddRequest, KVUsage, SamplingParams, TokenDelta, TokenLogprobs
+from protocol.messages import (
+    AddRequest,
+    KVUsage,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 from protocol.settings.options import ModelOptions
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import READY, Server, chunks, end, saying, scripted, serving, serving_4k
+from tests.rigs.http_server import (
+    READY,
+    Server,
+    chunks,
+    end,
+    saying,
+    scripted,
+    serving,
+    serving_4k,
+)
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 NEVER = float("-inf")
@@ -53,9 +68,13 @@ async def ask(server: Server, path: str = TEXT, **fields: Any) -> dict[str, Any]
     for choice in (chunk["choices"][0] for chunk in found):
         joined(streamed.setdefault(choice["index"], {"index": 0}), choice)
     for choice in whole["choices"]:
-        told = {k: v for k, v in choice.items() if k not in ("message", "prompt_logprobs")}
+        told = {
+            k: v for k, v in choice.items() if k not in ("message", "prompt_logprobs")
+        }
         if "message" in choice:
-            told["delta"] = {k: v for k, v in choice["message"].items() if k != "refusal"}
+            told["delta"] = {
+                k: v for k, v in choice["message"].items() if k != "refusal"
+            }
         assert streamed[choice["index"]] == told
     return whole
 
@@ -121,14 +140,18 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (CHAT, ["a"], {}, {"logprobs": None}),
     ],
 )  # fmt: skip
-async def test_an_answer_is_the_same_whole_and_streamed(tokenizer, path, says, fields, expected):
+async def test_an_answer_is_the_same_whole_and_streamed(
+    tokenizer, path, says, fields, expected
+):
     async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
         (choice,) = (await ask(server, path, **fields))["choices"]
         assert {key: choice[key] for key in expected} == expected
 
 
 async def test_token_ids_and_usage(tokenizer):
-    async with serving(tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1") as server:
+    async with serving(
+        tokenizer, saying(tokenizer, "Hé 🙂"), fingerprint="fp_1"
+    ) as server:
         whole = await ask(server, return_token_ids=True)
         assert whole["system_fingerprint"] == "fp_1"
         (choice,) = whole["choices"]
@@ -140,8 +163,15 @@ async def test_token_ids_and_usage(tokenizer):
 async def test_the_prompts_token_ids_of_a_chat_are_at_its_top(tokenizer):
     """Once, however many choices an answer has; clients look for them where vLLM has them."""
     text, call = {"token_ids": tokenizer.encode("Hi")}, tokenizer.encode(CALL)
-    script = scripted(*({"choice": c, **text} for c in (1, 0)), {"token_ids": call}, end(), end(1))
-    asked: dict[str, Any] = {"n": 2, "return_token_ids": True, "tools": [TOOL], "max_tokens": 90}
+    script = scripted(
+        *({"choice": c, **text} for c in (1, 0)), {"token_ids": call}, end(), end(1)
+    )
+    asked: dict[str, Any] = {
+        "n": 2,
+        "return_token_ids": True,
+        "tools": [TOOL],
+        "max_tokens": 90,
+    }
     async with serving_4k(tokenizer, script) as server:
         whole = (await server.chat(**asked)).json()
         prompt = server.engine.added[0].token_ids
@@ -162,7 +192,9 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
     a, b = tokenizer.encode("ab")
     script = scripted(*of(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
     async with serving(tokenizer, script) as server:
-        (choice,) = (await ask(server, return_tokens_as_token_ids=True, logprobs=2))["choices"]
+        (choice,) = (await ask(server, return_tokens_as_token_ids=True, logprobs=2))[
+            "choices"
+        ]
         assert choice["logprobs"]["tokens"] == [f"token_id:{a}"]
         tops = {f"token_id:{a}": -0.5, f"token_id:{b}": -1.0}
         assert choice["logprobs"]["top_logprobs"] == [tops]
@@ -171,11 +203,15 @@ async def test_tokens_can_be_named_by_their_ids(tokenizer):
 
 async def test_a_stop_token_of_the_clients_is_the_reason_and_has_no_text(tokenizer):
     (dot,) = tokenizer.encode(".")
-    async with serving(tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")) as server:
+    async with serving(
+        tokenizer, saying(tokenizer, "Hi.", finish_reason="stop")
+    ) as server:
         asked = {"stop_token_ids": [dot], "ignore_eos": True}
         (choice,) = (await ask(server, **asked))["choices"]
         assert (choice["text"], choice["stop_reason"]) == ("Hi", dot)
-        (kept,) = (await ask(server, **asked, include_stop_str_in_output=True))["choices"]
+        (kept,) = (await ask(server, **asked, include_stop_str_in_output=True))[
+            "choices"
+        ]
         assert kept["text"] == "Hi."
         (plain,) = (await ask(server, stop_token_ids=[dot]))["choices"]
         assert plain["stop_reason"] == dot
@@ -231,12 +267,21 @@ async def test_nothing_is_generated_with_max_tokens_0(tokenizer):
 
 async def test_an_echo_without_logprobs_is_only_text(tokenizer):
     async with serving(tokenizer) as server:
-        for prompt, text in (("Hi<end>", "Hi<end>"), (tokenizer.encode("Hi<end>"), "Hi")):
-            (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))["choices"]
+        for prompt, text in (
+            ("Hi<end>", "Hi<end>"),
+            (tokenizer.encode("Hi<end>"), "Hi"),
+        ):
+            (choice,) = (await ask(server, prompt=prompt, echo=True, max_tokens=1))[
+                "choices"
+            ]
             assert choice["text"].startswith(text) and choice["logprobs"] is None
         assert {a.num_prompt_logprobs for a in server.engine.added} == {None}
-    async with serving(tokenizer, scripted(end(), end(1))) as server:  # of ranked choices, too
-        (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()["choices"]
+    async with serving(
+        tokenizer, scripted(end(), end(1))
+    ) as server:  # of ranked choices, too
+        (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()[
+            "choices"
+        ]
         assert (choice["text"], choice["logprobs"]) == ("ab", None)
 
 
@@ -248,11 +293,15 @@ async def test_an_echo_without_logprobs_is_only_text(tokenizer):
         ("<s> it", [0, 0, 3]),
     ],
 )
-async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(tmp_path, given, begins):
+async def test_what_the_tokenizer_puts_before_an_echoed_text_takes_no_room(
+    tmp_path, given, begins
+):
     write_sentencepiece_like(tmp_path)  # puts <s> and a space before every text
     tokenizer = Tokenizer(tmp_path)
     script = scripted({"prompt_logprobs": [None] * len(tokenizer.encode(given))}, end())
-    async with serving(tokenizer, script, ready=replace(READY, vocab_size=4096)) as server:
+    async with serving(
+        tokenizer, script, ready=replace(READY, vocab_size=4096)
+    ) as server:
         whole = await ask(server, prompt=given, echo=True, logprobs=0, max_tokens=0)
         (choice,) = whole["choices"]
         assert choice["text"] == given and choice["logprobs"]["tokens"][0] == "<s>"
@@ -278,8 +327,12 @@ async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
         assert fewer["prompt_logprobs"][1][str(b)]["rank"] == 2
 
 
-@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
-async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(tokenizer, asked):
+@pytest.mark.parametrize(
+    "asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}]
+)
+async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(
+    tokenizer, asked
+):
     threads = set[int]()
 
     def noting(token_id: int) -> Any:
@@ -294,37 +347,54 @@ async def test_logprobs_of_a_long_prompt_hold_up_nobody_and_are_bounded(tokenize
         response = await server.post(prompt=[5] * 500, max_tokens=0, **asked)
         assert response.status_code == 200
         assert threads and get_ident() not in threads
-        for long in ({"prompt": [[5] * 4000] * 2, "n": 8}, {"prompt": [5] * 2000, "stream": True}):
+        for long in (
+            {"prompt": [[5] * 4000] * 2, "n": 8},
+            {"prompt": [5] * 2000, "stream": True},
+        ):
             error = (await server.post(**long, max_tokens=0, **asked)).json()["error"]
             assert error["param"] in asked and error["code"] == "invalid_request"
 
 
-async def test_logprobs_of_an_answer_that_is_told_whole_are_bounded(tokenizer, monkeypatch):
+async def test_logprobs_of_an_answer_that_is_told_whole_are_bounded(
+    tokenizer, monkeypatch
+):
     monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
     asked = {"prompt": "a", "logprobs": 2, "n": 2}
     async with serving_4k(tokenizer, saying(tokenizer, "ab")) as server:
         error = (await server.post(**asked, max_tokens=101)).json()["error"]
         assert error["param"] == "logprobs" and "`max_tokens`" in error["message"]
-        for fits in ({"max_tokens": 100, "n": 1}, {"max_tokens": 101, "n": 1, "stream": True}):
+        for fits in (
+            {"max_tokens": 100, "n": 1},
+            {"max_tokens": 101, "n": 1, "stream": True},
+        ):
             assert (await server.post(**{**asked, **fits})).status_code == 200
 
 
 def test_the_echo_of_a_long_prompt_is_another_thread_s_work_too(tokenizer):
     for size in (500, 5000):
         add = AddRequest(
-            request_id="a", token_ids=[5] * size, sampling=SamplingParams(), max_tokens=1
+            request_id="a",
+            token_ids=[5] * size,
+            sampling=SamplingParams(),
+            max_tokens=1,
         )
-        asked = validate(CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True})
+        asked = validate(
+            CompletionRequest, {"model": "m", "prompt": add.token_ids, "echo": True}
+        )
         prompt = PromptGeneration(asked, add, None, tokenizer, ModelOptions())
         assert prompt.takes_long == (size == 5000)
         assert len(prompt.tell()[1]) == size and not prompt.takes_long
 
 
 async def test_an_engine_that_scores_too_little_is_an_error(tokenizer):
-    async with serving(tokenizer, scripted({"prompt_logprobs": [None]}, end())) as server:
+    async with serving(
+        tokenizer, scripted({"prompt_logprobs": [None]}, end())
+    ) as server:
         response = await server.post(prompt_logprobs=0)
         assert response.status_code == 500
-        assert "scored 1 of the prompt's 2 tokens" in response.json()["error"]["message"]
+        assert (
+            "scored 1 of the prompt's 2 tokens" in response.json()["error"]["message"]
+        )
 
 
 # -- several prompts and choices ---------------------------------------------------------------
@@ -338,7 +408,9 @@ async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
         for choice in range(request.num_choices)
     ]
     n = len(request.token_ids)
-    usage = KVUsage(transferred=1, recomputed=n, skipped=2, cached_tokens=1, prefill_skipped=n)
+    usage = KVUsage(
+        transferred=1, recomputed=n, skipped=2, cached_tokens=1, prefill_skipped=n
+    )
     deltas[0]["usage"] = usage
     ends = [end(choice, usage=usage) for choice in reversed(range(request.num_choices))]
     async for delta in scripted(*deltas, *ends)(request):
@@ -350,7 +422,9 @@ async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path)
     prompts = {"prompt": [[10], [20, 30]]} if path == TEXT else {}
     ids = [[11, 11], [12, 12], [13, 13], [31, 31], [32, 32], [33, 33]]
     async with serving(tokenizer, counting) as server:
-        whole = await ask(server, path, **prompts, n=3, max_tokens=2, return_token_ids=True)
+        whole = await ask(
+            server, path, **prompts, n=3, max_tokens=2, return_token_ids=True
+        )
         assert {add.num_choices for add in server.engine.added} == {3}
         if path == CHAT:
             assert [c["index"] for c in whole["choices"]] == [0, 1, 2]
@@ -362,4 +436,6 @@ async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path)
         assert answer.headers["x-baton-kv"] == "transferred=2, recomputed=3, skipped=4"
         streamed = await server.post(prompt=[1, 2, 3], stream=True)
         for head in (answer.headers, streamed.headers):
-            assert head["x-baton-kv-prefill"] == "transferred=0, recomputed=0, skipped=3"
+            assert (
+                head["x-baton-kv-prefill"] == "transferred=0, recomputed=0, skipped=3"
+            )

@@ -20,7 +20,9 @@ _GLOBE = "🌍"
 
 
 @pytest.fixture(params=["bytes", "pieces"])
-def made(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Any) -> Tokenizer:
+def made(
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Any
+) -> Tokenizer:
     """A byte-level vocabulary, and one of words with a token for each byte."""
     if request.param == "bytes":
         return tokenizer
@@ -43,7 +45,10 @@ def saying_ids(token_ids: list[int], num_choices: int = 1) -> Any:
 @pytest.mark.parametrize("echo", [False, True])
 async def test_a_character_that_the_output_completes_is_in_its_text(made, num, echo):
     all_ids = ids(made, f"Hello world {_GLOBE}")
-    prompt, output = all_ids[: num - 4], [*all_ids[num - 4 :], *ids(made, _GLOBE)[-4:-3]]
+    prompt, output = (
+        all_ids[: num - 4],
+        [*all_ids[num - 4 :], *ids(made, _GLOBE)[-4:-3]],
+    )
     async with serving(made, saying_ids(output, 2), ready=_READY) as server:
         whole = await ask(server, prompt=prompt, echo=echo, max_tokens=9, n=2)
     expected = "Hello world " * echo + _GLOBE + _BROKEN
@@ -80,7 +85,9 @@ async def test_stop_strings_and_offsets_are_of_the_joined_text(made):
     scored = {"prompt_logprobs": [None, *[TokenLogprobs(-1.0)] * (at - 1)]}
     tokens = [{"token_ids": [i], "logprobs": [TokenLogprobs(-1.0)]} for i in output]
     async with serving(made, scripted(scored, *tokens, end()), ready=_READY) as server:
-        whole = await ask(server, prompt=prompt, echo=True, logprobs=0, stop=[f"{_GLOBE}c"])
+        whole = await ask(
+            server, prompt=prompt, echo=True, logprobs=0, stop=[f"{_GLOBE}c"]
+        )
     (choice,) = whole["choices"]
     assert (choice["text"], choice["stop_reason"]) == ("ab", f"{_GLOBE}c")
     assert choice["logprobs"]["text_offset"][-5:] == [2, 2, 2, 2, 3]
@@ -96,7 +103,9 @@ async def test_a_continued_stream_has_the_same_text(made):
         for token_id in output[known:]:
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
             await asyncio.sleep(0)
-        yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=USAGE)
+        yield TokenDelta(
+            request_id=request.request_id, finish_reason="length", usage=USAGE
+        )
 
     body = {"prompt": all_ids[:at], "max_tokens": 9, "echo": True}
     async with (

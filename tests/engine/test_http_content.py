@@ -15,12 +15,16 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:
 DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
 {%- for call in m['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}
 {%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""
-CALLS = [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+CALLS = [
+    {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+]
 USER = {"role": "user", "content": "Hi"}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
 
 
-async def prompts(tokenizer: Any, template: str, path: str, body: dict[str, Any]) -> list[str]:
+async def prompts(
+    tokenizer: Any, template: str, path: str, body: dict[str, Any]
+) -> list[str]:
     """The prompt's text as the endpoint and /tokenize make it."""
     shaped = with_template(tokenizer, template)
     async with serving_4k(shaped) as server:
@@ -43,17 +47,23 @@ async def prompts(tokenizer: Any, template: str, path: str, body: dict[str, Any]
         ({"content": [{"type": "text", "text": "I add."}]}, "I add."),
     ],
 )
-async def test_templates_receive_the_content_that_the_client_sent(tokenizer, content, expected):
+async def test_templates_receive_the_content_that_the_client_sent(
+    tokenizer, content, expected
+):
     turn = {"role": "assistant", "tool_calls": CALLS, **content}
     body = {"messages": [USER, turn, RESULT]}
     found = await prompts(tokenizer, TEMPLATE, "/v1/chat/completions", body)
     assert found == [f"user:Hi;assistant:{expected} calls;tool:2;"] * 2
 
 
-@pytest.mark.parametrize(("content", "expected"), [({"content": None}, "null"), ({}, "absent")])
+@pytest.mark.parametrize(
+    ("content", "expected"), [({"content": None}, "null"), ({}, "absent")]
+)
 async def test_a_turn_of_thoughts_alone_has_no_content(tokenizer, content, expected):
     turn = {"role": "assistant", "reasoning_content": "hm", **content}
-    found = await prompts(tokenizer, TEMPLATE, "/v1/chat/completions", {"messages": [USER, turn]})
+    found = await prompts(
+        tokenizer, TEMPLATE, "/v1/chat/completions", {"messages": [USER, turn]}
+    )
     assert found == [f"user:Hi;assistant:{expected};"] * 2
 
 
@@ -82,7 +92,10 @@ WRITERS = {
 @pytest.mark.parametrize("writer", WRITERS)
 async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, writer):
     """Not the text "None", which a template that does not look for nulls would write."""
-    template = "{% set m = messages[-1] %}{% if m.tool_calls %}{# tools #}{% endif %}>" + writer
+    template = (
+        "{% set m = messages[-1] %}{% if m.tool_calls %}{# tools #}{% endif %}>"
+        + writer
+    )
     if "[m]" in writer:
         template = template.replace("[m]", "[{'content': m.content, 'role': m.role}]")
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
@@ -97,16 +110,28 @@ async def test_a_null_content_that_a_template_writes_is_nothing(tokenizer, write
         ([], "null calls"),
         ([{"type": "reasoning", "summary": []}], "null calls"),
         (
-            [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}],
+            [
+                {
+                    "type": "reasoning",
+                    "summary": [{"type": "summary_text", "text": "hm"}],
+                }
+            ],
             "null calls",
         ),
         ([{"role": "assistant", "content": "So."}], "So. calls"),
         ([{"role": "assistant", "content": ""}], "empty calls"),
     ],
 )
-async def test_calls_of_the_responses_api_have_a_null_content(tokenizer, items, expected):
+async def test_calls_of_the_responses_api_have_a_null_content(
+    tokenizer, items, expected
+):
     """As the chat API writes a message that is calls alone."""
-    call = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": "{}"}
+    call = {
+        "type": "function_call",
+        "call_id": "call_1",
+        "name": "add",
+        "arguments": "{}",
+    }
     output = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
     body = {"input": [USER, *items, call, output]}
     found = await prompts(tokenizer, TEMPLATE, "/v1/responses", body)

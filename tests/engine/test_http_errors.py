@@ -18,7 +18,16 @@ from protocol.messages import (
     KVUsage,
     TokenDelta,
 )
-from tests.rigs.http_server import WAIT_S, Server, ask, connected, end, events, scripted, serving
+from tests.rigs.http_server import (
+    WAIT_S,
+    Server,
+    ask,
+    connected,
+    end,
+    events,
+    scripted,
+    serving,
+)
 from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
@@ -33,7 +42,11 @@ class Retaining(ServerHooks):
         return [replace(add, retain_kv=True) for add in adds]
 
     def finish(self, finals: Any) -> dict[str, Any]:
-        return {} if self._num_bytes is None else {"kv_transfer_params": "x" * self._num_bytes}
+        return (
+            {}
+            if self._num_bytes is None
+            else {"kv_transfer_params": "x" * self._num_bytes}
+        )
 
 
 # -- failures ----------------------------------------------------------------------------------
@@ -44,7 +57,9 @@ def failing_after(num_tokens: int, code: str = "transfer_failed") -> Any:
         for token_id in range(70, 70 + num_tokens):
             yield TokenDelta(request_id=request.request_id, token_ids=[token_id])
             await asyncio.sleep(0.01)  # so that the stream has begun
-        yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "it broke"))
+        yield TokenDelta(
+            request_id=request.request_id, error=ErrorInfo(code, "it broke")
+        )
 
     return script
 
@@ -73,7 +88,9 @@ async def test_a_later_failure_ends_the_stream_without_done(tokenizer):
 async def test_one_failing_prompt_ends_the_others(tokenizer):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [2]:
-            yield TokenDelta(request_id=request.request_id, error=ErrorInfo("overloaded", "full"))
+            yield TokenDelta(
+                request_id=request.request_id, error=ErrorInfo("overloaded", "full")
+            )
         await asyncio.Event().wait()
 
     async with serving(tokenizer, script) as server:
@@ -142,7 +159,9 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, le
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [1]:
-            yield TokenDelta(request_id=request.request_id, finish_reason="length", usage=KVUsage())
+            yield TokenDelta(
+                request_id=request.request_id, finish_reason="length", usage=KVUsage()
+            )
             told.set()
         elif leaves:
             await asyncio.Event().wait()
@@ -163,7 +182,9 @@ async def test_kv_kept_for_an_answer_that_is_never_given_is_let_go(tokenizer, le
             await asyncio.sleep(0)
 
 
-async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(tokenizer, monkeypatch):
+async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(
+    tokenizer, monkeypatch
+):
     def fails(*_: Any) -> None:
         raise RuntimeError("no such thing")
 
@@ -171,7 +192,10 @@ async def test_a_request_whose_answer_cannot_begin_is_taken_from_the_engine(toke
         with monkeypatch.context() as patched:
             patched.setattr("engine.http.call.PromptGeneration", fails)
             failed = await server.post()
-        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        assert (failed.status_code, failed.json()["error"]["code"]) == (
+            500,
+            "internal_error",
+        )
         assert server.engine.aborted == [server.engine.added[0].request_id]
         assert not server.engine._subscriptions
         assert metric(server.metrics, "baton_requests_in_progress") == 0
@@ -210,7 +234,9 @@ async def test_kv_of_which_an_answer_does_not_tell_is_let_go(tokenizer):
         assert await _is_let_go(server)
 
 
-async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(tokenizer):
+async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(
+    tokenizer,
+):
     async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
         with await connected(server) as client:
             await ask(client, max_tokens=1)
@@ -220,7 +246,9 @@ async def test_kv_is_let_go_when_the_client_leaves_with_half_of_a_long_answer(to
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
-async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(tokenizer, turns):
+async def test_kv_is_let_go_when_the_client_left_just_before_the_answer(
+    tokenizer, turns
+):
     """In one of these turns of the event loop the connection has ended, which nobody has been told
     yet, and what is sent is lost without a word."""
     made: list[socket.socket] = []

@@ -4,10 +4,20 @@ import pytest
 
 from protocol.messages import Grammar
 from tests.engine.test_http_tools import CALL, TOOL, call_of, said
-from tests.rigs.http_server import chunks, end, saying, scripted, serving_4k, with_template
+from tests.rigs.http_server import (
+    chunks,
+    end,
+    saying,
+    scripted,
+    serving_4k,
+    with_template,
+)
 
 TAGS = "{# <think></think> #}{{ tools or '' }}Say: "
-OPEN = TAGS + "{% if thinking is not false %}<think>\n{% else %}<think></think>\n{% endif %}"
+OPEN = (
+    TAGS
+    + "{% if thinking is not false %}<think>\n{% else %}<think></think>\n{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -27,18 +37,24 @@ OPEN = TAGS + "{% if thinking is not false %}<think>\n{% else %}<think></think>\
         ("no tags", "<think>I</think>Yo", {}, (None, "<think>I</think>Yo"), 0),
     ],
 )  # fmt: skip
-async def test_reasoning_is_told_apart(tokenizer, template, text, asked, expected, num_reasoning):
+async def test_reasoning_is_told_apart(
+    tokenizer, template, text, asked, expected, num_reasoning
+):
     if "continue_final_message" in asked:
         template += "{{ messages[-1].content }}"
     knowing = with_template(tokenizer, template)
-    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+    async with serving_4k(
+        knowing, saying(knowing, text, finish_reason="stop")
+    ) as server:
         answer = (await server.chat(logprobs=False, **asked)).json()
         assert said(answer["choices"][0]) == expected
         details = answer["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num_reasoning}
         streamed = chunks(await server.chat(
             stream=True, stream_options={"include_usage": True}, **asked))  # fmt: skip
-        deltas = [chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]]
+        deltas = [
+            chunk["choices"][0]["delta"] for chunk in streamed if chunk["choices"]
+        ]
         reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
         content = "".join(delta.get("content", "") for delta in deltas)
         assert (reasoning or None, content) == expected
@@ -49,13 +65,17 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
     """A call that is only thought of is none, nor is one demanded while the model still thinks."""
     knowing = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
-    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+    async with serving_4k(
+        knowing, saying(knowing, text, finish_reason="stop")
+    ) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
         assert said(answer["choices"][0])[0] == f"Perhaps {CALL}."
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
-        async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+        async with serving_4k(
+            knowing, saying(knowing, text, finish_reason="stop")
+        ) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
             assert said(answer["choices"][0])[0] == "I"
             found = answer["choices"][0]["message"].get("tool_calls", [])
@@ -67,7 +87,13 @@ async def test_calls_are_read_behind_the_reasoning_alone(tokenizer):
     ("text", "reason", "expected", "arguments", "num_reasoning"),
     [
         (f"I add.\n{CALL}", "stop", ("I add.", "tool_calls"), ['{"a": 1}'], 7),
-        (f"I add.\n{CALL}\n{CALL}", "stop", ("I add.", "tool_calls"), ['{"a": 1}'] * 2, 7),
+        (
+            f"I add.\n{CALL}\n{CALL}",
+            "stop",
+            ("I add.", "tool_calls"),
+            ['{"a": 1}'] * 2,
+            7,
+        ),
         (CALL, "stop", (None, "tool_calls"), ['{"a": 1}'], 0),
         (f"I {CALL[:-14]}", "stop", ("I", "stop"), ['{"a": 1'], 2),
         (f"I {CALL}", "length", (f"I {CALL}", "length"), [], 2 + len(CALL)),
@@ -77,7 +103,9 @@ async def test_a_call_ends_reasoning_that_is_never_closed(
     tokenizer, text, reason, expected, arguments, num_reasoning
 ):
     knowing = with_template(tokenizer, OPEN)
-    async with serving_4k(knowing, saying(knowing, text, finish_reason=reason)) as server:
+    async with serving_4k(
+        knowing, saying(knowing, text, finish_reason=reason)
+    ) as server:
         answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
         (choice,) = answer["choices"]
         assert (said(choice)[0], choice["finish_reason"]) == expected
@@ -90,9 +118,13 @@ async def test_a_call_ends_reasoning_that_is_never_closed(
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (
             expected[0] or ""
         )
-        pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        pieces = [
+            call["function"] for delta in deltas for call in delta.get("tool_calls", [])
+        ]
         assert "".join(piece["arguments"] for piece in pieces) == "".join(arguments)
-        assert [piece["name"] for piece in pieces if "name" in piece] == ["add"] * len(arguments)
+        assert [piece["name"] for piece in pieces if "name" in piece] == ["add"] * len(
+            arguments
+        )
         assert streamed[-1]["choices"][0]["finish_reason"] == expected[1]
 
 
@@ -109,7 +141,9 @@ async def test_a_grammar_is_for_what_comes_behind_the_reasoning(tokenizer):
 async def test_each_choice_thinks_for_itself(tokenizer):
     knowing = with_template(tokenizer, OPEN)
     ids = [knowing.encode(text) for text in ("I</think>a", "We</think>b")]
-    script = scripted(*({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1))
+    script = scripted(
+        *({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1)
+    )
     async with serving_4k(knowing, script) as server:
         choices = (await server.chat(n=2)).json()["choices"]
         assert [said(choice) for choice in choices] == [("I", "a"), ("We", "b")]

@@ -12,10 +12,19 @@ from engine.http import limits as http_limits
 from engine.http.limits import guided_decodings
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import MAX_MEMBERS
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from tests.proxy.fakes import until
-from tests.rigs.http_server import CONTEXT, MAX_BODY, READY, end, scripted, serving, with_template
+from tests.rigs.http_server import (
+    CONTEXT,
+    MAX_BODY,
+    READY,
+    end,
+    scripted,
+    serving,
+    with_template,
+)
 from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
@@ -73,9 +82,13 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
             [260], "1", [1, "1"], [1, 1.5], [1, True], [[1]], [1, 10**30], None)],
     ],
 )  # fmt: skip
-async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, param, message):
+async def test_bad_input_is_a_clear_refusal(
+    tokenizer, path, fields, status, param, message
+):
     own = {TEXT: {"prompt": "ab"}, CHAT: {"messages": HI}}.get(path, {})
-    is_grammar = path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
+    is_grammar = (
+        path == CHAT and 1 not in fields.values() and "max_tokens" not in fields
+    )
     ready = replace(READY, max_model_len=4096) if is_grammar else READY
     async with serving(tokenizer, ready=ready) as server:
         response = await server.http.post(path, json={"model": "m", **own, **fields})
@@ -90,9 +103,12 @@ async def test_bad_input_is_a_clear_refusal(tokenizer, path, fields, status, par
 
 
 @pytest.mark.parametrize(
-    ("path", "field"), [(CHAT, "messages"), (RESPONSES, "input"), ("/tokenize", "messages")]
+    ("path", "field"),
+    [(CHAT, "messages"), (RESPONSES, "input"), ("/tokenize", "messages")],
 )
-async def test_what_a_template_refuses_is_called_as_the_client_did(tokenizer, path, field):
+async def test_what_a_template_refuses_is_called_as_the_client_did(
+    tokenizer, path, field
+):
     strict = with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     async with serving(strict) as server:
         response = await server.http.post(path, json={"model": "m", field: HI})
@@ -111,8 +127,12 @@ async def test_what_a_template_refuses_is_called_as_the_client_did(tokenizer, pa
         ({"prompt": "a", "n": 8, "max_tokens": 60}, None),
     ],
 )
-async def test_prompts_times_choices_and_tokens_are_bounded(tokenizer, monkeypatch, fields, param):
-    monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)  # so what 8 sequences may have
+async def test_prompts_times_choices_and_tokens_are_bounded(
+    tokenizer, monkeypatch, fields, param
+):
+    monkeypatch.setattr(
+        http_limits, "MAX_REQUEST_TOKENS", 0
+    )  # so what 8 sequences may have
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:
         response = await server.post(**fields)
@@ -120,7 +140,10 @@ async def test_prompts_times_choices_and_tokens_are_bounded(tokenizer, monkeypat
         if param is not None:
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, param)
-            assert f"at most {8 * http_limits.MIN_CHOICE_TOKENS} at once" in error["message"]
+            assert (
+                f"at most {8 * http_limits.MIN_CHOICE_TOKENS} at once"
+                in error["message"]
+            )
             assert server.engine.added == []
 
 
@@ -142,7 +165,9 @@ async def test_what_a_proxy_adds_to_a_body_does_not_count(tokenizer, monkeypatch
     async with serving(tokenizer) as server:
         assert (await server.post(kv_transfer_params=added)).status_code == 200
         handed_back = {"kv_transfer_params": added}
-        assert (await server.http.post("/release_kv", json=handed_back)).status_code == 200
+        assert (
+            await server.http.post("/release_kv", json=handed_back)
+        ).status_code == 200
         response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
@@ -157,8 +182,15 @@ async def test_a_server_full_of_bodies_takes_kv_back_and_operators_orders(tokeni
     async with serving(tokenizer, hang, max_held_bytes=1) as server:
         asked = asyncio.create_task(server.post())
         await until(lambda: bool(server.engine.added))
-        posts = [("/release_kv", {}), ("/migrate", {"requests": 1}), (TEXT, {"prompt": "ab"})]
-        told = [(await server.http.post(path, json=members)).status_code for path, members in posts]
+        posts = [
+            ("/release_kv", {}),
+            ("/migrate", {"requests": 1}),
+            (TEXT, {"prompt": "ab"}),
+        ]
+        told = [
+            (await server.http.post(path, json=members)).status_code
+            for path, members in posts
+        ]
         asked.cancel()
         assert told == [200, 200, 429]
 
@@ -172,7 +204,9 @@ async def test_a_server_full_of_bodies_takes_kv_back_and_operators_orders(tokeni
         ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
     ],
 )
-async def test_a_body_of_whatever_depth_is_the_client_s_mistake(tokenizer, path, members):
+async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
+    tokenizer, path, members
+):
     """Some depths can be read but not shown in a message."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
     bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
@@ -183,22 +217,45 @@ async def test_a_body_of_whatever_depth_is_the_client_s_mistake(tokenizer, path,
             assert response.json()["error"]["code"] == "invalid_request"
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES, "/tokenize", "/detokenize"])
+async def test_bodies_of_too_many_members_are_refused_with_the_number_and_the_limit(
+    tokenizer, path
+):
+    body = b'{"model":"m","metadata":[' + b"{}," * MAX_MEMBERS + b"{}]}"
+    async with serving(tokenizer, max_body=len(body)) as server:
+        response = await server.http.post(path, content=body)
+    assert response.status_code == 413
+    message = response.json()["error"]["message"]
+    assert f"{MAX_MEMBERS + 5} JSON members" in message
+    assert f"the limit is {MAX_MEMBERS}" in message
+
+
 async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
     async with serving(tokenizer) as server:
         missing = await server.http.get("/v2/completions")
-        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (
+            404,
+            "not_found",
+        )
         wrong = await server.http.get(TEXT)
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (
+            405,
+            "method_not_allowed",
+        )
         assert wrong.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"]
+    "path",
+    ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"],
 )
 async def test_a_head_is_answered_as_a_get_is_without_its_body(tokenizer, path):
     async with serving(tokenizer) as server:
         whole, head = await server.http.get(path), await server.http.head(path)
-        assert (head.status_code, head.content) == (whole.status_code, b"") and head.is_success
+        assert (head.status_code, head.content) == (
+            whole.status_code,
+            b"",
+        ) and head.is_success
         assert head.headers["content-type"] == whole.headers["content-type"]
         assert "content-length" in head.headers
         refused = await server.http.delete(path)

@@ -21,7 +21,10 @@ PIECES = [
     ("<think>I add.</think>\nSo: ", ("reasoning", "message")),
     ("Hello", ("message",)),
     ("", ("message",)),
-    ("<think>hm</think>" + CALL + CALL, ("reasoning", "function_call", "function_call")),
+    (
+        "<think>hm</think>" + CALL + CALL,
+        ("reasoning", "function_call", "function_call"),
+    ),
     (CALL, ("function_call",)),
     (f"So:{CALL}Hm.", ("message", "function_call", "message")),
     ("<think>for ever", ("reasoning",)),
@@ -29,7 +32,9 @@ PIECES = [
 
 
 def client_of(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=f"{server.http.base_url}/v1", api_key="-", max_retries=0
+    )
 
 
 def _shown(item: Any) -> str:
@@ -39,10 +44,19 @@ def _shown(item: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "kinds"), PIECES)
-async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, text, kinds):
+async def test_the_client_reads_the_same_items_whole_and_streamed(
+    tokenizer, text, kinds
+):
     knowing = with_template(tokenizer, SHOWS)
-    asked: Any = {"model": "m", "input": "1 + 1?", "tools": [FLAT], "reasoning": {"effort": "low"}}
-    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+    asked: Any = {
+        "model": "m",
+        "input": "1 + 1?",
+        "tools": [FLAT],
+        "reasoning": {"effort": "low"},
+    }
+    async with serving_4k(
+        knowing, saying(knowing, text, finish_reason="stop")
+    ) as server:
         async with client_of(server) as client:
             whole = await client.responses.create(**asked)
             async with client.responses.stream(**asked) as stream:
@@ -53,10 +67,16 @@ async def test_the_client_reads_the_same_items_whole_and_streamed(tokenizer, tex
     assert tuple(item.type for item in whole.output) == kinds
     shown = [_shown(item) for item in whole.output]
     assert shown == [_shown(item) for item in final.output]
-    said = text.replace(CALL, 'add({"a": 1})').replace("<think>", "").replace("</think>\n", "")
+    said = (
+        text.replace(CALL, 'add({"a": 1})')
+        .replace("<think>", "")
+        .replace("</think>\n", "")
+    )
     assert "".join(shown) == said.replace("</think>", "")
     assert len({item.id for item in final.output}) == len(kinds)
-    assert [event.type for event in told].count("response.output_item.done") == len(kinds)
+    assert [event.type for event in told].count("response.output_item.done") == len(
+        kinds
+    )
     assert [event.sequence_number for event in told] == list(range(len(told)))
     assert told[0].type == "response.created" and told[-1].type == "response.completed"
     details = whole.usage.output_tokens_details
@@ -70,12 +90,17 @@ async def test_a_stream_that_fails_ends_in_what_each_client_looks_for(tokenizer)
     async with serving_4k(tokenizer, script) as server, client_of(server) as client:
         with pytest.raises(openai.APIError, match="it broke"):
             _ = [event async for event in await client.responses.create(**asked)]
-        *told, error, failed = events(await server.http.post("/v1/responses", json=asked))
+        *told, error, failed = events(
+            await server.http.post("/v1/responses", json=asked)
+        )
     assert [name for name, _ in (error, failed)] == ["error", "response.failed"]
     numbers = [event["sequence_number"] for _, event in (*told, error, failed)]
     assert numbers == list(range(len(numbers)))
     raised = ResponseErrorEvent.model_validate(error[1], strict=True)
-    assert (raised.code, raised.message) == ("transfer_failed", error[1]["error"]["message"])
+    assert (raised.code, raised.message) == (
+        "transfer_failed",
+        error[1]["error"]["message"],
+    )
     whole = ResponseFailedEvent.model_validate(failed[1]).response
     assert (whole.id, whole.status) == (told[0][1]["response"]["id"], "failed")
     assert whole.error is not None and whole.error.message == raised.message
@@ -89,12 +114,18 @@ async def test_a_conversation_with_calls_goes_back_as_it_came(tokenizer, text, s
     """No turn of its own stands between a call and its output: templates refuse that."""
     knowing = with_template(tokenizer, SHOWS)
     text = f"<think>I add.</think>{text}"
-    async with serving_4k(knowing, saying(knowing, text, finish_reason="stop")) as server:
+    async with serving_4k(
+        knowing, saying(knowing, text, finish_reason="stop")
+    ) as server:
         async with client_of(server) as client:
             asked: list[Any] = [{"role": "user", "content": "1 + 1?"}]
             first = await client.responses.create(model="m", input=asked, tools=[FLAT])  # type: ignore[list-item]
             (call,) = (item for item in first.output if item.type == "function_call")
-            result = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+            result = {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": "2",
+            }
             items = [item.model_dump(exclude_none=True) for item in first.output]
             await client.responses.create(model="m", input=[*asked, *items, result])  # type: ignore[list-item]
         found = knowing.decode(server.engine.added[-1].token_ids)

@@ -10,18 +10,35 @@ from tests.engine.test_exact_schemas import IDS, INT64, matches
 from tests.rigs.http_server import saying, serving_4k
 
 EXACT = '{"type":"object","properties":{"id":{"enum":[%s]}},"required":["id"]}'
-NUMBERS = ["1234567890123456789", str(10**40), "0.30000000000000004441", "0.1", "-3", "12.50"]
+NUMBERS = [
+    "1234567890123456789",
+    str(10**40),
+    "0.30000000000000004441",
+    "0.1",
+    "-3",
+    "12.50",
+]
 NAMED = '{"type":"function","function":{"name":"f"}}'
 
 # What agents send, and what nobody can enforce.
 ODD: list[Any] = [
     {"type": "object", "properties": {"n": {"type": "integer", **INT64}}},
-    {"type": "object", "properties": {"n": {"type": "number", "maximum": 3.4028234663852886e38}}},
-    {"type": "object", "properties": {"n": {"type": "string", "format": "uri-reference"}}},
+    {
+        "type": "object",
+        "properties": {"n": {"type": "number", "maximum": 3.4028234663852886e38}},
+    },
+    {
+        "type": "object",
+        "properties": {"n": {"type": "string", "format": "uri-reference"}},
+    },
     {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {"type": "integer", "multipleOf": 4_999_999},
     {"type": "objekt", "properties": 3, "required": True},
-    {"properties": {"n": "string", "m": [1], "k": {"type": {}}}, "anyOf": {}, "oneOf": [1, {}]},
+    {
+        "properties": {"n": "string", "m": [1], "k": {"type": {}}},
+        "anyOf": {},
+        "oneOf": [1, {}],
+    },
     {"$ref": "https://example.com/schema"},
 ]
 
@@ -53,7 +70,11 @@ def function(name: str, parameters: Any) -> dict[str, Any]:
 async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
     schema = EXACT % ",".join(NUMBERS)
     schema = schema.replace('"', r"\"") if '"%s"' in demand else schema
-    body = '{"model":"m","messages":[{"role":"user","content":"Hi"}],' + demand % schema + "}"
+    body = (
+        '{"model":"m","messages":[{"role":"user","content":"Hi"}],'
+        + demand % schema
+        + "}"
+    )
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         response = await server.http.post("/v1/chat/completions", content=body)
         assert response.status_code == 200, response.text
@@ -61,14 +82,22 @@ async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
         grammar = add.sampling.grammar
         assert grammar is not None
         head, tail = (
-            ('[{"name": "f", "parameters": ', "}]") if grammar.kind == "calls" else ("", "")
+            ('[{"name": "f", "parameters": ', "}]")
+            if grammar.kind == "calls"
+            else ("", "")
         )
         for number in NUMBERS:
             written = number.rstrip("0") if "." in number else number
             assert any(
-                matches(grammar, f'{head}{{"id": {one}}}{tail}') for one in (number, written)
+                matches(grammar, f'{head}{{"id": {one}}}{tail}')
+                for one in (number, written)
             ), number
-        for wrong in ("1234567890123456768", str(10**40 + 1), "0.30000000000000004", "12.6"):
+        for wrong in (
+            "1234567890123456768",
+            str(10**40 + 1),
+            "0.30000000000000004",
+            "12.6",
+        ):
             assert not matches(grammar, f'{head}{{"id": {wrong}}}{tail}')
 
 
@@ -89,37 +118,59 @@ async def test_tools_that_need_not_be_called_are_served(tokenizer, parameters, p
 
 
 async def test_a_required_tool_is_refused_by_its_own_field(tokenizer):
-    fine = function("g", {"type": "object", "properties": {"n": {"type": "integer", **INT64}}})
+    fine = function(
+        "g", {"type": "object", "properties": {"n": {"type": "integer", **INT64}}}
+    )
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
-        assert (await server.chat(tools=[fine], tool_choice="required")).status_code == 200
+        assert (
+            await server.chat(tools=[fine], tool_choice="required")
+        ).status_code == 200
         odd = function("f", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]})
         response = await server.chat(tools=[fine, odd], tool_choice="required")
         error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
+        assert (response.status_code, error["param"]) == (
+            400,
+            "tools[1].function.parameters",
+        )
         assert "`oneOf` has options 0 and 1" in error["message"]
 
 
 async def test_decimals_beyond_float64_are_enforced_or_refused_by_their_path(tokenizer):
     async with serving_4k(tokenizer, saying(tokenizer, "x")) as server:
         body = '{"model":"m","prompt":"a","guided_json":{"items":{"maximum":%s}}%s}'
-        response = await server.http.post("/v1/completions", content=body % ("1e350", ""))
+        response = await server.http.post(
+            "/v1/completions", content=body % ("1e350", "")
+        )
         assert response.status_code == 200
         grammar = server.engine.added[0].sampling.grammar
         assert grammar is not None and matches(grammar, f"[1{'0' * 350}]")
         assert not matches(grammar, f"[2{'0' * 350}]")
-        for field, more in (("guided_json", ""), ("temperature", ',"temperature":1e400')):
-            response = await server.http.post("/v1/completions", content=body % ("1e400", more))
+        for field, more in (
+            ("guided_json", ""),
+            ("temperature", ',"temperature":1e400'),
+        ):
+            response = await server.http.post(
+                "/v1/completions", content=body % ("1e400", more)
+            )
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, field)
             assert "`items.maximum`" in error["message"] or field == "temperature"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
 async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer, path):
-    needed = {"prompt": '"a"', "messages": '[{"role":"user","content":"Hi"}]', "input": '"Hi"'}
+    needed = {
+        "prompt": '"a"',
+        "messages": '[{"role":"user","content":"Hi"}]',
+        "input": '"Hi"',
+    }
     used = used_fields(BODIES[path])
     own = {name: text for name, text in needed.items() if name in used}
-    async with serving_4k(tokenizer, saying(tokenizer, "x", finish_reason="stop")) as server:
+    async with serving_4k(
+        tokenizer, saying(tokenizer, "x", finish_reason="stop")
+    ) as server:
         for name in sorted(used):
             for value in ("1e999", "-1e999", '{"a":1e999}', "[1e999]", '[{"a":1e999}]'):
                 members = {"model": '"m"', **own, name: value}
@@ -130,7 +181,9 @@ async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer,
 
 
 @pytest.mark.parametrize("number", [*NUMBERS, str(IDS[0]), "1e400", "1.0"])
-async def test_numbers_of_a_call_reach_the_client_as_the_model_wrote_them(tokenizer, number):
+async def test_numbers_of_a_call_reach_the_client_as_the_model_wrote_them(
+    tokenizer, number
+):
     for parser in ("hermes", "qwen3_coder"):
         script = saying(tokenizer, call("f", number, parser), finish_reason="stop")
         async with serving_4k(tokenizer, script, tool_call_parser=parser) as server:

@@ -20,7 +20,9 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
     """Finish reason, stop reason, content and arguments, which a stream must tell as well."""
     (choice,) = (await server.chat(max_tokens=200, **asked)).json()["choices"]
     message = choice["message"]
-    arguments = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+    arguments = [
+        call["function"]["arguments"] for call in message.get("tool_calls", [])
+    ]
     content = message["content"]
     streamed: dict[int, str] = {}
     text = ""
@@ -33,7 +35,9 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
     last = events[-1]["choices"][0]
     assert last["finish_reason"] == choice["finish_reason"]
     assert last.get("stop_reason") == choice.get("stop_reason")
-    assert [streamed[at] for at in sorted(streamed)] == arguments and text == (content or "")
+    assert [streamed[at] for at in sorted(streamed)] == arguments and text == (
+        content or ""
+    )
     return choice["finish_reason"], choice.get("stop_reason"), content, arguments
 
 
@@ -56,7 +60,9 @@ async def both(server: Server, **asked: Any) -> tuple[str, Any, str | None, list
 async def test_calls_that_a_stop_string_cuts_end_with_stop(
     tokenizer, says, asked, stop, finish_reason, arguments
 ):
-    async with serving_4k(tokenizer, saying(tokenizer, says, finish_reason="stop")) as server:
+    async with serving_4k(
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
+    ) as server:
         found = await both(server, stop=stop, **asked)
     stop_reason = None if stop == "none such" else stop
     assert (found[0], found[1], found[3]) == (finish_reason, stop_reason, arguments)
@@ -65,7 +71,9 @@ async def test_calls_that_a_stop_string_cuts_end_with_stop(
 async def test_a_second_call_that_a_client_does_not_take_ends_no_answer(tokenizer):
     asked = {**AUTO, "parallel_tool_calls": False, "stop": "99"}
     says = CALL + CALL.replace("1", "99")
-    async with serving_4k(tokenizer, saying(tokenizer, says, finish_reason="stop")) as server:
+    async with serving_4k(
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
+    ) as server:
         assert await both(server, **asked) == ("tool_calls", "99", None, ['{"a": 1}'])
 
 
@@ -89,7 +97,9 @@ async def test_json_that_a_stop_string_cuts_ends_with_stop(tokenizer):
     """As at OpenAI: stop strings are looked for in all of the text, JSON or not."""
     says = json.dumps({"a": "one two"})
     form = {"type": "json_object"}
-    async with serving_4k(tokenizer, saying(tokenizer, says, finish_reason="stop")) as server:
+    async with serving_4k(
+        tokenizer, saying(tokenizer, says, finish_reason="stop")
+    ) as server:
         found = await both(server, response_format=form, stop=["two"])
         assert found == ("stop", "two", '{"a": "one ', [])
         found = await both(server, response_format=form, stop=["three"])

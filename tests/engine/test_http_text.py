@@ -61,7 +61,10 @@ _CALLING = {
         ({"messages": [_HI], "tools": [_TOOL]}, [True, True]),
         ({"messages": [{**_HI, "name": _LONG}]}, [True, False]),
         ({"messages": [_CALLING]}, [True, True]),
-        ({"messages": [_HI], "bad_words": ["x" * 250] * 9}, [True, False, *[True] * 18]),
+        (
+            {"messages": [_HI], "bad_words": ["x" * 250] * 9},
+            [True, False, *[True] * 18],
+        ),
         ({"messages": [_HI], "bad_words": ["x"]}, [False] * 4),
     ],
 )
@@ -74,7 +77,9 @@ async def test_long_texts_are_rendered_and_tokenized_aside(tokenizer, asked, asi
 
 
 @pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
-async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messages, aside):
+async def test_large_bodies_are_checked_aside(
+    tokenizer, monkeypatch, num_messages, aside
+):
     threads: list[int] = []
 
     def parse(members: dict[str, Any]) -> GenerationRequest:
@@ -85,8 +90,12 @@ async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messag
         threads.append(threading.get_ident())  # of many tools that takes as long
         return guided_decodings(parsed)
 
-    def prepare(hooks: ServerHooks, asked: object, adds: list[AddRequest], ready: object) -> Any:
-        threads.append(threading.get_ident())  # references to KV have logprobs of long prompts
+    def prepare(
+        hooks: ServerHooks, asked: object, adds: list[AddRequest], ready: object
+    ) -> Any:
+        threads.append(
+            threading.get_ident()
+        )  # references to KV have logprobs of long prompts
         return adds
 
     monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
@@ -94,7 +103,9 @@ async def test_large_bodies_are_checked_aside(tokenizer, monkeypatch, num_messag
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
-    async with serving(tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6) as server:
+    async with serving(
+        tokenizer, saying(tokenizer, "x"), ready=_ROOMY, max_body=10**6
+    ) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
         assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
 
@@ -122,7 +133,9 @@ def _told(size: int) -> dict[str, Any]:
     ],
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
-async def test_a_text_that_no_context_holds_is_refused_untokenized(tokenizer, path, body, param):
+async def test_a_text_that_no_context_holds_is_refused_untokenized(
+    tokenizer, path, body, param
+):
     watched = _Watched(tokenizer)
     async with serving(watched, max_body=2 * LONG_CHARS) as server:
         response = await server.http.post(path, json={"model": "m", **body})
@@ -140,13 +153,17 @@ async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
     client may want to know by how much."""
     texts = {"<end>" * CONTEXT: CONTEXT, "x" * 3000: 3000}
     async with serving(tokenizer) as server:
-        refused = (await server.post(prompt="x" * _MOST_CHARS)).json()["error"]["message"]
+        refused = (await server.post(prompt="x" * _MOST_CHARS)).json()["error"][
+            "message"
+        ]
         assert f"too long: it has {_MOST_CHARS}. " in refused
         for text, count in texts.items():
             for body in ({"prompt": text}, {"prompt": text, "return_token_strs": True}):
                 found = (await server.http.post("/tokenize", json=body)).json()
                 assert found["count"] == len(found["tokens"]) == count
-            back = await server.http.post("/detokenize", json={"tokens": found["tokens"]})
+            back = await server.http.post(
+                "/detokenize", json={"tokens": found["tokens"]}
+            )
             assert back.json() == {"prompt": text}
 
 
@@ -174,7 +191,9 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at
     try:
         while len(begun) < at_once:
             await asyncio.sleep(0.001)
-        for _ in range(3):  # others pass, behind whatever threads were asked before them
+        for _ in range(
+            3
+        ):  # others pass, behind whatever threads were asked before them
             await texts.run(LONG_CHARS, lambda: None)
         assert len(begun) == at_once
     finally:
@@ -184,7 +203,9 @@ async def test_of_very_long_texts_one_is_worked_on_at_a_time(tokenizer, size, at
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-async def test_a_chat_that_becomes_very_long_waits_for_its_turn(tokenizer, monkeypatch, path):
+async def test_a_chat_that_becomes_very_long_waits_for_its_turn(
+    tokenizer, monkeypatch, path
+):
     """Only its template knows how long."""
     monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []

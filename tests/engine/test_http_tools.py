@@ -45,7 +45,11 @@ def said(choice: dict[str, Any]) -> tuple[str | None, str | None]:
     ("text", "fields", "content"),
     [
         ("Let me see." + CALL, {}, "Let me see."),
-        ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}, None),
+        (
+            '[{"name": "add", "parameters": {"a": 1}}]',
+            {"tool_choice": "required"},
+            None,
+        ),
         ('{"a": 1}', {"tool_choice": NAMED}, None),
     ],
 )
@@ -60,10 +64,14 @@ async def test_a_call_whole_and_streamed(tokenizer, text, fields, content):
         assert choice["message"]["content"] == content
         streamed = chunks(await server.chat(stream=True, **asked))
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
-        assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+        assert "".join(delta.get("content") or "" for delta in deltas) == (
+            content or ""
+        )
         calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
         assert [call["index"] for call in calls] == [0] * len(calls) and len(calls) > 1
-        assert [call.get("id") is not None for call in calls] == [True] + [False] * (len(calls) - 1)
+        assert [call.get("id") is not None for call in calls] == [True] + [False] * (
+            len(calls) - 1
+        )
         assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
         assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -86,11 +94,17 @@ async def test_one_call_at_most_where_a_client_takes_no_more(tokenizer):
 
 
 async def test_an_answer_without_calls_is_as_ever(tokenizer):
-    async with serving_4k(tokenizer, saying(tokenizer, "a < b", finish_reason="stop")) as server:
+    async with serving_4k(
+        tokenizer, saying(tokenizer, "a < b", finish_reason="stop")
+    ) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert choice["message"]["content"] == "a < b"
-        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
-        (choice,) = (await server.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
+        assert (
+            "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+        )
+        (choice,) = (await server.chat(tools=[TOOL], tool_choice="none")).json()[
+            "choices"
+        ]
         assert choice["message"]["content"] == "a < b"
 
 
@@ -107,9 +121,15 @@ async def test_what_the_engine_is_told(tokenizer):
         await server.post(structured_outputs={"regex": "a+"})
         auto, named, regex = (add.sampling.grammar for add in server.engine.added)
         assert auto is None and regex == Grammar("regex", "a+")
-        assert named is not None and json.loads(named.text) == TOOL["function"]["parameters"]
+        assert (
+            named is not None
+            and json.loads(named.text) == TOOL["function"]["parameters"]
+        )
         # A format is of what the model says: it may call a tool instead, or must.
-        asked: dict[str, Any] = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+        asked: dict[str, Any] = {
+            "tools": [TOOL],
+            "response_format": {"type": "json_object"},
+        }
         for choice in ("auto", "none", NAMED):
             assert (await server.chat(tool_choice=choice, **asked)).status_code == 200
         either, answer, call = (add.sampling.grammar for add in server.engine.added[3:])
@@ -124,7 +144,10 @@ def test_what_only_a_call_begins_with(tokenizer):
     knowing.id_of = {"[TOOL_CALLS]": ord("[")}.get
     assert call_beginnings(tools, "auto", knowing) == (ord("["),)
     assert call_beginnings(tools, "pythonic", knowing) == ("<|python_start|>", "[add(")
-    assert call_beginnings(tools, "llama3_json", knowing) == ("<|python_tag|>", '{"name": "add"')
+    assert call_beginnings(tools, "llama3_json", knowing) == (
+        "<|python_tag|>",
+        '{"name": "add"',
+    )
     assert call_beginnings(Tools((TOOL,), "none"), "hermes", knowing) == ()
 
 
@@ -144,11 +167,17 @@ def test_another_template_gets_a_system_message(tokenizer, mode):
 
 
 @pytest.mark.parametrize("option", ["auto", "deepseek_v3", "llama3_json"])
-@pytest.mark.parametrize("source", ["{{ messages }}", "{{ messages }} {{ tool_calls }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages }}", "{{ messages }} {{ tool_calls }}"]
+)
 def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option):
     """DeepSeek's own templates know earlier calls, and no tools."""
     knowing = with_template(tokenizer, source)
-    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add"}}],
+    }
     tools = Tools((TOOL,), "auto")
     (told, plain), _ = with_tools([turn], tools, knowing, option)
     (shape,) = (line for line in told["content"].splitlines() if "<its name>" in line)
@@ -157,17 +186,24 @@ def test_a_model_is_told_to_call_as_its_calls_are_read(tokenizer, source, option
     parser = create_tool_parser(tools, option, knowing.chat_template)
     assert parser is not None
     pieces = parser.feed(call).calls + parser.finish().calls
-    assert whole_calls(pieces)[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert whole_calls(pieces)[0]["function"] == {
+        "name": "add",
+        "arguments": '{"a": 1}',
+    }
     is_native = option != "auto" and "tool_calls" in source
     assert ("tool_calls" in plain) == is_native
 
 
 def test_a_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
     """As DeepSeek's does, whose calls have texts."""
-    turn = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}]}
+    turn = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}],
+    }
     for source in ("'<' + f.arguments + '>'", "'<' ~ f.arguments | tojson ~ '>'"):
         knowing = with_template(
-            tokenizer, "{% set f = messages[0].tool_calls[0].function %}{{ " + source + " }}"
+            tokenizer,
+            "{% set f = messages[0].tool_calls[0].function %}{{ " + source + " }}",
         )
         assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
 
@@ -180,7 +216,9 @@ async def test_the_template_s_own_way_to_call_is_read(tokenizer):
         (text, {}),
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
     ):
-        async with serving_4k(knowing, saying(knowing, say, finish_reason="stop")) as server:
+        async with serving_4k(
+            knowing, saying(knowing, say, finish_reason="stop")
+        ) as server:
             (choice,) = (await server.chat(tools=[TOOL], **asked)).json()["choices"]
             (call,) = choice["message"]["tool_calls"]
             assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}

@@ -83,19 +83,31 @@ async def failures(port: int, prompts: Prompts) -> list[str]:
             try:
                 async with asyncio.timeout(15):
                     return await answers_to(row, port, tag.encode())
-            except (TimeoutError, asyncio.IncompleteReadError, KeyError, ValueError) as error:
+            except (
+                TimeoutError,
+                asyncio.IncompleteReadError,
+                KeyError,
+                ValueError,
+            ) as error:
                 return repr(error)
 
     tags = [f"~{at:03}" for at in range(len(ROWS))]
     found = await asyncio.gather(*map(answers, ROWS, tags))
     asked = prompts()
-    wrong = [text for texts in asked for text in texts if not any(tag in text for tag in tags)]
+    wrong = [
+        text
+        for texts in asked
+        for text in texts
+        if not any(tag in text for tag in tags)
+    ]
     for row, tag, told in zip(ROWS, tags, found, strict=True):
         times = {sum(tag in text for text in texts) for texts in asked}
         if not re.fullmatch(row.expected, told) or not times <= (
             {0, 1} if row.asked == MAYBE else {row.asked}
         ):
-            wrong.append(f"{row.name}: {told} {times}, expected {row.expected} {row.asked}")
+            wrong.append(
+                f"{row.name}: {told} {times}, expected {row.expected} {row.asked}"
+            )
     return wrong
 
 
@@ -107,7 +119,9 @@ class Recorder:
     bodies: list[bytes] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def __call__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         connection = h11.Connection(h11.SERVER)
         body = bytearray()
         try:
@@ -122,7 +136,9 @@ class Recorder:
                     case h11.EndOfMessage():
                         if head.target == b"/v1/completions":
                             self.bodies.append(bytes(body))
-                        told = json.dumps(self.answer if head.method == b"POST" else {}).encode()
+                        told = json.dumps(
+                            self.answer if head.method == b"POST" else {}
+                        ).encode()
                         headers = [("content-length", str(len(told)))]
                         for event in (
                             h11.Response(status_code=200, headers=headers),
@@ -144,13 +160,21 @@ class Recorder:
 @contextlib.asynccontextmanager
 async def proxying(prefill: object, decode: object) -> AsyncIterator[int]:
     """The port of a proxy in front of these, once both are ready."""
-    limits = {"client_timeout_s": TIMEOUT_S, "max_body_bytes": 20_000, "disaggregate": "always"}
+    limits = {
+        "client_timeout_s": TIMEOUT_S,
+        "max_body_bytes": 20_000,
+        "disaggregate": "always",
+    }
     async with Rig([Running(prefill)], [Running(decode)], **limits) as rig:
         yield rig.listener.getsockname()[1]
 
 
 async def says(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    params = offer(SECRET, request.token_ids, request.sampling) if request.retain_kv else None
+    params = (
+        offer(SECRET, request.token_ids, request.sampling)
+        if request.retain_kv
+        else None
+    )
     yield TokenDelta(request_id=request.request_id, token_ids=[42])
     end = {"finish_reason": "length", "kv_transfer_params": params}
     yield TokenDelta(request_id=request.request_id, **end)
@@ -172,17 +196,27 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
 
 
 @contextlib.asynccontextmanager
-async def served(tokenizer: Tokenizer, *roles: str) -> AsyncIterator[tuple[int, Prompts]]:
+async def served(
+    tokenizer: Tokenizer, *roles: str
+) -> AsyncIterator[tuple[int, Prompts]]:
     """Servers of these roles; of several, a proxy in front of them."""
     hooks = EitherLeg(SECRET, "recompute")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}
-        servers = [await enter(serving(tokenizer, says, role=role, **options)) for role in roles]
+        servers = [
+            await enter(serving(tokenizer, says, role=role, **options))
+            for role in roles
+        ]
         urls = [server.http.base_url for server in servers]
         port = await enter(proxying(*urls)) if urls[1:] else servers[0].port
         decode = tokenizer.decode
-        yield port, lambda: [[decode(add.token_ids) for add in s.engine.added] for s in servers]
+        yield (
+            port,
+            lambda: [
+                [decode(add.token_ids) for add in s.engine.added] for s in servers
+            ],
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from attention.support import UnsupportedPool
-from engine.worker.load import CannotStart, LoadProgress, check_weights_fit, reason_of, starting
-from engine.worker.memory import MemoryTooSmall, block_bytes, longest_sequence, size_pool
+from engine.worker.load import (
+    CannotStart,
+    LoadProgress,
+    check_weights_fit,
+    reason_of,
+    starting,
+)
+from engine.worker.memory import (
+    MemoryTooSmall,
+    block_bytes,
+    longest_sequence,
+    size_pool,
+)
 from engine.worker.rank import pool_size
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
@@ -33,13 +44,29 @@ def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("options", "sized"),
     [
-        pytest.param({"kv_cache_tokens": 300}, (19 + 1, 256), id="tokens are rounded up to blocks"),
-        pytest.param({"kv_cache_bytes": 20_999}, (20 + 1, 256), id="bytes are rounded down"),
-        pytest.param({"free_bytes": 10**12}, (4 * 16 + 1, 256), id="no more than is useful"),
-        pytest.param({"free_bytes": 100_000}, (20 + 1, 256), id="a share of what is free"),
-        pytest.param({"kv_cache_tokens": 64}, (5, 64), id="a small pool shortens sequences"),
-        pytest.param({"device": "cuda"}, (10**6, 256), id="a GPU gives all that is free"),
-        pytest.param({"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="as was asked"),
+        pytest.param(
+            {"kv_cache_tokens": 300},
+            (19 + 1, 256),
+            id="tokens are rounded up to blocks",
+        ),
+        pytest.param(
+            {"kv_cache_bytes": 20_999}, (20 + 1, 256), id="bytes are rounded down"
+        ),
+        pytest.param(
+            {"free_bytes": 10**12}, (4 * 16 + 1, 256), id="no more than is useful"
+        ),
+        pytest.param(
+            {"free_bytes": 100_000}, (20 + 1, 256), id="a share of what is free"
+        ),
+        pytest.param(
+            {"kv_cache_tokens": 64}, (5, 64), id="a small pool shortens sequences"
+        ),
+        pytest.param(
+            {"device": "cuda"}, (10**6, 256), id="a GPU gives all that is free"
+        ),
+        pytest.param(
+            {"device": "cuda", "kv_cache_tokens": 160}, (11, 160), id="as was asked"
+        ),
     ],
 )
 def test_the_number_of_blocks_beside_the_null_block(options, sized):
@@ -65,7 +92,9 @@ _FULL = {"device": "cuda", "free_bytes": 10_000}
         ({**_FULL, "max_model_len": 256}, r"112 tokens are missing.*--gpu-memory-utilization"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_held_is_refused_with_what_helps(
+    options: dict[str, Any], told: str
+) -> None:
     with pytest.raises(MemoryTooSmall, match=told):
         _size(**options)
 
@@ -74,18 +103,29 @@ def test_what_cannot_be_held_is_refused_with_what_helps(options: dict[str, Any],
     ("num_blocks", "max_model_len", "told"),
     [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
 )
-def test_a_pool_that_shortens_sequences_unasked_is_told(num_blocks, max_model_len, told, caplog):
+def test_a_pool_that_shortens_sequences_unasked_is_told(
+    num_blocks, max_model_len, told, caplog
+):
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
-    length = longest_sequence(config, size, num_blocks + 1, 256)  # another rank had less room
+    length = longest_sequence(
+        config, size, num_blocks + 1, 256
+    )  # another rank had less room
     assert length == min(num_blocks * 16, max_model_len or 256)
-    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    warnings = [
+        one.getMessage() for one in caplog.records if one.levelname == "WARNING"
+    ]
     if told is None:
         assert warnings == []
         return
     (warning,) = warnings
-    for words in (f"more than {told} tokens", "takes 256", "--kv-cache-tokens", f"-len {told}"):
+    for words in (
+        f"more than {told} tokens",
+        "takes 256",
+        "--kv-cache-tokens",
+        f"-len {told}",
+    ):
         assert words in warning
 
 
@@ -110,9 +150,15 @@ def test_free_memory_is_read_and_that_of_a_container_is_less(tmp_path: Path) -> 
 
 def test_a_model_larger_than_the_gpu_says_how_much_is_missing() -> None:
     config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
-    model, more = parse_config(MODELS["phi-4"][1]), "or more"  # shared by 1, 2, 5, 10 ranks
+    model, more = (
+        parse_config(MODELS["phi-4"][1]),
+        "or more",
+    )  # shared by 1, 2, 5, 10 ranks
     for free, told in [
-        (7, rf"take 27\.30 GiB.*cuda:1 has 7\.00 of its 16\.00 GiB free: 20\.30.*--tp 5 {more},"),
+        (
+            7,
+            rf"take 27\.30 GiB.*cuda:1 has 7\.00 of its 16\.00 GiB free: 20\.30.*--tp 5 {more},",
+        ),
         (15, f"use --tp 2 {more}, or --quantization fp8, or free the GPU"),
         (0, "use larger GPUs, or free the GPU"),
     ]:
@@ -128,8 +174,13 @@ def test_a_gpu_that_no_machine_has_is_refused() -> None:
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
 
-def test_what_no_backend_serves_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    options = {"attention_backend": "flashinfer", "model_dir": str(tmp_path / "no weights")}
+def test_what_no_backend_serves_is_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    options = {
+        "attention_backend": "flashinfer",
+        "model_dir": str(tmp_path / "no weights"),
+    }
     config = _BASE.model_copy(update=options)
     with pytest.raises(UnsupportedPool, match="reads GPU memory only"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
@@ -144,10 +195,15 @@ def test_a_start_tells_how_far_its_weights_are() -> None:
         progress(name)
         now += 2.0
     at = "loading weights: 0.00 of 4.00 GiB, 0 of 4 tensors"
-    assert told == [at, "loading weights: 2.00 of 4.00 GiB, 2 of 4 tensors, about 4 s left"]
+    assert told == [
+        at,
+        "loading weights: 2.00 of 4.00 GiB, 2 of 4 tensors, about 4 s left",
+    ]
 
 
-@pytest.mark.parametrize(("transfer", "staged"), [("auto", 64), ("nixl", 64), ("mapped", 0)])
+@pytest.mark.parametrize(
+    ("transfer", "staged"), [("auto", 64), ("nixl", 64), ("mapped", 0)]
+)
 def test_what_a_rank_stages_with_is_no_kv_memory(transfer, staged, monkeypatch):
     monkeypatch.setattr("engine.worker.rank.kv_budget_bytes", lambda _: 300 << 20)
     monkeypatch.setattr("engine.worker.rank.block_bytes", lambda *_: 1 << 20)
@@ -164,5 +220,8 @@ def test_a_block_of_latents_in_fp8_takes_a_copy_of_one_layer_besides():
     wide = make_config(**options)
     small = wide.model_copy(update={"kv_cache_dtype": "float8_e4m3fn"})
     by_torch = small.model_copy(update={"attention_backend": "torch"})
-    found = [block_bytes(config, model) // model.kv_dim // 16 for config in (wide, small, by_torch)]
+    found = [
+        block_bytes(config, model) // model.kv_dim // 16
+        for config in (wide, small, by_torch)
+    ]
     assert found == [2 * model.num_layers, model.num_layers + 2, model.num_layers]

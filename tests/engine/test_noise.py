@@ -11,7 +11,9 @@ from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 
 def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:
     num = len(positions)
-    return row_keys(torch.full((num,), seed), torch.full((num,), choice), torch.tensor(positions))
+    return row_keys(
+        torch.full((num,), seed), torch.full((num,), choice), torch.tensor(positions)
+    )
 
 
 def test_keys_are_those_of_splitmix64():
@@ -24,7 +26,13 @@ def test_keys_are_those_of_splitmix64():
         return x ^ (x >> 31)
 
     assert splitmix64(0) == 0xE220A8397B1DCDAF
-    cases = [(0, 0, 0), (2**63 - 1, 3, 77), (12345, 0, 2**20), (-1, 0, 5), (-(2**63), 1, 5)]
+    cases = [
+        (0, 0, 0),
+        (2**63 - 1, 3, 77),
+        (12345, 0, 2**20),
+        (-1, 0, 5),
+        (-(2**63), 1, 5),
+    ]
     for seed, choice, position in cases:
         expected = splitmix64(splitmix64(splitmix64(seed % 2**64) ^ choice) ^ position)
         key = keys_of(seed, choice, [position])[0]
@@ -59,6 +67,8 @@ def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(other):
     some = gumbel(keys_of(3, 0, [10, 11, 12]), ids)
     assert torch.equal(some, whole.gather(1, ids))
     assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 1000)[0], whole[1])
-    assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400])
+    assert torch.equal(
+        gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400]
+    )
     changed = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
     assert int((changed[0] == whole[0]).sum()) < 3

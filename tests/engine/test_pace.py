@@ -22,7 +22,9 @@ def cpu(load: Load) -> float:
     return 0.035 + 2e-3 * load.streams + 1.4e-3 * load.prompts
 
 
-@pytest.mark.parametrize(("seconds", "target_s"), [(h200, 0.025), (h200, 0.04), (cpu, 0.5)])
+@pytest.mark.parametrize(
+    ("seconds", "target_s"), [(h200, 0.025), (h200, 0.04), (cpu, 0.5)]
+)
 def test_steps_keep_the_target_once_some_were_measured(seconds, target_s):
     """Streams come and go, most prompts are long, one step in 50 is disturbed."""
     rng, pace, streams, shares = random.Random(1), Pace(target_s, 2048), 8, []
@@ -43,7 +45,9 @@ def test_steps_keep_the_target_once_some_were_measured(seconds, target_s):
 def test_prompts_progress_beside_streams_that_are_past_the_target():
     pace, ends = Pace(0.010, 512), random.Random(1)
     for _ in range(300):
-        prompts = min(pace.prompt_tokens(64, 64_000), ends.choice([0, 5, 12, 2048, 2048]))
+        prompts = min(
+            pace.prompt_tokens(64, 64_000), ends.choice([0, 5, 12, 2048, 2048])
+        )
         pace.measured(Load(64, 64_000, prompts), 0.080 + 1e-3 * prompts)
     assert 16 <= pace.prompt_tokens(64, 64_000) <= 40
 

@@ -20,7 +20,12 @@ from engine.http.api import ServerHooks
 from engine.text import grammar_check
 from engine.text.tokenizer import Tokenizer
 from protocol.http.admission import Admission
-from protocol.http.prompt_marks import SPAN_TOKENS, SharedPrefixes, WaitingPrompt, marks_of
+from protocol.http.prompt_marks import (
+    SPAN_TOKENS,
+    SharedPrefixes,
+    WaitingPrompt,
+    marks_of,
+)
 from protocol.messages import (
     AddRequest,
     EngineInput,
@@ -37,7 +42,9 @@ from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
 CONTEXT = 4096
-serving_4k = partial(serving, ready=replace(READY, max_model_len=CONTEXT, num_blocks=4096))
+serving_4k = partial(
+    serving, ready=replace(READY, max_model_len=CONTEXT, num_blocks=4096)
+)
 SHARED, OWN = [300 % 256] * 1500, 60
 
 
@@ -66,7 +73,9 @@ async def test_what_prompts_have_in_common_counts_once(tokenizer):
             ids = prompt_ids(number)
             asked.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
             await until_added(server, number + 1)  # none is refused
-        assert await queue_tokens(server) == 1560 + 11 * 88  # 1,472 tokens are whole spans
+        assert (
+            await queue_tokens(server) == 1560 + 11 * 88
+        )  # 1,472 tokens are whole spans
         gate.open.set()
         assert {(await one).status_code for one in asked} == {200}
         assert await queue_tokens(server) == 0
@@ -87,14 +96,21 @@ async def test_without_a_prefix_cache_every_prompt_counts_in_full():
 
 
 def request(ids: list[int], **members: Any) -> AddRequest:
-    members = {"request_id": "a", "max_tokens": 1, "sampling": SamplingParams(), **members}
+    members = {
+        "request_id": "a",
+        "max_tokens": 1,
+        "sampling": SamplingParams(),
+        **members,
+    }
     return AddRequest(token_ids=ids, **members)
 
 
 def test_another_prompt_pays_when_the_one_that_paid_is_aborted():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
-    first, second, third = (queue.enter([request(prompt_ids(number))]) for number in range(3))
+    first, second, third = (
+        queue.enter([request(prompt_ids(number))]) for number in range(3)
+    )
     assert queue.num_tokens == 1560 + 2 * 88
     first.leave()
     assert queue.num_tokens == 1560 + 88
@@ -123,7 +139,9 @@ def test_an_urgent_prompt_does_not_count_on_a_less_urgent_one():
 def test_the_rate_is_of_tokens_that_were_computed():
     """The cache did not have what was expected; the queue does not look slow for that."""
     now_s = 0.0
-    queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6), lambda: now_s)
+    queue = Admission(
+        QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6), lambda: now_s
+    )
     queue.set_cache_capacity(10**5)
     for number in range(20):
         place = queue.enter([request(prompt_ids(number))])
@@ -169,7 +187,9 @@ def test_a_prompt_of_any_length_has_few_marks():
 
 
 def test_prompts_of_different_salts_have_no_mark_in_common():
-    keys = [{mark.key for mark in marks_of(range(256), salt)} for salt in (b"", b"a", b"b")]
+    keys = [
+        {mark.key for mark in marks_of(range(256), salt)} for salt in (b"", b"a", b"b")
+    ]
     assert keys[0] == {mark.key for mark in marks_of(range(256))}
     assert not (keys[0] & keys[1] or keys[0] & keys[2] or keys[1] & keys[2])
 
@@ -234,7 +254,9 @@ async def test_a_request_counts_from_when_it_is_tokenized(tokenizer):
         assert (await server.post()).status_code == 200
 
 
-async def send_and_leave(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+async def send_and_leave(
+    server: Server, path: str, body: dict[str, Any]
+) -> socket.socket:
     """A client that has sent a request and reads nothing; close it to leave."""
     data = json.dumps({"model": "m", **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
@@ -244,7 +266,9 @@ async def send_and_leave(server: Server, path: str, body: dict[str, Any]) -> soc
     return client
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
 async def test_a_client_that_has_gone_ends_the_work_for_it(tokenizer, path):
     text = "x" * 3000
     bodies: dict[str, dict[str, Any]] = {
@@ -260,7 +284,9 @@ async def test_a_client_that_has_gone_ends_the_work_for_it(tokenizer, path):
         client.close()
         await until_in_progress(server, 0)  # though its thread has not ended
         blocked.go_on.set()
-        assert (await server.http.post("/tokenize", json={"prompt": text})).status_code == 200
+        assert (
+            await server.http.post("/tokenize", json={"prompt": text})
+        ).status_code == 200
         assert blocked.num_begun == 2, "its second prompt was not begun"
         assert not server.engine.added and await queue_tokens(server) == 0
 
@@ -298,7 +324,9 @@ async def test_a_client_that_has_gone_leaves_the_line_for_a_thread(tokenizer):
         await until_in_progress(server, 0)
         first.close()
         blocked.go_on.set()
-        assert (await server.http.post("/tokenize", json={"prompt": "x" * 3000})).status_code == 200
+        assert (
+            await server.http.post("/tokenize", json={"prompt": "x" * 3000})
+        ).status_code == 200
         assert not server.engine.added
 
 
@@ -310,13 +338,25 @@ async def test_a_client_that_has_gone_leaves_the_line_for_a_thread(tokenizer):
             {"messages": [{"role": "user", "content": ""}] * 5000},
             "messages",
         ),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 5000}, "messages"),
         (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]},
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a"}] * 5000},
             "messages",
         ),
-        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 5000}, "input"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}
+                ]
+            },
+            "messages",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": "a"}] * 5000},
+            "input",
+        ),
         (
             "/v1/chat/completions",
             {
@@ -358,14 +398,18 @@ def endless(number: int) -> dict[str, Any]:
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
 
 
-async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_others(tokenizer):
+async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_others(
+    tokenizer,
+):
     async with serving(tokenizer, hang, max_queued_tokens=200) as server:
         good = {"structured_outputs": {"regex": "[a-z]*"}}
         asked = [asyncio.create_task(server.post(**good)) for _ in range(3)]
         await until_added(server, 3)
         assert await queue_tokens(server) == 0
         refused = await server.post(**good)
-        assert refused.status_code == 429 and refused.json()["error"]["phase"] == "grammar"
+        assert (
+            refused.status_code == 429 and refused.json()["error"]["phase"] == "grammar"
+        )
         asked.append(asyncio.create_task(server.post()))
         await until_added(server, 4)
         assert await queue_tokens(server) == 64
@@ -404,7 +448,9 @@ async def test_requests_that_wait_for_a_trial_hold_up_no_request_without_a_schem
             refused = await server.post(structured_outputs=endless(9))
         error = refused.json()["error"]
         assert (error["code"], error["phase"]) == ("rate_limit_exceeded", "grammar")
-        assert "trial queue" in error["message"] and refused.headers["retry-after"] == "5"
+        assert (
+            "trial queue" in error["message"] and refused.headers["retry-after"] == "5"
+        )
         assert await queue_tokens(server) == 0
         for _ in range(3):
             assert (await server.post()).status_code == 200

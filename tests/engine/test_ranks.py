@@ -70,9 +70,14 @@ def follow() -> Iterator[Callable[..., tuple[RankLinks, list[Future[Any]]]]]:
         ) -> tuple[RankLinks, list[Future[Any]]]:
             pairs = [[socket.socketpair(), socket.socketpair()] for _ in acts]
             ours = [end for two in pairs for end, _ in two]
-            others = [RankLinks(1 + at, [end for _, end in two]) for at, two in enumerate(pairs)]
+            others = [
+                RankLinks(1 + at, [end for _, end in two])
+                for at, two in enumerate(pairs)
+            ]
             links = RankLinks(0, ours, timeout_s=timeout_s)
-            return links, [pool.submit(run, *each) for each in zip(others, acts, strict=True)]
+            return links, [
+                pool.submit(run, *each) for each in zip(others, acts, strict=True)
+            ]
 
         yield begin
 
@@ -133,7 +138,9 @@ def test_other_ranks_launch_ahead_as_far_as_rank_0_does(follow):
     assert ours.most_under_way == theirs.most_under_way == 2
 
 
-def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(follow, monkeypatch):
+def test_a_step_of_any_size_arrives_whole_and_the_end_of_rank_0_is_told(
+    follow, monkeypatch
+):
     monkeypatch.setattr("engine.worker.ranks._TORN_DOWN_S", 0.0)
     theirs, token_ids = _AheadRunner(), list(range(1 << 20))
     links, (other,) = follow(partial(_obey, runner=theirs))

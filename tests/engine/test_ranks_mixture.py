@@ -37,18 +37,25 @@ def alone() -> Iterator[Ranks]:
         yield one
 
 
-@pytest.fixture(scope="module", params=[(1, 0), (2, 0), (2, 1)], ids=["heads", "tokens", "ahead"])
+@pytest.fixture(
+    scope="module", params=[(1, 0), (2, 0), (2, 1)], ids=["heads", "tokens", "ahead"]
+)
 def shared(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """`ahead`: each step is launched before the last one's tokens are read, as on a GPU."""
     dcp, depth = request.param
-    with pytest.MonkeyPatch.context() as patch, ranks(2, dcp=dcp, max_model_len=LONGEST) as two:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ranks(2, dcp=dcp, max_model_len=LONGEST) as two,
+    ):
         patch.setattr(ModelRunner, "depth", depth)
         two.depth = depth
         yield two
 
 
 def _requests(rng: random.Random) -> list[AddRequest]:
-    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(2)]
+    stems = [
+        [rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(2)
+    ]
     found = []
     for number in range(7):
         prompt = [*rng.choice([[], *stems]), *(rng.randrange(VOCAB) for _ in range(5))]
@@ -67,25 +74,38 @@ def _requests(rng: random.Random) -> list[AddRequest]:
 
 def _spoil(core: EngineCore, executor: Ranks) -> None:
     allocator = core.scheduler.allocator
-    unused = [b for b in range(1, allocator.num_blocks) if allocator.state(b) is BlockState.FREE]
+    unused = [
+        b
+        for b in range(1, allocator.num_blocks)
+        if allocator.state(b) is BlockState.FREE
+    ]
     for runner in executor.runners:
         runner.memory.pool.canonical[torch.tensor([0, *unused])] = float("nan")
         if runner.config.dcp > 1:
-            runner.memory.backend.pool.tensor.fill_(float("nan"))  # the scratch of prompts
+            runner.memory.backend.pool.tensor.fill_(
+                float("nan")
+            )  # the scratch of prompts
 
 
 def _assert_kept(core: EngineCore, executor: Ranks) -> None:
     """What a step has computed when it ends on rank 0 is on every rank, or NaN: it may be lent."""
     for sequence in core.scheduler.running:
-        at, table = torch.arange(sequence.num_computed), torch.IntTensor(sequence.block_ids)
+        at, table = (
+            torch.arange(sequence.num_computed),
+            torch.IntTensor(sequence.block_ids),
+        )
         for rank, runner in enumerate(executor.runners):
             size, dcp = runner.config.block_size, runner.config.dcp
             own = at[at // size % dcp == rank % dcp]
-            found = runner.memory.pool.canonical[table[own // (size * dcp)], :, :, :, own % size]
+            found = runner.memory.pool.canonical[
+                table[own // (size * dcp)], :, :, :, own % size
+            ]
             assert not found.isnan().any()
 
 
-def _play(rng: random.Random, executor: Ranks, requests: list[AddRequest]) -> MemoryTransport:
+def _play(
+    rng: random.Random, executor: Ranks, requests: list[AddRequest]
+) -> MemoryTransport:
     """The answers of a small engine; some requests are aborted."""
     block_size, num_blocks = rng.choice([1, 2, 3, 4]), rng.randint(6, 14)
     tokens_per_block = block_size * executor.runners[0].config.dcp

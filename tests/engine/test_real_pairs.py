@@ -14,7 +14,11 @@ from tests.rigs.shadow import MemoryTransport, add
 
 WINDOW, NUM_TOKENS = 40, 10
 PROMPT = [(37 * at * at + 11) % 131 for at in range(250)]
-NEXT = [*PROMPT[:93], 5, 9]  # what both sides know of it ends within windows of 40 tokens
+NEXT = [
+    *PROMPT[:93],
+    5,
+    9,
+]  # what both sides know of it ends within windows of 40 tokens
 MODELS = ["gemma3", "gemma2", "mistral-window", "qwen3-window"]
 GEOMETRIES = [
     {"p_block_size": 8, "block_size": 4, "p_order": "LBCNHD"},
@@ -40,7 +44,9 @@ def test_a_pair_of_engines_continues_as_transformers_does(name, tmp_path):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry, tmp_path):
+def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(
+    name, geometry, tmp_path
+):
     """A prompt of several windows, one that goes on from its end, one from the window's edge."""
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)
@@ -56,7 +62,9 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
             choices = 1 + (size == 16)
             out, stop = answered(pair, prompt, num_choices=choices), len(prompt)
             for choice in range(choices):
-                assert out.tokens("r", choice) == continued(reference, prompt, NUM_TOKENS)
+                assert out.tokens("r", choice) == continued(
+                    reference, prompt, NUM_TOKENS
+                )
             usage = out.terminals("r")[0].usage
             assert usage.recomputed == 0
             reach = (stop - 1) // size * size if choices > 1 else stop
@@ -66,8 +74,13 @@ def test_a_window_moves_and_the_tokens_are_those_of_who_keeps_all(name, geometry
             )
             moved += (whole + windows) * token_bytes
             told = pair.d.core.connector.stats()
-            assert told["baton_kv_transfer_bytes"] == moved and told["baton_kv_verified_tokens"] > 0
-        assert moved_on(pair, PROMPT[::-1]) == continued(reference, PROMPT[::-1], NUM_TOKENS)
+            assert (
+                told["baton_kv_transfer_bytes"] == moved
+                and told["baton_kv_verified_tokens"] > 0
+            )
+        assert moved_on(pair, PROMPT[::-1]) == continued(
+            reference, PROMPT[::-1], NUM_TOKENS
+        )
 
 
 def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
@@ -77,7 +90,9 @@ def moved_on(pair: RealPair, prompt: list[int]) -> list[int]:
     name = pair.begin(d, prompt, NUM_TOKENS)
     pair.until(lambda: len(out.tokens(name)) >= 3)
     d.core.round([Migrate(name)])
-    remote = kv_params.to_remote_prefill(kv_params.parse(pair.end_of(d, name).kv_transfer_params))
+    remote = kv_params.to_remote_prefill(
+        kv_params.parse(pair.end_of(d, name).kv_transfer_params)
+    )
     known = out.tokens(name)
     theirs = pair.begin(p, prompt, NUM_TOKENS, remote=remote, known=[Known(known)])
     tokens = pair.tokens_of(p, theirs)

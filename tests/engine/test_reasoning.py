@@ -9,7 +9,12 @@ from engine.text.tool_formats import CallOpenings
 from protocol.openai.tools import Tools
 
 CASES: list[tuple[Any, str, str, str]] = [
-    ("perhaps", "<think>\nI add.\n\n1\n</think>\n\n2 </think>", "I add.\n\n1", "2 </think>"),
+    (
+        "perhaps",
+        "<think>\nI add.\n\n1\n</think>\n\n2 </think>",
+        "I add.\n\n1",
+        "2 </think>",
+    ),
     ("perhaps", "\n <think>hm</think>2", "hm", "2"),
     ("perhaps", " 2 <think>x</think>", "", " 2 <think>x</think>"),
     ("perhaps", "<think>\n\n</think>\n\nYes", "", "Yes"),
@@ -25,14 +30,21 @@ CASES: list[tuple[Any, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
-def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(begins, text, reasoning, content):
+def test_an_answer_is_told_from_its_reasoning_however_it_is_cut(
+    begins, text, reasoning, content
+):
     cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]
     cuts += [[text[:at], *text[at:]] for at in range(len(text))]
     for pieces in cuts:
         parser = ReasoningParser(begins)
         told = [*map(parser.feed, pieces), parser.finish()]
-        assert ["".join(parts) for parts in zip(*told, strict=True)] == [reasoning, content], pieces
-        assert parser.is_over == (begins == "perhaps" or "</think>" in text) or not content
+        assert ["".join(parts) for parts in zip(*told, strict=True)] == [
+            reasoning,
+            content,
+        ], pieces
+        assert (
+            parser.is_over == (begins == "perhaps" or "</think>" in text) or not content
+        )
 
 
 def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once():
@@ -46,7 +58,9 @@ def test_reasoning_comes_as_it_is_thought_and_blanks_are_looked_at_once():
 
 # -- calls in reasoning that is never closed -----------------------------------------------------
 
-TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("add", "look_up"))
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name}} for name in ("add", "look_up")
+)
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 QWEN = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 DEEPSEEK = (
@@ -60,7 +74,10 @@ CALLS = [
     ("hermes", '<tool_call> { "name" : "add", "arg'),
     ("qwen3_coder", QWEN),
     ("qwen3_coder", "<function=look_up></function>"),
-    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    (
+        "glm45",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    ),
     ("glm45", "<tool_call>look_up\n</tool_call>"),
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}]'),
     ("mistral", "[TOOL_CALLS]add[ARGS]{}"),
@@ -86,7 +103,9 @@ def cuts_of(text: str) -> list[list[str]]:
     return [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
 
 
-def read(form: str, pieces: list[str], *, mode: Any = "auto", is_cut: bool = False) -> list[str]:
+def read(
+    form: str, pieces: list[str], *, mode: Any = "auto", is_cut: bool = False
+) -> list[str]:
     """Reasoning and answer."""
     parser = ReasoningParser("perhaps", CallOpenings(Tools(TOOLS, mode, "add"), form))
     told = [*map(parser.feed, pieces), parser.finish(is_cut=is_cut)]

@@ -15,7 +15,9 @@ from engine.worker.kernel_watch import KernelWatch, keep_kernels
 from engine.worker.rehearsal import Stage, steps
 from tests.rigs.rank_threads import ranks
 
-SERVER = Stage(num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256)
+SERVER = Stage(
+    num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256
+)
 STAGES = [
     SERVER,
     Stage(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
@@ -31,8 +33,12 @@ def test_every_step_fits_the_server(stage):
         assert 0 < len(step.query_lens) <= stage.max_seqs
         assert step.query_lens.min() > 0 and step.context_lens.max() <= stage.max_len
         assert (step.context_lens >= step.query_lens).all()
-        step.attention_batch(stage.block_size)  # the tables reach as far as the contexts
-        assert 0 < step.block_tables.min() and step.block_tables.max() < stage.num_blocks
+        step.attention_batch(
+            stage.block_size
+        )  # the tables reach as far as the contexts
+        assert (
+            0 < step.block_tables.min() and step.block_tables.max() < stage.num_blocks
+        )
         assert step.shapes is None or max(step.shapes.rows) < stage.max_seqs
         for scored in step.scores:
             assert scored.first_row + len(scored.targets) <= len(step.token_ids)
@@ -69,7 +75,9 @@ def test_any_mix_of_prompts_is_of_a_kind_that_was_run():
 def test_two_ranks_run_all_of_them(dcp):
     with ranks(2, dcp=dcp) as executor:
         executor.allocate(20, 8)
-        stage = Stage(num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4)
+        stage = Stage(
+            num_blocks=20, block_size=8 * dcp, max_len=150, max_tokens=200, max_seqs=4
+        )
         for step in steps(stage):
             pending = executor.launch(step)
             if step.is_masked:
@@ -97,7 +105,9 @@ def test_a_kernel_that_comes_after_ready_is_an_error_with_its_name(caplog, monke
 def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
     names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "BATON_CACHE")
     for name in names:
-        monkeypatch.setenv(name, "")  # so that the end of the test takes back what is set below
+        monkeypatch.setenv(
+            name, ""
+        )  # so that the end of the test takes back what is set below
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     keep_kernels()
@@ -105,7 +115,9 @@ def test_kernels_are_kept_where_everything_else_is(monkeypatch, tmp_path):
     assert "FLASHINFER_WORKSPACE_BASE" not in os.environ  # it is ~/.cache/flashinfer
     monkeypatch.setenv("BATON_CACHE", "/kept")
     keep_kernels()
-    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"  # as the user set it
+    assert (
+        os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.cache/baton/triton"
+    )  # as the user set it
     assert os.environ["FLASHINFER_WORKSPACE_BASE"] == "/kept"
 
 

@@ -4,7 +4,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseTextDeltaEvent, ResponseTextDoneEvent
+from openai.types.responses import (
+    Response,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+)
 
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, Grammar, TokenDelta, TokenLogprobs
@@ -12,7 +16,13 @@ from tests.engine.test_harmony import CALL as HARMONY_CALL
 from tests.engine.test_harmony import FINAL, START, THINK
 from tests.engine.test_http_responses import FLAT, SHOWS, client_of
 from tests.engine.test_http_tools import CALL
-from tests.rigs.http_server import USAGE, saying, serving_4k, serving_harmony, with_template
+from tests.rigs.http_server import (
+    USAGE,
+    saying,
+    serving_4k,
+    serving_harmony,
+    with_template,
+)
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 LOGPROBS = "message.output_text.logprobs"
@@ -40,14 +50,19 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SHARED)
 async def test_a_field_does_what_it_does_in_a_chat(name, tokenizer):
-    knowing = with_template(tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking"))
+    knowing = with_template(
+        tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking")
+    )
     field = {name: SHARED[name]}
     async with serving_4k(knowing, saying(knowing, "ok")) as server:
         plain = {"seed": 1, "model": "m", "input": "Hi"}
         bodies: list[tuple[str, dict[str, Any]]] = [
             (RESPONSES, plain),
             (RESPONSES, {**plain, **field}),
-            (CHAT, {"seed": 1, "messages": [{"role": "user", "content": "Hi"}], **field}),
+            (
+                CHAT,
+                {"seed": 1, "messages": [{"role": "user", "content": "Hi"}], **field},
+            ),
         ]
         for path, body in bodies:
             answer = await server.http.post(path, json=body)
@@ -58,13 +73,19 @@ async def test_a_field_does_what_it_does_in_a_chat(name, tokenizer):
 
 
 def _without_id(add: AddRequest) -> dict[str, Any]:
-    return {name: getattr(add, name) for name in add.__struct_fields__ if name != "request_id"}
+    return {
+        name: getattr(add, name)
+        for name in add.__struct_fields__
+        if name != "request_id"
+    }
 
 
 async def test_a_stop_string_ends_a_response(tokenizer):
     async with serving_4k(tokenizer, saying(tokenizer, "one two three")) as server:
         body = {"model": "m", "input": "Hi", "stop": " two"}
-        told = Response.model_validate((await server.http.post(RESPONSES, json=body)).json())
+        told = Response.model_validate(
+            (await server.http.post(RESPONSES, json=body)).json()
+        )
     assert (told.output_text, told.status) == ("one", "completed")
 
 
@@ -75,11 +96,22 @@ async def test_what_contradicts_is_named_by_the_fields_of_this_endpoint(tokenize
         ({"include": ["file_search_call.results"]}, "include", LOGPROBS),
         ({"include": LOGPROBS}, "include", "a list"),
         ({"stop": ""}, "stop", "none of them empty"),
-        ({"min_tokens": 5, "max_output_tokens": 4}, "min_tokens", "`max_output_tokens`"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one of"),
+        (
+            {"min_tokens": 5, "max_output_tokens": 4},
+            "min_tokens",
+            "`max_output_tokens`",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "json": {}}},
+            "structured_outputs",
+            "one of",
+        ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "`tools`"),
         (
-            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            {
+                "structured_outputs": {"regex": "a"},
+                "text": {"format": {"type": "json_object"}},
+            },
             "structured_outputs.regex",
             "both say",
         ),
@@ -94,7 +126,10 @@ async def test_what_contradicts_is_named_by_the_fields_of_this_endpoint(tokenize
 
 
 async def test_json_objects_may_have_a_schema(tokenizer):
-    asked = {"input": "Hi", "text": {"format": {"type": "json_object", "schema": {"type": "null"}}}}
+    asked = {
+        "input": "Hi",
+        "text": {"format": {"type": "json_object", "schema": {"type": "null"}}},
+    }
     async with serving_4k(tokenizer, saying(tokenizer, "null")) as server:
         assert (await server.http.post(RESPONSES, json=asked)).status_code == 200
         grammar = server.engine.added[0].sampling.grammar
@@ -112,8 +147,12 @@ def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
         for at, token_id in enumerate(tokenizer.encode(text)):
             found = TokenLogprobs(-at / 8, tokenizer.encode("A"), [-at / 16])
             ids = [token_id]
-            yield TokenDelta(request_id=request.request_id, token_ids=ids, logprobs=[found])
-        yield TokenDelta(request_id=request.request_id, finish_reason="stop", usage=USAGE)
+            yield TokenDelta(
+                request_id=request.request_id, token_ids=ids, logprobs=[found]
+            )
+        yield TokenDelta(
+            request_id=request.request_id, finish_reason="stop", usage=USAGE
+        )
 
     return script
 
@@ -144,13 +183,17 @@ async def test_each_message_has_the_log_probabilities_of_its_tokens(
                 final = await stream.get_final_response()
     assert whole.top_logprobs == num_top
     found = [_logprobs_of(item) for item in whole.output if item.type == "message"]
-    assert found == [_logprobs_of(item) for item in final.output if item.type == "message"]
+    assert found == [
+        _logprobs_of(item) for item in final.output if item.type == "message"
+    ]
     ids = knowing.encode(text)
     for message, logprobs in zip(messages, found, strict=True):
         raw = b"".join(bytes(one["bytes"]) for one in logprobs)
         assert raw.decode() == message
         begin = text.encode().index(raw)  # a token is a byte here
-        assert [one["logprob"] for one in logprobs] == [-(begin + at) / 8 for at in range(len(raw))]
+        assert [one["logprob"] for one in logprobs] == [
+            -(begin + at) / 8 for at in range(len(raw))
+        ]
         for at, one in enumerate(logprobs):
             top = [{"token": "A", "logprob": -(begin + at) / 16, "bytes": [65]}]
             assert one["top_logprobs"] == top[:num_top]
@@ -159,7 +202,10 @@ async def test_each_message_has_the_log_probabilities_of_its_tokens(
     assert "".join(event.delta for event in deltas) == "".join(messages)
     streamed = [one.logprob for event in deltas for one in event.logprobs]
     ends = [event for event in told if isinstance(event, ResponseTextDoneEvent)]
-    assert streamed == [one["logprob"] for logprobs in found for one in logprobs][: len(streamed)]
+    assert (
+        streamed
+        == [one["logprob"] for logprobs in found for one in logprobs][: len(streamed)]
+    )
     assert [[one.logprob for one in event.logprobs] for event in ends] == [
         [one["logprob"] for one in logprobs] for logprobs in found
     ]
@@ -171,7 +217,11 @@ async def test_in_harmony_neither_heads_nor_analysis_nor_calls_have_any(harmony)
     async with serving_harmony(harmony, saying_with_logprobs(harmony, text)) as server:
         async with client_of(server) as client:
             whole = await client.responses.create(**asked)
-    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert [item.type for item in whole.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+    ]
     assert [one["token"] for one in _logprobs_of(whole.output[1])] == ["A", "h"]
 
 

@@ -15,7 +15,14 @@ from msgspec.structs import replace
 from engine.http.resume import Framing
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
-from protocol.messages import MOVED, AddRequest, ErrorInfo, KVUsage, TokenDelta, TokenLogprobs
+from protocol.messages import (
+    MOVED,
+    AddRequest,
+    ErrorInfo,
+    KVUsage,
+    TokenDelta,
+    TokenLogprobs,
+)
 from tests.engine.test_harmony import CALL as HARMONY_CALL
 from tests.engine.test_harmony import FINAL, START, THINK
 from tests.engine.test_http_responses import FLAT, SHOWS
@@ -32,7 +39,11 @@ from tests.rigs.http_server import (
 )
 from tests.rigs.scripted_engine import hang
 
-_CHAT, _RESPONSES, _COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+_CHAT, _RESPONSES, _COMPLETIONS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/completions",
+)
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _LOGPROBS = {"logprobs": True, "top_logprobs": 1}
 _INCLUDE = {"include": ["message.output_text.logprobs"]}
@@ -54,7 +65,9 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
                 if known and (known.has_ended or at < len(known.token_ids)):
                     continue
                 logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
-                logprobs = [logprob] if request.sampling.num_logprobs is not None else None
+                logprobs = (
+                    [logprob] if request.sampling.num_logprobs is not None else None
+                )
                 if at < len(ids):
                     told = {"token_ids": ids[at : at + 1], "logprobs": logprobs}
                     told |= {"usage": usage} if at == 0 else {}
@@ -101,10 +114,19 @@ def _joined(frames: Frames) -> bytes:
 _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "characters of several tokens": (_CHAT, _HI, ["häß€𝄞!"]),
     "logprobs": (_CHAT, {**_HI, **_LOGPROBS}, ["añb"]),
-    "stop strings": (_CHAT, {**_HI, "stop": ["lala!", "xyz"]}, ["lalala lalxy lala! more"]),
+    "stop strings": (
+        _CHAT,
+        {**_HI, "stop": ["lala!", "xyz"]},
+        ["lalala lalxy lala! more"],
+    ),
     "a stop string that is kept": (
         _COMPLETIONS,
-        {"prompt": "ab", "stop": ["END"], "include_stop_str_in_output": True, "min_tokens": 4},
+        {
+            "prompt": "ab",
+            "stop": ["END"],
+            "include_stop_str_in_output": True,
+            "min_tokens": 4,
+        },
         ["END ENEND beyond"],
     ),
     "calls": (_CHAT, {**_HI, "tools": [TOOL]}, ["So: " + CALL + CALL + " <tool"]),
@@ -113,13 +135,21 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {**_HI, "tools": [TOOL], "tool_choice": "required"},
         ['[{"name": "add", "parameters": {"a": 12}}]'],
     ),
-    "reasoning": (_CHAT, {**_HI, "stop": ["!!"]}, ["<think>I thînk</think>\nYes! Yes!!"]),
+    "reasoning": (
+        _CHAT,
+        {**_HI, "stop": ["!!"]},
+        ["<think>I thînk</think>\nYes! Yes!!"],
+    ),
     "a call in reasoning": (
         _CHAT,
         {**_HI, "tools": [TOOL]},
         [f"<think>hm {CALL} or {CALL}</think> so"],
     ),
-    "items": (_RESPONSES, {"input": "Hi", "tools": [FLAT]}, ["<think>hm</think>ok" + CALL + "."]),
+    "items": (
+        _RESPONSES,
+        {"input": "Hi", "tools": [FLAT]},
+        ["<think>hm</think>ok" + CALL + "."],
+    ),
     "logprobs of items": (
         _RESPONSES,
         {"input": "Hi", "tools": [FLAT], **_INCLUDE, "top_logprobs": 1},
@@ -128,7 +158,10 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "choices": (_CHAT, {**_HI, "n": 3, **_LOGPROBS}, ["é1 stop", "a", "four ö"]),
     "usage": (
         _CHAT,
-        {**_HI, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {
+            **_HI,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
         ["a<é"],
     ),
     "an echo": (
@@ -149,7 +182,9 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "harmony's items": (
         _RESPONSES,
         {"input": "Hi", "tools": [FLAT]},
-        [f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}{HARMONY_CALL}{{}}"],
+        [
+            f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}{HARMONY_CALL}{{}}"
+        ],
     ),
     "several prompts": (_COMPLETIONS, {"prompt": ["ab", "cde"], "n": 2}, ["é", "xyz"]),
 }
@@ -169,7 +204,9 @@ async def test_a_stream_goes_on_behind_each_of_its_frames(name, tokenizer, harmo
         assert _anonymous(plain.content) == _anonymous(_joined(whole))
         for cut in range(1, len(whole), 1 + len(whole) // 50):
             texts = [text for text, _ in whole[:cut]]
-            server = other if cut > 1 else first  # before a token nothing is known of the cache
+            server = (
+                other if cut > 1 else first
+            )  # before a token nothing is known of the cache
             rest = await _frames(server, path, body, texts)
             assert _joined(whole[:cut] + rest) == _joined(whole), cut
             if len(rest) > 1 and cut % 4 == 1:  # and once more
@@ -185,10 +222,18 @@ def _anonymous(stream: bytes) -> bytes:
 
 async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
     body = {"prompt": "abc", "max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
-    others = [{"prompt": "abd"}, {"temperature": 0.6}, {"n": 2}, {"stop_token_ids": [5]}]
+    others = [
+        {"prompt": "abd"},
+        {"temperature": 0.6},
+        {"n": 2},
+        {"stop_token_ids": [5]},
+    ]
     others += [{"cache_salt": "a"}]
     script = _script(tokenizer, ["hello"])
-    async with serving(tokenizer, script) as first, serving(tokenizer, script) as second:
+    async with (
+        serving(tokenizer, script) as first,
+        serving(tokenizer, script) as second,
+    ):
         texts = [text for text, _ in (await _frames(first, _COMPLETIONS, body))[:3]]
         for other in others:
             answer = await _ask(second, _COMPLETIONS, {**body, **other}, texts)
@@ -204,7 +249,9 @@ async def test_a_stream_goes_on_with_its_own_request_and_model_only(tokenizer):
         async with serving(tokenizer, script, ready=ready) as other:
             asked = {**body, "max_tokens": 5} if ready is short else body
             answer = await _ask(other, _COMPLETIONS, asked, texts)
-            assert (answer.status_code, wanted in answer.text) == (503, True), answer.text
+            assert (answer.status_code, wanted in answer.text) == (503, True), (
+                answer.text
+            )
 
 
 async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tokenizer):
@@ -213,7 +260,10 @@ async def test_only_a_proxy_of_the_cluster_gets_frames_or_has_a_stream_go_on(tok
         for value in ("1", resume.asking(b"another secret..", b"r").decode(), ""):
             headers = {"x-request-id": "r", resume.HEADER: value}
             answer = await server.post(headers=headers, **body)
-            assert answer.content.startswith(b"data: ") and resume.HEADER not in answer.headers
+            assert (
+                answer.content.startswith(b"data: ")
+                and resume.HEADER not in answer.headers
+            )
         for forged in ({}, 5, {"texts": [], "mac": "é"}, {"texts": [{}], "mac": "00"}):
             answer = await server.post(**{resume.MEMBER: forged}, **body)
             assert answer.status_code == 400, answer.text
@@ -224,7 +274,9 @@ async def test_what_ends_a_stream_early_says_whether_it_may_go_on(tokenizer):
     ends = {"engine_died": b"!died", "overloaded": b"!busy", "internal_error": b"[]"}
     for code, text in ends.items():
 
-        async def script(request: AddRequest, code: str = code) -> AsyncIterator[TokenDelta]:
+        async def script(
+            request: AddRequest, code: str = code
+        ) -> AsyncIterator[TokenDelta]:
             yield TokenDelta(request_id=request.request_id, token_ids=[70])
             for _ in range(50):  # its head goes out
                 await asyncio.sleep(0)
@@ -247,17 +299,24 @@ async def test_a_stream_that_moves_ends_with_where_its_kv_is(tokenizer, stop):
         for _ in range(50):
             await asyncio.sleep(0)
         yield TokenDelta(request_id=name, token_ids=others)
-        yield TokenDelta(request_id=name, finish_reason=MOVED, kv_transfer_params={"a": [1]})
+        yield TokenDelta(
+            request_id=name, finish_reason=MOVED, kv_transfer_params={"a": [1]}
+        )
 
     async with serving(tokenizer, script) as server:
         asked = {"prompt": "a", "stop": stop}
         *_, last, (told, event) = await _frames(server, _COMPLETIONS, asked)
-        assert msgspec.json.decode(last[0]) == [[0, others]] and told == b'!moved {"a":[1]}'
+        assert (
+            msgspec.json.decode(last[0]) == [[0, others]]
+            and told == b'!moved {"a":[1]}'
+        )
         assert bool(last[1]) == (not stop) and b"no_server_available" in event
         assert not server.engine.aborted, "who goes on comes for it"
 
 
-@pytest.mark.parametrize("name", ["logprobs", "characters of several tokens", "choices"])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "characters of several tokens", "choices"]
+)
 @pytest.mark.parametrize("num", [1, 4])
 async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name, num):
     path, body, said = _STREAMS[name]
@@ -266,22 +325,34 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
     script = _script(knowing, said)
 
     async def moves(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        left, open_choices = num * request.num_choices, dict.fromkeys(range(request.num_choices))
+        left, open_choices = (
+            num * request.num_choices,
+            dict.fromkeys(range(request.num_choices)),
+        )
         async for delta in script(request):
             if not (left := left - 1) or delta.finish_reason:
                 break
             yield delta
         for choice in open_choices:
-            told = {"choice": choice, "kv_transfer_params": None if choice else {"a": [1]}}
+            told = {
+                "choice": choice,
+                "kv_transfer_params": None if choice else {"a": [1]},
+            }
             yield TokenDelta(request_id=request.request_id, finish_reason=MOVED, **told)
 
-    async with serving_4k(knowing, moves) as first, serving_4k(knowing, script) as other:
+    async with (
+        serving_4k(knowing, moves) as first,
+        serving_4k(knowing, script) as other,
+    ):
         expected = await _ask(other, path, body)
         *frames, (told, _) = await _frames(first, path, body)
         assert told == b'!moved {"a":[1]}' and not _joined(frames)
         found = await _ask(other, path, body, [text for text, _ in frames])
         assert _anonymous(found.content) == _anonymous(expected.content)
-        assert found.headers["content-type"] == "application/json" and found.status_code == 200
+        assert (
+            found.headers["content-type"] == "application/json"
+            and found.status_code == 200
+        )
         known = [one.token_ids for one in other.engine.added[-1].known]
         assert sum(map(len, known)) >= num - 1 and resume.HEADER not in found.headers
 
@@ -289,7 +360,9 @@ async def test_an_answer_that_is_no_stream_moves_with_its_tokens(tokenizer, name
 @pytest.mark.parametrize(("is_movable", "size", "num_kept"), [
     (False, 1, 0), (True, resume.MAX_KEPT_BYTES, 2), (True, resume.MAX_KEPT_BYTES * 99 // 200, 3)
 ])  # fmt: skip
-def test_an_answer_keeps_its_tokens_only_while_it_could_move(is_movable, size, num_kept):
+def test_an_answer_keeps_its_tokens_only_while_it_could_move(
+    is_movable, size, num_kept
+):
     """It may have been told to just before there are too many."""
     origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
     framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
@@ -310,12 +383,20 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
             {"prompt": "a", "echo": True, "logprobs": 1, "stream": False},
             {"prompt": ["a", "b"]},
         ]
-        asked = [asyncio.create_task(_ask(server, _COMPLETIONS, body)) for body in (moves, *stay)]
+        asked = [
+            asyncio.create_task(_ask(server, _COMPLETIONS, body))
+            for body in (moves, *stay)
+        ]
         asked.append(asyncio.create_task(server.post(model="m", stream=True, **moves)))
-        await until(lambda: len(server.engine.added) == 5 and bool(server.engine.movable))
+        await until(
+            lambda: len(server.engine.added) == 5 and bool(server.engine.movable)
+        )
         for wrong in ({}, {"requests": 0}, {"requests": "1"}, {"request": 1}):
             answer = await server.http.post("/migrate", json=wrong)
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "requests"
+            assert (
+                answer.status_code == 400
+                and answer.json()["error"]["param"] == "requests"
+            )
         for path in ("/drain", "/migrate"):
             page = {"origin": "https://a.page"}
             answer = await server.http.post(path, json={"requests": 1}, headers=page)
@@ -330,7 +411,9 @@ async def test_only_answers_to_one_prompt_in_frames_are_told_to_move(tokenizer):
         await until(lambda: not (server.engine.moving or server.engine._subscriptions))
 
 
-async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_there(tokenizer):
+async def test_what_is_tokenized_when_a_drained_server_listens_no_more_ends_there(
+    tokenizer,
+):
     """Else it goes on elsewhere, and the server listens until its KV was fetched."""
     leave = asyncio.Event()
 

@@ -20,8 +20,12 @@ def make_logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
-    return sample(logits, SamplingBatch.from_params(params, positions)).token_ids.tolist()
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], positions: list[int]
+) -> list[int]:
+    return sample(
+        logits, SamplingBatch.from_params(params, positions)
+    ).token_ids.tolist()
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, num: int) -> torch.Tensor:
@@ -34,7 +38,9 @@ def draw_many(logits: torch.Tensor, params: SamplingParams, num: int) -> torch.T
 def allowed(logits: list[float], params: SamplingParams) -> set[int]:
     """The allowed set in plain Python floats, ties included, as the module states it."""
     top = max(logits)
-    weights = {i: math.exp((x - top) / params.temperature) for i, x in enumerate(logits)}
+    weights = {
+        i: math.exp((x - top) / params.temperature) for i, x in enumerate(logits)
+    }
     if 0 < params.top_k < len(weights):
         kth = sorted(weights.values(), reverse=True)[params.top_k - 1]
         weights = {i: w for i, w in weights.items() if w >= kth}
@@ -61,7 +67,9 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
         SamplingParams(seed=3, temperature=1.5, top_k=12),
         SamplingParams(seed=4, top_p=0.8),
         SamplingParams(seed=5, min_p=0.05),
-        SamplingParams(seed=6, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, choice_index=3),
+        SamplingParams(
+            seed=6, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, choice_index=3
+        ),
     ],
 )
 def test_draws_follow_the_softmax_over_the_allowed_set(params):
@@ -70,14 +78,18 @@ def test_draws_follow_the_softmax_over_the_allowed_set(params):
     counts = draw_many(logits, params, 40_000)
     members = sorted(allowed(logits[0].tolist(), params))
     assert int(counts.sum()) == int(counts[members].sum())
-    assert_follows(counts[members], (logits[0, members].double() / params.temperature).softmax(-1))
+    assert_follows(
+        counts[members], (logits[0, members].double() / params.temperature).softmax(-1)
+    )
 
 
 def test_seeds_draw_independently():
     logits, num = make_logits(1), 20_000
     params = [SamplingParams(seed=seed) for seed in range(num)]
     batch = SamplingBatch.from_params(params, [7] * num)
-    counts = torch.bincount(sample(logits.expand(num, -1), batch).token_ids, minlength=VOCAB)
+    counts = torch.bincount(
+        sample(logits.expand(num, -1), batch).token_ids, minlength=VOCAB
+    )
     assert_follows(counts, logits[0].double().softmax(-1))
 
 
@@ -106,14 +118,21 @@ def test_a_row_does_not_depend_on_its_neighbours(params, logits_seed, data):
     positions = [i * 13 for i in range(len(params))]
     together = draw(logits, params, positions)
     order = data.draw(st.permutations(range(len(params))))
-    shuffled = draw(logits[order], [params[i] for i in order], [positions[i] for i in order])
-    alone = [draw(logits[i : i + 1], [params[i]], [positions[i]])[0] for i in range(len(params))]
+    shuffled = draw(
+        logits[order], [params[i] for i in order], [positions[i] for i in order]
+    )
+    alone = [
+        draw(logits[i : i + 1], [params[i]], [positions[i]])[0]
+        for i in range(len(params))
+    ]
     assert alone == together
     assert shuffled == [together[i] for i in order]
 
 
 @examples(60)
-@given(sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans())
+@given(
+    sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans()
+)
 def test_a_drawn_token_is_in_the_allowed_set(params, logits_seed, is_coarse):
     """Property: over many positions, also where many logits are equal as bfloat16 leaves them."""
     logits = make_logits(logits_seed, vocab=300)
@@ -155,7 +174,9 @@ def test_a_nucleus_wider_than_the_first_candidates():
 
 def test_positions_and_choices_differ_and_repeats_do_not():
     one, other = SamplingParams(seed=5), SamplingParams(seed=5, choice_index=1)
-    first, again, *rest = draw(torch.zeros(4, 1000), [one, one, one, other], [3, 3, 4, 3])
+    first, again, *rest = draw(
+        torch.zeros(4, 1000), [one, one, one, other], [3, 3, 4, 3]
+    )
     assert first == again and first not in rest
 
 
@@ -172,7 +193,9 @@ def test_logprobs_are_as_many_as_some_row_wants(num, shape):
     assert (found and found.top_ids.shape) == shape
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+)
 def test_logits_that_are_not_numbers(limits):
     nan, inf = math.nan, math.inf
     logits = torch.tensor(
@@ -231,7 +254,8 @@ def test_each_sequence_gets_its_own_scores_from_bounded_chunks(num_top):
         top = rows.topk(part.num_top)
         assert [s.top_ids for s in found] == top.indices.tolist()
         torch.testing.assert_close(
-            torch.tensor([s.top_logprobs for s in found]).reshape(top.values.shape), top.values
+            torch.tensor([s.top_logprobs for s in found]).reshape(top.values.shape),
+            top.values,
         )
 
 

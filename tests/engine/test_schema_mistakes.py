@@ -42,7 +42,9 @@ LIBRARY = re.compile(
 )  # fmt: skip
 def test_one_of_is_the_same_however_it_is_written(schema):
     assert judge(BYTES, of(schema)).mistake is None
-    assert matches(of(schema), '{"kind":"dog"}') and not matches(of(schema), '{"kind":"cow"}')
+    assert matches(of(schema), '{"kind":"dog"}') and not matches(
+        of(schema), '{"kind":"cow"}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,18 +75,28 @@ def test_one_of_is_enforced_where_options_exclude_each_other(options, is_enforce
     if is_enforced:
         assert mistake is None
     else:
-        assert mistake is not None and "`properties.a.oneOf` has options 0 and 1" in mistake
+        assert (
+            mistake is not None
+            and "`properties.a.oneOf` has options 0 and 1" in mistake
+        )
 
 
 def test_keywords_beside_one_of_may_leave_one_option():
-    schema = {"type": "string", "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}]}
+    schema = {
+        "type": "string",
+        "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}],
+    }
     assert judge(BYTES, of(schema)).mistake is None
     assert matches(of(schema), '"a"') and not matches(of(schema), "null")
 
 
-@pytest.mark.parametrize("name", ["uri-reference", "password", "byte", "int64", "unknown", "x"])
+@pytest.mark.parametrize(
+    "name", ["uri-reference", "password", "byte", "int64", "unknown", "x"]
+)
 def test_unknown_formats_are_annotations(name):
-    grammar = of({"type": "object", "properties": {"a": {"format": name}}, "required": ["a"]})
+    grammar = of(
+        {"type": "object", "properties": {"a": {"format": name}}, "required": ["a"]}
+    )
     assert judge(BYTES, grammar).mistake is None
     assert matches(grammar, '{"a": "any text"}') and matches(grammar, '{"a": 1}')
 
@@ -175,7 +187,11 @@ def test_no_words_of_the_library_reach_a_client(seed):
         for keyword in rng.sample(_KEYWORDS, rng.randint(1, 4)):
             schema[keyword] = rng.choice(_VALUES)
         if rng.random() < 0.4:
-            schema = {"type": "object", "properties": {"it": schema}, "required": ["it"]}
+            schema = {
+                "type": "object",
+                "properties": {"it": schema},
+                "required": ["it"],
+            }
         mistake = judge(BYTES, of(schema)).mistake
         if mistake is not None:
             num_mistakes += 1
@@ -197,7 +213,11 @@ def test_no_words_of_the_library_reach_a_client(seed):
         ("grammar", "start: @foo", "another grammar"),
         ("grammar", 'start: "a"\nx: %json {', "`%json` in line 2 is not JSON"),
         ("grammar", 'start: %json {"oneOf": [{}, {}]}', "`oneOf` has options 0 and 1"),
-        ("grammar", "start: %json " + json.dumps({"x-guidance": {"foo": 1}, "type": 3}), "`type`"),
+        (
+            "grammar",
+            "start: %json " + json.dumps({"x-guidance": {"foo": 1}, "type": 3}),
+            "`type`",
+        ),
         ("grammar", 'start: "z".."a"', "wrong order"),
         ("grammar", "start: %regex {}", ""),
         ("grammar", "start[stop=/a/]: /b/", ""),

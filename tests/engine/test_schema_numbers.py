@@ -33,7 +33,9 @@ def _random_number(rng: random.Random) -> int | Decimal:
 
 
 def _is_within(number: Decimal, lower: Bound | None, upper: Bound | None) -> bool:
-    if lower is not None and (number < lower.value or (lower.is_exclusive and number == lower[0])):
+    if lower is not None and (
+        number < lower.value or (lower.is_exclusive and number == lower[0])
+    ):
         return False
     return upper is None or (
         number <= upper.value and not (upper.is_exclusive and number == upper.value)
@@ -52,7 +54,9 @@ def _near(rng: random.Random, *bounds: Bound | None) -> list[Decimal]:
     """Numbers around bounds, and others."""
     values = [_random_number(rng) for _ in range(4)]
     values += [bound.value for bound in bounds if bound is not None]
-    steps = [Decimal(step) for step in ("0", "1", "-1", "0.1", "-0.01", "1E-45", "-1E-45")]
+    steps = [
+        Decimal(step) for step in ("0", "1", "-1", "0.1", "-0.01", "1E-45", "-1E-45")
+    ]
     with decimal.localcontext(prec=1000):
         return [Decimal(value) + step for value in values for step in steps]
 
@@ -62,7 +66,10 @@ def test_a_range_matches_exactly_the_numbers_within_it(seed):
     rng = random.Random(seed)
     for _ in range(150):
         lower, upper = _bounds(rng)
-        decimals, integers = decimal_pattern(lower, upper), integer_pattern(lower, upper)
+        decimals, integers = (
+            decimal_pattern(lower, upper),
+            integer_pattern(lower, upper),
+        )
         for number in _near(rng, lower, upper):
             expected = _is_within(number, lower, upper)
             text = format(number, "f")
@@ -71,10 +78,14 @@ def test_a_range_matches_exactly_the_numbers_within_it(seed):
             for one in spelled - {"-0"}:
                 if number == 0 and one.startswith("-"):
                     continue  # allowed or not: it is 0 in another spelling
-                assert (decimals is not None and bool(re.fullmatch(decimals, one))) == expected
+                assert (
+                    decimals is not None and bool(re.fullmatch(decimals, one))
+                ) == expected
             if number == int(number):
                 one = str(int(number))
-                assert (integers is not None and bool(re.fullmatch(integers, one))) == expected
+                assert (
+                    integers is not None and bool(re.fullmatch(integers, one))
+                ) == expected
 
 
 def test_float64_bounds_make_short_expressions():
@@ -103,14 +114,33 @@ def test_multiples_are_exact_or_none():
                 assert _as_the_library_reads(value) == multiple
                 kept += 1
     assert kept > 1800
-    for usual in ("0.01", "0.05", "0.07", "0.1", "0.25", "0.5", "0.001", "1", "7", "100"):
+    for usual in (
+        "0.01",
+        "0.05",
+        "0.07",
+        "0.1",
+        "0.25",
+        "0.5",
+        "0.001",
+        "1",
+        "7",
+        "100",
+    ):
         assert library_multiple(Decimal(usual)) is not None
     assert library_multiple(5_000_000_000) is None
 
 
 def test_powers_of_ten_as_multiples():
-    assert [power_of_ten(Decimal(text)) for text in ("100", "1", "0.01", "20")] == [2, 0, -2, None]
-    assert [bool(re.fullmatch(multiple_pattern(2), one)) for one in ("100", "0", "110", "-1200.0")]
+    assert [power_of_ten(Decimal(text)) for text in ("100", "1", "0.01", "20")] == [
+        2,
+        0,
+        -2,
+        None,
+    ]
+    assert [
+        bool(re.fullmatch(multiple_pattern(2), one))
+        for one in ("100", "0", "110", "-1200.0")
+    ]
     for exponent, one, expected in [
         (2, "100", True), (2, "0", True), (2, "110", False), (2, "-1200.00", True),
         (0, "3.0", True), (0, "3.5", False), (-2, "1.23", True), (-2, "1.234", False),

@@ -68,9 +68,13 @@ def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
         )  # fmt: skip
     alive, ready, models, asked = done.stdout.splitlines()[-4:]
     assert alive == '200 {"status":"ok"}'
-    assert ready.startswith('503 {"ready":false,"reason":"half of it is there","role":"prefill"')
+    assert ready.startswith(
+        '503 {"ready":false,"reason":"half of it is there","role":"prefill"'
+    )
     assert models.startswith("200 ") and models.endswith('"max_model_len":null}]}')
-    assert asked.startswith("503") and "starting (half of it is there); try again" in asked
+    assert (
+        asked.startswith("503") and "starting (half of it is there); try again" in asked
+    )
     assert done.returncode == 1
     assert done.stderr.strip().endswith("error: told to end before it was ready")
 
@@ -88,7 +92,9 @@ class _EndingEngine(ScriptedEngine):
 
 
 @asynccontextmanager
-async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_Server, Any]]:
+async def _made(
+    engine: _EndingEngine, **options: Any
+) -> AsyncIterator[tuple[_Server, Any]]:
     """A server on the running loop, without processes, and the socket that it is to listen on."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
@@ -99,7 +105,10 @@ async def _made(engine: _EndingEngine, **options: Any) -> AsyncIterator[tuple[_S
 
 
 async def _serve(
-    server: _Server, listener: socket.socket, tokenizer: Tokenizer, engine: _EndingEngine
+    server: _Server,
+    listener: socket.socket,
+    tokenizer: Tokenizer,
+    engine: _EndingEngine,
 ) -> int:
     server.api.client = engine
     server.api.take_model(tokenizer)
@@ -122,7 +131,9 @@ async def test_a_registered_server_says_that_it_leaves_before_it_refuses(tokeniz
     async def takes(call: Call) -> None:
         said = open_record(call.raw, _SECRET.encode(), int(time.time() * 1000))
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
-            heard.append((said.leaving, (await http.get(f"{said.url}/health")).status_code))
+            heard.append(
+                (said.leaving, (await http.get(f"{said.url}/health")).status_code)
+            )
         await call.answer(200, {})
 
     engine, proxy = _EndingEngine(), Fake(takes)
@@ -148,7 +159,9 @@ async def test_a_server_that_ends_keeps_its_engine_while_its_kv_is_awaited(token
         assert await serving == 0
 
 
-async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(tokenizer, caplog):
+async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(
+    tokenizer, caplog
+):
     engine = _EndingEngine()
     async with _made(engine, shutdown_grace_s=1.0) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
@@ -156,7 +169,9 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(t
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n"
         writer.write(head + b"expect: 100-continue\r\n\r\n{")
-        assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # it is being read
+        assert (
+            await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+        )  # it is being read
         server.stop.set_result(None)
         answer = await reader.read()
         writer.close()
@@ -165,7 +180,9 @@ async def test_a_client_still_sending_its_request_is_told_when_the_server_ends(t
     assert "Traceback" not in caplog.text
 
 
-async def test_an_engine_that_failed_and_does_not_end_is_given_up(tokenizer, monkeypatch):
+async def test_an_engine_that_failed_and_does_not_end_is_given_up(
+    tokenizer, monkeypatch
+):
     monkeypatch.setattr("engine.serve._ENDING_S", 0.05)
     engine = _EndingEngine()
     async with _made(engine) as (server, listener):
@@ -190,7 +207,10 @@ class _Watched(_EndingEngine):
 
 @pytest.mark.parametrize(
     ("silences", "told"),
-    [("sss.sss.sss.", "it was looked at to the end"), ("sss.ssss....", "said nothing for 0.01 s")],
+    [
+        ("sss.sss.sss.", "it was looked at to the end"),
+        ("sss.ssss....", "said nothing for 0.01 s"),
+    ],
 )
 async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatch):
     monkeypatch.setattr("engine.serve._ENDING_S", 0.0)
@@ -201,7 +221,9 @@ async def test_only_silence_without_a_break_is_a_hang(silences, told, monkeypatc
 
 
 def test_gpus_are_not_named_to_a_server_on_the_cpu():
-    with pytest.raises(StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"):
+    with pytest.raises(
+        StartFailure, match=r"--devices 0,1 names GPUs .*`baton doctor`"
+    ):
         _devices(PrefillSettings(_cli_parse_args=[], devices=(0, 1), tp=2), "cpu")
 
 
@@ -217,7 +239,9 @@ class _Started(Exception):
         ("cuda", False, _Started),  # to hear from the ranks that there is none
     ],
 )
-async def test_a_model_no_backend_serves_is_refused_at_once(monkeypatch, device, has_gpu, refusal):
+async def test_a_model_no_backend_serves_is_refused_at_once(
+    monkeypatch, device, has_gpu, refusal
+):
     def start(config: EngineConfig) -> None:
         raise _Started
 
@@ -231,7 +255,9 @@ async def test_a_model_no_backend_serves_is_refused_at_once(monkeypatch, device,
 
 
 @pytest.mark.parametrize("wrong", ["tokenizer", "port"])
-async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_path, wrong):
+async def test_what_is_wrong_is_told_before_weights_are_there(
+    monkeypatch, tmp_path, wrong
+):
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         options: dict[str, Any] = {"model": str(ensure_model("gqa")), "device": "cpu"}
@@ -257,8 +283,12 @@ async def test_what_is_wrong_is_told_before_weights_are_there(monkeypatch, tmp_p
             engine.close()
 
 
-async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(monkeypatch):
-    async with _made(_EndingEngine(), model=str(ensure_model("gqa")), device="cpu") as made:
+async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(
+    monkeypatch,
+):
+    async with _made(
+        _EndingEngine(), model=str(ensure_model("gqa")), device="cpu"
+    ) as made:
         server, listener = made
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -284,7 +314,9 @@ async def test_nobody_is_served_before_the_tokenizer_is_there_if_the_engine_is(m
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path):
-    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "config.json"))
+    error = PermissionError(
+        errno.EACCES, "Permission denied", str(tmp_path / "config.json")
+    )
     assert _told(error) == f"{tmp_path}/config.json: Permission denied"
     assert _told(ValueError("no such model")) == "no such model"
 
@@ -310,4 +342,8 @@ def test_every_start_has_ids_of_its_own():
     folder = ensure_model("gqa")
     settings = PrefillSettings(_cli_parse_args=[], device="cpu")
     made = [engine_config(settings, b"", folder, load_config(folder)) for _ in range(9)]
-    assert len({one.incarnation for one in made}) == len({one.engine_id for one in made}) == 9
+    assert (
+        len({one.incarnation for one in made})
+        == len({one.engine_id for one in made})
+        == 9
+    )

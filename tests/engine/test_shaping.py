@@ -24,9 +24,13 @@ from tests.rigs.shadow import add
 VOCAB = 70  # no multiple of 32
 
 
-def _sequence(prompt: list[int], stop: list[int] | None = None, **sampling: Any) -> Sequence:
+def _sequence(
+    prompt: list[int], stop: list[int] | None = None, **sampling: Any
+) -> Sequence:
     params = SamplingParams(temperature=0.0, **sampling)
-    sequence = Sequence.from_request(add("a", prompt, 99, params, stop_token_ids=stop or []))
+    sequence = Sequence.from_request(
+        add("a", prompt, 99, params, stop_token_ids=stop or [])
+    )
     sequence.phase = Phase.RUNNING
     return sequence
 
@@ -42,7 +46,10 @@ def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
             logit = logit / penalty if logit > 0 else logit * penalty
         logit -= sampling.frequency_penalty * outputs.count(token)
         logit -= sampling.presence_penalty * (token in outputs)
-        if len(outputs) < sampling.min_tokens and token in sequence.request.stop_token_ids:
+        if (
+            len(outputs) < sampling.min_tokens
+            and token in sequence.request.stop_token_ids
+        ):
             logit = -math.inf
         shaped.append(logit)
     return shaped
@@ -66,7 +73,10 @@ class Bench:
         shaping = self.shaping(sequences)
         shaped = logits if shaping is None else shaping.apply(logits)
         expected = torch.tensor(
-            [_expected(s, row) for s, row in zip(sequences, logits.tolist(), strict=True)]
+            [
+                _expected(s, row)
+                for s, row in zip(sequences, logits.tolist(), strict=True)
+            ]
         )
         probabilities = (x.double().softmax(-1) for x in (shaped, expected))
         torch.testing.assert_close(*probabilities, rtol=1e-4, atol=1e-6)
@@ -79,7 +89,9 @@ class Bench:
             sequence.token_ids.append(token)
 
 
-_bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4)
+_bias = st.dictionaries(
+    st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4
+)
 _params = st.fixed_dictionaries(
     {}, optional={"presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
     "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
@@ -93,7 +105,8 @@ _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 @given(
     specs=st.lists(st.tuples(_prompts, _params), min_size=1, max_size=12),
     rounds=st.lists(
-        st.tuples(st.sets(st.integers(0, 11), min_size=1), st.integers(0, 23)), max_size=14
+        st.tuples(st.sets(st.integers(0, 11), min_size=1), st.integers(0, 23)),
+        max_size=14,
     ),
 )
 def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
@@ -101,7 +114,9 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
     sequences = [_sequence(prompt, [3, 4], **params) for prompt, params in specs]
     for members, event in rounds:
         chosen = [sequences[at] for at in sorted(members) if at < len(sequences)]
-        if event < len(sequences):  # one is preempted; what it drew, its new row must know
+        if event < len(
+            sequences
+        ):  # one is preempted; what it drew, its new row must know
             sequences[event].phase = Phase.WAITING
             bench.shaping([s for s in sequences if s.phase is Phase.RUNNING])
             sequences[event].phase = Phase.RUNNING
@@ -159,7 +174,9 @@ def test_only_allowed_tokens_are_drawn(temperature, limits):
     for seed in range(50):
         params = [SamplingParams(temperature=temperature, seed=seed, **limits)] * 3  # type: ignore[arg-type]
         batch = SamplingBatch.from_params(params, [seed] * 3)
-        drawn = sample(logits, batch, shaper.masked(None, _mask(*allowed))).token_ids.tolist()
+        drawn = sample(
+            logits, batch, shaper.masked(None, _mask(*allowed))
+        ).token_ids.tolist()
         assert all(token in row for token, row in zip(drawn, allowed, strict=True))
 
 

@@ -18,14 +18,20 @@ from protocol.settings.options import AccessOptions
 from tests.proxy.fakes import Rig, until
 from tests.rigs.http_server import Running, serving
 
-CLIENT, ROOT, SERVER = "sk-client-0123456789", "sk-root-0123456789", "sk-server-0123456789"
+CLIENT, ROOT, SERVER = (
+    "sk-client-0123456789",
+    "sk-root-0123456789",
+    "sk-server-0123456789",
+)
 
 
 def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
     """A certificate for this machine's loopback, which vouches for itself, and its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     names = "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2".split()
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2".split()
+    )
     command += ["-subj", f"/CN={name}", "-addext", names, "-keyout", key, "-out", cert]
     subprocess.run([*command, *(more or ("-noenc",))], check=True, capture_output=True)
     return cert, key
@@ -71,7 +77,9 @@ async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
                     assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
                 shown = [answer, stream, *[await client.get(path) for path in PATHS]]
                 for bad in BAD:
-                    shown.append(await client.post("/v1/completions", content=json.dumps(bad)))
+                    shown.append(
+                        await client.post("/v1/completions", content=json.dumps(bad))
+                    )
                 host = {"host": "attacker.example"}
                 shown.append(await client.get("/ready", headers=host))
                 await server.engine.close()
@@ -79,7 +87,14 @@ async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
                 shown.append(await client.post("/v1/completions", json=body))
                 assert shown[-1].status_code >= 500
                 _, _, address = url.partition("//")
-                secrets = (address, address.partition(":")[2], CLIENT, ROOT, SERVER, "engine.sock")
+                secrets = (
+                    address,
+                    address.partition(":")[2],
+                    CLIENT,
+                    ROOT,
+                    SERVER,
+                    "engine.sock",
+                )
                 for one in shown:
                     text = f"{one.headers} {one.text}"
                     assert not [secret for secret in secrets if secret in text], one.url
@@ -90,14 +105,24 @@ async def test_keys_and_tls_from_the_client_to_the_server(tokenizer, pairs):
 
 PATHS = (
     *("/health", "/ready", "/metrics", "/stats", "/docs", "/v1/models", "/v1/models/m"),
-    *("/nothing", "/ui/state", "/admin/members", "/v1/completions", "/openapi.json", "/"),
+    *(
+        "/nothing",
+        "/ui/state",
+        "/admin/members",
+        "/v1/completions",
+        "/openapi.json",
+        "/",
+    ),
 )
 BAD: tuple[Any, ...] = (
     {"prompt": "ab", "model": "other"},
     {"prompt": 3},
     {"prompt": "a" * 200},
     {"prompt": "ab", "unknown": 1},
-    {"prompt": "ab", "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
+    {
+        "prompt": "ab",
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"},
+    },
     [],
 )
 
@@ -106,11 +131,16 @@ BAD: tuple[Any, ...] = (
     ("options", "told"),
     [
         ({}, "it has API keys: set --upstream-api-key"),
-        ({"upstream_api_key": SecretStr("another-key")}, "it has API keys: set --upstream-api-key"),
+        (
+            {"upstream_api_key": SecretStr("another-key")},
+            "it has API keys: set --upstream-api-key",
+        ),
         ({"tls_ca": None}, "certificate verify failed"),
     ],
 )
-async def test_a_proxy_that_its_server_does_not_trust_says_why(options, told, tokenizer, pairs):
+async def test_a_proxy_that_its_server_does_not_trust_says_why(
+    options, told, tokenizer, pairs
+):
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
         url = server.http.base_url
@@ -121,7 +151,9 @@ async def test_a_proxy_that_its_server_does_not_trust_says_why(options, told, to
 
 
 async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(tokenizer):
-    async with serving(tokenizer, role="decode", api_key=(SecretStr(CLIENT),)) as server:
+    async with serving(
+        tokenizer, role="decode", api_key=(SecretStr(CLIENT),)
+    ) as server:
         async with proxying(server.http.base_url) as proxy:
             await until(lambda: proxy.is_ready(0))
             for key, status in ((CLIENT, 200), ("another-key", 401)):
@@ -133,9 +165,14 @@ async def test_without_keys_at_the_proxy_clients_bring_those_of_the_server(token
 async def test_a_renewed_certificate_is_served_and_half_of_one_is_not(tmp_path, caplog):
     cert, key = made(tmp_path, "old")
     ca = str(shutil.copy(cert, tmp_path / "ca"))
-    certificate, verified = Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca)), trusted(ca)
+    certificate, verified = (
+        Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca)),
+        trusted(ca),
+    )
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
-    server = await asyncio.start_server(lambda _, w: w.close(), "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(
+        lambda _, w: w.close(), "127.0.0.1", 0, ssl=context
+    )
     port = server.sockets[0].getsockname()[1]
 
     async def served() -> bytes:
@@ -171,13 +208,19 @@ def test_files_that_cannot_serve_are_refused_with_the_fix(tmp_path):
     text = str(tmp_path / "text")
     for pair, told in (
         ((cert, text), "give PEM files"),
-        ((other, key), "KEY_VALUES_MISMATCH; give PEM files that can be read, a certificate and"),
+        (
+            (other, key),
+            "KEY_VALUES_MISMATCH; give PEM files that can be read, a certificate and",
+        ),
         ((text, key), "give PEM files"),
         ((cert, "/no/file"), "No such file"),
         (locked, "is encrypted; give one that is not"),
     ):
         with pytest.raises(ValueError, match=told):
             Certificate(AccessOptions(**tls(pair)))
-    for file, told in ((text, "--tls-ca .*text: .*give a PEM"), ("/no/file", "No such file")):
+    for file, told in (
+        (text, "--tls-ca .*text: .*give a PEM"),
+        ("/no/file", "No such file"),
+    ):
         with pytest.raises(ValueError, match=told):
             trusted(file)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from engine.text.chat_template import BrokenTemplate, ChatTemplate
 from engine.text.grammar_compile import vocabulary_of
@@ -42,11 +49,18 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def train(tokenizer: tokenizers.Tokenizer, special: list[str], alphabet: list[str]) -> None:
+def train(
+    tokenizer: tokenizers.Tokenizer, special: list[str], alphabet: list[str]
+) -> None:
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(["the cat sat on the mat, he said hello world"] * 5, trainer)
+    tokenizer.train_from_iterator(
+        ["the cat sat on the mat, he said hello world"] * 5, trainer
+    )
 
 
 def write_byte_level(folder: Path) -> None:
@@ -85,16 +99,24 @@ def write_sentencepiece_like(folder: Path) -> None:
     )
     saved = json.loads(tokenizer.to_str())
     # The trainer made the byte tokens special; in such models they are plain vocabulary.
-    saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] in special]
+    saved["added_tokens"] = [
+        t for t in saved["added_tokens"] if t["content"] in special
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(saved))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(names))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-MAKERS = {"byte-level": write_byte_level, "sentencepiece-like": write_sentencepiece_like}
+MAKERS = {
+    "byte-level": write_byte_level,
+    "sentencepiece-like": write_sentencepiece_like,
+}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +144,9 @@ def assert_equal_to_transformers(folder: Path) -> None:
         assert text == theirs.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
-        assert ours.encode(text, add_special_tokens=False) == theirs.apply_chat_template(
+        assert ours.encode(
+            text, add_special_tokens=False
+        ) == theirs.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
 
@@ -135,7 +159,18 @@ def test_it_equals_transformers(folders, name):
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     "unit",
-    ["the cat sat, ", " ", "hello", "0", "<|end|>", "<extra>", "e\u0301", "你", "🙂", "\r\n"],
+    [
+        "the cat sat, ",
+        " ",
+        "hello",
+        "0",
+        "<|end|>",
+        "<extra>",
+        "e\u0301",
+        "你",
+        "🙂",
+        "\r\n",
+    ],
 )
 def test_no_text_has_fewer_tokens_than_its_bound(folders, name, unit):
     tokenizer = Tokenizer(folders[name])
@@ -182,7 +217,9 @@ def test_a_token_is_shown_by_its_text(folders, kind, text, shown):
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
 def test_a_part_of_a_character_is_shown_by_its_bytes(folders, kind):
     tokenizer = Tokenizer(folders[kind])
-    shown = [tokenizer.token_text(i) for i in tokenizer.encode("€", add_special_tokens=False)]
+    shown = [
+        tokenizer.token_text(i) for i in tokenizer.encode("€", add_special_tokens=False)
+    ]
     raw = b"".join(token.raw for token in shown)
     assert raw.decode().strip() == "€"
     parts = [token.text for token in shown if token.text.startswith("bytes:")]
@@ -325,7 +362,10 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{{ messages[0].role }}", "continue_final_message"),  # drops the message's text
+        (
+            "{{ messages[0].role }}",
+            "continue_final_message",
+        ),  # drops the message's text
         (None, "no chat template"),
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
     ],
@@ -338,7 +378,9 @@ def test_a_template_refuses_in_words_for_the_client(tmp_path, template, told):
         tokenizer.render_chat(messages, continue_final_message=True)
 
 
-_SEVERAL = [{"name": n, "template": f"config's {n}"} for n in ("tool_use", "rag", "default")]
+_SEVERAL = [
+    {"name": n, "template": f"config's {n}"} for n in ("tool_use", "rag", "default")
+]
 _TOOL_USE = "additional_chat_templates/tool_use.jinja"
 
 
@@ -349,11 +391,16 @@ _TOOL_USE = "additional_chat_templates/tool_use.jinja"
         (_SEVERAL[1:], {}),
         (_SEVERAL, {"chat_template.jinja": "a file"}),
         (_SEVERAL, {"chat_template.json": '{"chat_template": "not this"}'}),
-        ("one", {"chat_template.jinja": "a file", _TOOL_USE: "{{ tools | length }} tools"}),
+        (
+            "one",
+            {"chat_template.jinja": "a file", _TOOL_USE: "{{ tools | length }} tools"},
+        ),
         (None, {"chat_template.json": '{"chat_template": "a processor\'s"}'}),
     ],
 )
-def test_of_several_templates_that_is_taken_which_transformers_takes(tmp_path, listed, files):
+def test_of_several_templates_that_is_taken_which_transformers_takes(
+    tmp_path, listed, files
+):
     write_byte_level(tmp_path)
     config = json.loads((tmp_path / _CONFIG).read_text())
     (tmp_path / _CONFIG).write_text(json.dumps({**config, "chat_template": listed}))
@@ -361,14 +408,19 @@ def test_of_several_templates_that_is_taken_which_transformers_takes(tmp_path, l
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     transformers = pytest.importorskip("transformers")
-    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = (
+        Tokenizer(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
     messages = [{"role": "user", "content": "Hi"}]
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
         found = ours.render_chat(messages, tools=tools)
         if listed is None:  # which its tokenizers alone do not read
             assert found == "a processor's"
         else:
-            assert found == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+            assert found == theirs.apply_chat_template(
+                messages, tools=tools, tokenize=False
+            )
 
 
 @pytest.mark.parametrize("content", ["Well, ", "Well,", " a b "])
@@ -382,8 +434,14 @@ def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
         "{% if add_generation_prompt %}<assistant>{% endif %}{{ shout }}{{ bos_token }}"
     )
     transformers = pytest.importorskip("transformers")
-    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    ours, theirs = (
+        Tokenizer(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content},
+    ]
     own = {"shout": True, "bos_token": "<b>"}  # goes before the model's
     for options in (
         {"continue_final_message": True, "add_generation_prompt": False},
@@ -391,7 +449,9 @@ def test_a_message_is_continued_as_transformers_does(tmp_path, content, strips):
         {"add_generation_prompt": True},
     ):
         found = ours.render_chat(messages, **options, variables=own)
-        assert found == theirs.apply_chat_template(messages, tokenize=False, **options, **own)
+        assert found == theirs.apply_chat_template(
+            messages, tokenize=False, **options, **own
+        )
 
 
 @pytest.mark.parametrize(

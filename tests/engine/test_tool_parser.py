@@ -34,7 +34,10 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
         found += parsed.calls
     calls = join_pieces(found)
     assert [call.index for call in calls] == list(range(parser.num_calls))
-    assert all(call.id and re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call.id) for call in calls)
+    assert all(
+        call.id and re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call.id)
+        for call in calls
+    )
     return content, [(call.name or "", call.arguments) for call in calls]
 
 
@@ -189,13 +192,17 @@ def test_an_answer_is_read_the_same_however_it_is_cut(kind, text, content, calls
     cuts += [[text[:at], text[at:]] for at in range(len(text))]
     for _ in range(20):
         at = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
-        cuts.append([text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)])
+        cuts.append(
+            [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
+        )
     for pieces in cuts:
         assert read(new(kind), pieces) == (content, calls), pieces
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3_json", "required"])
-@pytest.mark.parametrize("nested", ['{"name": "add", "arguments": %s}', '{"name": %s}', "{%s: 1}"])
+@pytest.mark.parametrize(
+    "nested", ['{"name": "add", "arguments": %s}', '{"name": %s}', "{%s: 1}"]
+)
 def test_brackets_nested_without_end_are_text_like_any_other(kind, nested):
     deep = "[" * 20_000 + "]" * 20_000
     text = nested % deep
@@ -254,7 +261,8 @@ def test_a_value_of_many_tags_is_looked_at_once(piece, is_whole):
     text = piece * 6_000
     pieces = [text] if is_whole else [*text]
     content, ((_, arguments),) = read(
-        new("qwen3_coder"), ["<function=add><parameter=s>", *pieces, "</parameter></function>"]
+        new("qwen3_coder"),
+        ["<function=add><parameter=s>", *pieces, "</parameter></function>"],
     )
     assert content == "" and len(arguments) == len(text) + len('{"s": ""}')
 
@@ -263,7 +271,10 @@ def test_arguments_come_as_they_are_written():
     """The name first and alone, then pieces of the arguments, not all at the end."""
     parser = new("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
-    pieces = [parser.feed(text).calls for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")]
+    pieces = [
+        parser.feed(text).calls
+        for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")
+    ]
     told = [[piece.arguments for piece in some] for some in pieces]
     assert told == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
 
@@ -272,15 +283,31 @@ def test_arguments_come_as_they_are_written():
     ("option", "template", "syntax"),
     [
         ("auto", "{{ tools }} <tool_call>", "hermes"),
-        ("auto", '{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
+        (
+            "auto",
+            '{{ tools }} {"name": function name, "parameters": dictionary}',
+            "llama3_json",
+        ),
         ("auto", "{{ tools }} <|python_tag|>", "llama3_json"),
         ("auto", "<|python_tag|> of a template that is told of no functions", "hermes"),
         ("auto", None, "hermes"),
         ("auto", "{{ tools }} [AVAILABLE_TOOLS] ... [TOOL_CALLS]", "mistral"),
-        ("auto", "{{ tools }} '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' ", "deepseek_v3"),
+        (
+            "auto",
+            "{{ tools }} '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' ",
+            "deepseek_v3",
+        ),
         ("auto", "{{ tools }} <tool_call>\n<function=example_name>", "qwen3_coder"),
-        ("auto", "{{ tools }} <tool_call>{function-name}\n<arg_key>{arg-key-1}", "glm45"),
-        ("auto", '{{ tools }} "parameters": [func_name1(param1=value1), ...]', "pythonic"),
+        (
+            "auto",
+            "{{ tools }} <tool_call>{function-name}\n<arg_key>{arg-key-1}",
+            "glm45",
+        ),
+        (
+            "auto",
+            '{{ tools }} "parameters": [func_name1(param1=value1), ...]',
+            "pythonic",
+        ),
         ("llama3_json", None, "llama3_json"),
         ("hermes", "{{ tools }} <|python_tag|>", "hermes"),
     ],
@@ -289,13 +316,17 @@ def test_the_syntax_is_the_option_s_or_the_template_s(option, template, syntax):
     assert tool_syntax(option, ChatTemplate(template) if template else None) == syntax
 
 
-@pytest.mark.parametrize("schema", [{"anyOf": 5}, {"oneOf": "x"}, {"type": 5}, {"anyOf": [5]}, 5])
+@pytest.mark.parametrize(
+    "schema", [{"anyOf": 5}, {"oneOf": "x"}, {"type": 5}, {"anyOf": [5]}, 5]
+)
 def test_a_schema_that_is_none_says_nothing_of_a_parameter(schema):
     function = {"name": "add", "parameters": {"properties": {"a": schema}}}
     tools = Tools(({"type": "function", "function": function},), "auto")
     parser = create_tool_parser(tools, "qwen3_coder")
     assert parser is not None
-    call = "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>"
+    call = (
+        "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>"
+    )
     assert read(parser, [call]) == ("", [("add", '{"a": [1]}')])
 
 

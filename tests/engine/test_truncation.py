@@ -10,21 +10,32 @@ from msgspec.structs import replace
 from engine.text.tokenizer import Tokenizer
 from tests.engine.test_http_responses import FLAT
 from tests.engine.test_tokenizer import write_sentencepiece_like
-from tests.rigs.http_server import CONTEXT, READY, Server, saying, serving, with_template
+from tests.rigs.http_server import (
+    CONTEXT,
+    READY,
+    Server,
+    saying,
+    serving,
+    with_template,
+)
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ROOMY = replace(READY, max_model_len=4096)
 ALPHABET = string.ascii_lowercase * 20  # of 520 tokens, one per character
 
 
-async def prompt_of(server: Server, path: str = "/v1/completions", **body: Any) -> list[int]:
+async def prompt_of(
+    server: Server, path: str = "/v1/completions", **body: Any
+) -> list[int]:
     """The token ids that the engine is given."""
     answer = await server.http.post(path, json={"model": "m", **body})
     assert answer.status_code == 200, answer.text
     return server.engine.added[-1].token_ids
 
 
-async def error_of(server: Server, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+async def error_of(
+    server: Server, path: str = "/v1/completions", **body: Any
+) -> dict[str, Any]:
     answer = await server.http.post(path, json={"model": "m", **body})
     assert answer.status_code == 400, answer.text
     error: dict[str, Any] = answer.json()["error"]
@@ -38,17 +49,28 @@ async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
     async with serving(tokenizer, saying(tokenizer, "x")) as server:
         ids = tokenizer.encode(ALPHABET)
         for prompt in (ALPHABET, ids):
-            assert await prompt_of(server, prompt=prompt, truncate_prompt_tokens=7) == ids[-7:]
+            assert (
+                await prompt_of(server, prompt=prompt, truncate_prompt_tokens=7)
+                == ids[-7:]
+            )
         for prompt in ("ab", ids[:2]):  # which is no longer than that
-            assert await prompt_of(server, prompt=prompt, truncate_prompt_tokens=2) == ids[:2]
+            assert (
+                await prompt_of(server, prompt=prompt, truncate_prompt_tokens=2)
+                == ids[:2]
+            )
         several = {"prompt": [ALPHABET, "b"], "truncate_prompt_tokens": 3}
         await prompt_of(server, **several)
-        assert [add.token_ids for add in server.engine.added[-2:]] == [ids[-3:], ids[1:2]]
+        assert [add.token_ids for add in server.engine.added[-2:]] == [
+            ids[-3:],
+            ids[1:2],
+        ]
         messages = [{"role": "user", "content": ALPHABET}]
         chat = {"messages": messages, "truncate_prompt_tokens": 5}
         assert await prompt_of(server, CHAT, **chat) == tokenizer.encode("wxyz;")
         response = {"input": ALPHABET, "truncate_prompt_tokens": 5}
-        assert await prompt_of(server, RESPONSES, **response) == tokenizer.encode("wxyz;")
+        assert await prompt_of(server, RESPONSES, **response) == tokenizer.encode(
+            "wxyz;"
+        )
 
 
 @pytest.mark.parametrize(
@@ -60,9 +82,13 @@ async def test_the_last_tokens_of_each_prompt_are_kept(tokenizer):
         ({}, CONTEXT - CONTEXT // 4),  # kept free for an answer of unknown length
     ],
 )
-async def test_minus_1_keeps_what_fits_the_context_beside_the_answer(limits, kept, tokenizer):
+async def test_minus_1_keeps_what_fits_the_context_beside_the_answer(
+    limits, kept, tokenizer
+):
     async with serving(tokenizer, saying(tokenizer, "x")) as server:
-        found = await prompt_of(server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits)
+        found = await prompt_of(
+            server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits
+        )
         assert found == tokenizer.encode(ALPHABET)[-kept:]
 
 
@@ -70,7 +96,10 @@ async def test_an_answer_that_does_not_fit_is_refused_whatever_is_cut(tokenizer)
     async with serving(tokenizer) as server:
         limits = {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}
         error = await error_of(server, prompt=ALPHABET, **limits)
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        assert (error["code"], error["param"]) == (
+            "context_length_exceeded",
+            "max_tokens",
+        )
         for wrong in (0, -2, 1.5, "auto", True, 2**31):
             error = await error_of(server, prompt="a", truncate_prompt_tokens=wrong)
             assert error["param"] == "truncate_prompt_tokens"
@@ -83,9 +112,13 @@ async def test_the_tokens_before_every_text_stay(tmp_path: Path) -> None:
     async with serving(tokenizer, saying(tokenizer, "x"), ready=ready) as server:
         before = tokenizer.encode("")
         whole = tokenizer.encode("Hi Hi Hi Hi")
-        assert before and whole[: len(before)] == before and len(whole) > len(before) + 2
+        assert (
+            before and whole[: len(before)] == before and len(whole) > len(before) + 2
+        )
         limit = len(before) + 2
-        found = await prompt_of(server, prompt="Hi Hi Hi Hi", truncate_prompt_tokens=limit)
+        found = await prompt_of(
+            server, prompt="Hi Hi Hi Hi", truncate_prompt_tokens=limit
+        )
         assert found == [*before, *whole[-2:]]
         found = await prompt_of(server, prompt=whole, truncate_prompt_tokens=limit)
         assert found == whole[-limit:]  # token ids are the client's own
@@ -137,11 +170,23 @@ def said(role: str, text: str) -> dict[str, Any]:
 
 
 def called(number: int) -> list[dict[str, Any]]:
-    call = {"type": "function_call", "call_id": f"c{number}", "name": "add", "arguments": "{}"}
-    return [call, {"type": "function_call_output", "call_id": f"c{number}", "output": "o" * 9}]
+    call = {
+        "type": "function_call",
+        "call_id": f"c{number}",
+        "name": "add",
+        "arguments": "{}",
+    }
+    return [
+        call,
+        {"type": "function_call_output", "call_id": f"c{number}", "output": "o" * 9},
+    ]
 
 
-CONVERSATION = [said("user", "1" * 9), said("assistant", "2" * 9), said("user", "3" * 9)]
+CONVERSATION = [
+    said("user", "1" * 9),
+    said("assistant", "2" * 9),
+    said("user", "3" * 9),
+]
 LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
 
 
@@ -164,9 +209,16 @@ LATER = [said("assistant", "4" * 9), said("user", "5" * 9)]
         ("x" * 9, 50, "uxxxxxxxxx;"),
     ],
 )  # fmt: skip
-async def test_the_oldest_items_are_dropped_until_the_rest_fits(given, limit, prompt, tokenizer):
+async def test_the_oldest_items_are_dropped_until_the_rest_fits(
+    given, limit, prompt, tokenizer
+):
     knowing = with_template(tokenizer, TEMPLATE + "{# tools #}")
-    body = {"input": given, "max_output_tokens": limit, "truncation": "auto", "tools": [FLAT]}
+    body = {
+        "input": given,
+        "max_output_tokens": limit,
+        "truncation": "auto",
+        "tools": [FLAT],
+    }
     async with serving(knowing, saying(knowing, "x")) as server:
         assert knowing.decode(await prompt_of(server, RESPONSES, **body)) == prompt
         told = (await server.http.post(RESPONSES, json=body)).json()
@@ -187,7 +239,11 @@ async def test_a_template_may_refuse_what_begins_with_an_answer(tokenizer):
 
 async def test_instructions_stay(tokenizer):
     knowing = with_template(tokenizer, TEMPLATE)
-    body = {"instructions": "Be kind", "input": [*CONVERSATION, *LATER], "truncation": "auto"}
+    body = {
+        "instructions": "Be kind",
+        "input": [*CONVERSATION, *LATER],
+        "truncation": "auto",
+    }
     async with serving(knowing, saying(knowing, "x")) as server:
         found = await prompt_of(server, RESPONSES, **body, max_output_tokens=30)
         assert knowing.decode(found) == "sBe kind;u555555555;"
@@ -200,7 +256,9 @@ async def test_without_a_limit_there_is_space_for_an_answer(tokenizer):
         found = await prompt_of(server, RESPONSES, **body)
         assert len(found) == 33 <= CONTEXT - CONTEXT // 4
         # One that is the last fits the context, and is served as without truncation.
-        found = await prompt_of(server, RESPONSES, input="x" * (CONTEXT - 4), truncation="auto")
+        found = await prompt_of(
+            server, RESPONSES, input="x" * (CONTEXT - 4), truncation="auto"
+        )
         assert len(found) == CONTEXT - 2
 
 
@@ -210,7 +268,9 @@ async def test_a_last_item_that_does_not_fit_is_refused(tokenizer):
     async with serving(knowing, saying(knowing, "x")) as server:
         error = await error_of(server, RESPONSES, input=items, truncation="auto")
         assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
-        error = await error_of(server, RESPONSES, input=CONVERSATION * 9)  # as by default
+        error = await error_of(
+            server, RESPONSES, input=CONVERSATION * 9
+        )  # as by default
         assert error["code"] == "context_length_exceeded"
         error = await error_of(server, RESPONSES, input="a", truncation="middle")
         assert error["param"] == "truncation"

@@ -64,7 +64,10 @@ def test_no_step_reads_what_a_window_has_dropped(data: st.DataObject) -> None:
     asked, gone = {}, set()
     for index in range(data.draw(st.integers(2, 9))):
         shared = noise.randrange(0, 26)
-        prompt = [*range(shared), *(noise.randrange(3) for _ in range(noise.randrange(1, 8)))]
+        prompt = [
+            *range(shared),
+            *(noise.randrange(3) for _ in range(noise.randrange(1, 8))),
+        ]
         num, choices = noise.randrange(1, 9), noise.choice([1, 1, 1, 3])
         asked[str(index)] = prompt, num, choices
         members = {"retain_kv": lends and noise.random() < 0.5}

@@ -21,7 +21,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LOGS = ROOT / "build" / "gpu-tests"
 TIMEOUT_S = float(os.environ.get("BATON_TEST_GPU_TIMEOUT_S", "300"))
-SHARDS = {"test_pulls": 7, "test_runner": 4, "test_flashinfer": 6, "test_nothing_late": 9}
+SHARDS = {
+    "test_pulls": 7,
+    "test_runner": 4,
+    "test_flashinfer": 6,
+    "test_nothing_late": 9,
+}
 _FAILURES = re.compile(r"^(FAILED|ERROR|E   ).*", re.MULTILINE)
 
 
@@ -53,7 +58,9 @@ def groups(devices: list[str], *, alone: bool) -> list[Group]:
             shard = f"{index}/{num_shards}"
             if "mark.gpu" in text:
                 device = devices[len(made) % len(devices)]
-                made.append(Group(file, f"gpu and not multi_gpu and {which}", device, shard))
+                made.append(
+                    Group(file, f"gpu and not multi_gpu and {which}", device, shard)
+                )
             if "mark.multi_gpu" in text and len(devices) > 1:
                 marks = f"multi_gpu and {which}"
                 made.append(Group(file, marks, ",".join(devices), shard))
@@ -61,8 +68,22 @@ def groups(devices: list[str], *, alone: bool) -> list[Group]:
 
 
 def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=8", "--durations-min=1"]
-    command += ["-p", "no:cacheprovider", "--tb=short", "-m", group.marks, str(group.file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--durations=8",
+        "--durations-min=1",
+    ]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        group.marks,
+        str(group.file),
+    ]
     env = {"CUDA_VISIBLE_DEVICES": group.devices, "BATON_TEST_SHARD": group.shard}
     env["OMP_NUM_THREADS"] = "2"  # what runs on the CPU is small, and they are many
     started_s = time.monotonic()
@@ -83,8 +104,14 @@ def run(group: Group, options: list[str]) -> tuple[Group, int, str]:
             code = 124
     took_s = time.monotonic() - started_s
     text = log.read_text(errors="replace")
-    lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
-    result = lines[-1].strip("= ") if lines else (text.splitlines() or ["no output"])[-1]
+    lines = [
+        line
+        for line in text.splitlines()
+        if re.search(r"\d+ (passed|failed|error)", line)
+    ]
+    result = (
+        lines[-1].strip("= ") if lines else (text.splitlines() or ["no output"])[-1]
+    )
     print(f"{took_s:6.1f} s  {code:3d}  {group.name}: {result[:120]}", flush=True)
     return group, code, text
 
@@ -95,8 +122,13 @@ def visible_devices() -> list[str]:
         return [device for device in listed.split(",") if device]
     if shutil.which("nvidia-smi") is None:
         return []
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return [str(index) for index in range(len(re.findall("^GPU ", found.stdout, re.MULTILINE)))]
+    found = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+    )
+    return [
+        str(index)
+        for index in range(len(re.findall("^GPU ", found.stdout, re.MULTILINE)))
+    ]
 
 
 def main(options: list[str]) -> int:
@@ -111,12 +143,16 @@ def main(options: list[str]) -> int:
         chosen = groups(devices, alone=alone)
         with ThreadPoolExecutor(1 if alone else len(chosen) or 1) as pool:
             done += list(pool.map(lambda group: run(group, options), chosen))
-    bad = [(group, text) for group, code, text in done if code not in (0, 5)]  # 5: no tests
+    bad = [
+        (group, text) for group, code, text in done if code not in (0, 5)
+    ]  # 5: no tests
     for group, text in bad:
         print(f"---- {group.name}")
         found = [match.group(0)[:180] for match in _FAILURES.finditer(text)]
         print("\n".join(found[-14:] or text.splitlines()[-6:]))
-    print(f"{len(done)} processes, {len(bad)} failed, {time.monotonic() - started_s:.0f} s")
+    print(
+        f"{len(done)} processes, {len(bad)} failed, {time.monotonic() - started_s:.0f} s"
+    )
     return 1 if bad else 0
 
 

@@ -23,7 +23,12 @@ SIZES: dict[str, Any] = {
     "query_pre_attn_scalar": 256,  # of Gemma: else random keys differ so much that rounding tells
 }  # fmt: skip
 HEADS = {"head_dim": 64, "num_key_value_heads": 2}
-LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+LATENTS = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
 TOLERANCE = 0.15  # mean, of logits around 1
 ALIKE = 0.995  # cosine, the median: where two experts are as good, rounding may choose the other
 
@@ -44,5 +49,7 @@ def test_graphs_equal_eager_steps_and_these_the_cpu(name, tmp_path):
     for row, prompt in enumerate(PROMPTS):
         sequence = torch.tensor([*prompt, *(step[row] for step in tokens[:-1])])
         wanted = logits_of(on_cpu, sequence)[len(prompt) - 1 :]
-        alike.append(torch.cosine_similarity(eager[:, row].float().cpu(), wanted, dim=-1))
+        alike.append(
+            torch.cosine_similarity(eager[:, row].float().cpu(), wanted, dim=-1)
+        )
     assert torch.cat(alike).median() > ALIKE

@@ -19,7 +19,10 @@ from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import Decode, Prefill
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+]
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
@@ -33,7 +36,9 @@ def test_the_kernel_computes_what_torch_computes(scoped, widen, piece_bytes):
         ours.flat_bytes.random_(0, 256)
         on_gpu.flat_bytes.copy_(ours.flat_bytes)
         torch.cuda.synchronize()  # digests are computed on a stream of their own
-        by_torch, by_kernel = (Digester(end, case.heads, pool) for pool in (ours, on_gpu))
+        by_torch, by_kernel = (
+            Digester(end, case.heads, pool) for pool in (ours, on_gpu)
+        )
         assert by_kernel.values is not by_torch.values
         wanted = part_of(by_torch, scope, case.d.blocks, 1 << 20)
         assert part_of(by_kernel, scope, case.d.blocks, piece_bytes) == wanted

@@ -29,13 +29,23 @@ from tests.attention.reference import (
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # bfloat16
-SCALES = (0.02, 0.5, 0.003, 1.0)  # K and V of two layers; the third cuts the largest keys off
+SCALES = (
+    0.02,
+    0.5,
+    0.003,
+    1.0,
+)  # K and V of two layers; the third cuts the largest keys off
 make = partial(plain.make, name="flashinfer")
 check_step = partial(plain.check_step, tolerance=TOLERANCE)
 
 
 def gpu_shape(**sizes: object) -> Shape:
-    defaults = {"dtype": "bfloat16", "head_dim": 128, "block_size": 16, "device": "cuda"}
+    defaults = {
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "block_size": 16,
+        "device": "cuda",
+    }
     return Shape(**{"num_q_heads": 8, "num_kv_heads": 2, **defaults, **sizes})
 
 
@@ -96,7 +106,9 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
     check_steps(backend, shape, seqs, *steps, num_padding=3, **how)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", TOLERANCE)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", TOLERANCE)]
+)
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD"])
 def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
     shape = Shape(order=order, dtype=dtype, head_dim=64, block_size=16, device="cuda")
@@ -106,11 +118,18 @@ def test_torch_attends_on_a_gpu_as_well(order, dtype, tolerance):
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)])
-def test_long_new_prompts_read_the_kv_of_the_step(num_q_heads, num_kv_heads, head_dim, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)]
+)
+def test_long_new_prompts_read_the_kv_of_the_step(
+    num_q_heads, num_kv_heads, head_dim, monkeypatch
+):
     monkeypatch.setattr("attention.flashinfer_backend._FRESH_TOKENS_OF_EACH", 550)
     shape = gpu_shape(
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=300
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_blocks=300,
     )
     lens = [700, 513, 300, 1100, 40]
     seqs = make_sequences(shape, lens)
@@ -153,14 +172,21 @@ def test_a_new_prompt_of_nan_leaves_its_neighbours_alone(monkeypatch):
     assert middle.isnan().all()
     for seq, out in ((0, first), (2, last)):
         expected, _ = reference(shape, seqs, seq, 0, out.shape[1])
-        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(
+            out.double(), expected, atol=TOLERANCE, rtol=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("most", [304, 288])
 def test_blocks_of_8_bits_are_copied_for_prompts_where_they_fit(most, hopper):
     shape = gpu_shape(kv_dtype=FP8, scales=SCALES)
-    seqs, backend = make_sequences(shape, [300]), make(shape, limits=StepLimits(4, 512, most))
-    check_steps(backend, shape, seqs, [(0, 0, 150)], [(0, 150, 300)], tolerance=TOLERANCE)
+    seqs, backend = (
+        make_sequences(shape, [300]),
+        make(shape, limits=StepLimits(4, 512, most)),
+    )
+    check_steps(
+        backend, shape, seqs, [(0, 0, 150)], [(0, 150, 300)], tolerance=TOLERANCE
+    )
     (kernels,) = backend._of_kind.values()
     assert [part.copied is not None for part in kernels.parts] == [most > 300]
 
@@ -169,7 +195,9 @@ def test_blocks_of_8_bits_are_copied_for_prompts_where_they_fit(most, hopper):
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
 def test_blocks_beyond_32_bits_of_elements(kv_dtype):
     """A pool of 2**32 + elements: block strides must not overflow."""
-    shape = gpu_shape(num_kv_heads=8, num_blocks=140_000, block_size=64, kv_dtype=kv_dtype)
+    shape = gpu_shape(
+        num_kv_heads=8, num_blocks=140_000, block_size=64, kv_dtype=kv_dtype
+    )
     pool = make_pool(shape)
     assert pool.tensor.numel() > 2**32
     seqs = make_sequences(shape, [130, 70])
@@ -182,7 +210,9 @@ def test_blocks_beyond_32_bits_of_elements(kv_dtype):
 
 SPECIAL = {"num_q_heads": 6, "layers": plain.SPECIAL["soft caps, windows, sinks"]}
 both_pools = pytest.mark.parametrize(
-    "of_pool", [{}, {"kv_dtype": FP8, "scales": SCALES}, SPECIAL], ids=["16", "8", "special"]
+    "of_pool",
+    [{}, {"kv_dtype": FP8, "scales": SCALES}, SPECIAL],
+    ids=["16", "8", "special"],
 )
 
 
@@ -195,7 +225,11 @@ def test_a_captured_step_serves_later_batches_of_its_size(of_pool):
         if length > 1:
             check_step(backend, shape, seqs, [(seq, 0, length - 1)])
     replayed = _Captured(backend, shape, seqs, 4, (3, 4))
-    for rows in ([(0, 89)], [(1, 32), (2, 299), (4, 63)], [(2, 299), (0, 89), (1, 32), (3, 4)]):
+    for rows in (
+        [(0, 89)],
+        [(1, 32), (2, 299), (4, 63)],
+        [(2, 299), (0, 89), (1, 32), (3, 4)],
+    ):
         replayed.check(rows)
         # A longer eager step in between must leave all that the graph reads alone.
         check_step(backend, shape, seqs, [(2, 0, 299)])
@@ -218,7 +252,9 @@ def test_long_contexts_among_short_ones_are_cut_in_a_captured_step(num_seqs, kv_
     replayed.check(rows[::-1])
 
 
-def in_graph(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def in_graph(
+    call: Callable[[], torch.Tensor],
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of the call, which has run once before, and its result."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -233,12 +269,20 @@ def in_graph(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 class _Captured:
     """A step of `num_rows` single tokens in a graph, captured with one sequence in it."""
 
-    def __init__(self, backend, shape: Shape, seqs, num_rows: int, first: tuple[int, int]) -> None:
-        self.backend, self.shape, self.seqs, self.num_rows = backend, shape, seqs, num_rows
+    def __init__(
+        self, backend, shape: Shape, seqs, num_rows: int, first: tuple[int, int]
+    ) -> None:
+        self.backend, self.shape, self.seqs, self.num_rows = (
+            backend,
+            shape,
+            seqs,
+            num_rows,
+        )
         backend.reserve_captured(num_rows, 80)
         heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self.static = [
-            torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads
+            torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda")
+            for n in heads
         ]
         backend.plan_captured(_decode_batch(shape, seqs, [first]), num_rows)
         self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
@@ -253,20 +297,27 @@ class _Captured:
         self.backend.plan_captured(batch, self.num_rows)
         self.graph.replay()
         for row, (seq, position) in enumerate(rows):
-            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0][0, 0]
+            expected = reference(self.shape, self.seqs, seq, position, position + 1)[0][
+                0, 0
+            ]
             torch.testing.assert_close(
                 self.out[row].double().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE
             )
 
 
-def _decode_batch(shape: Shape, seqs: object, rows: list[tuple[int, int]]) -> AttentionBatch:
-    return make_batch(shape, seqs, [(seq, position, position + 1) for seq, position in rows])
+def _decode_batch(
+    shape: Shape, seqs: object, rows: list[tuple[int, int]]
+) -> AttentionBatch:
+    return make_batch(
+        shape, seqs, [(seq, position, position + 1) for seq, position in rows]
+    )
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 32])
 def test_the_workspace_is_as_large_as_captured_steps_need(num_kv_heads):
     backend = make(
-        gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads), limits=StepLimits(1500, 2048)
+        gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads),
+        limits=StepLimits(1500, 2048),
     )
     one = np.ones(1, np.int32)
     batch = AttentionBatch(one, one, np.zeros((1, 1), np.int32), np.zeros(1, np.int64))
@@ -280,7 +331,9 @@ def test_the_workspace_is_as_large_as_captured_steps_need(num_kv_heads):
 @pytest.mark.parametrize("num_tokens", [100, 1000, 8000])
 @pytest.mark.parametrize("num_cached", [0, 5000])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
-def test_the_workspace_is_what_prompts_need_or_more(num_kv_heads, num_cached, num_tokens):
+def test_the_workspace_is_what_prompts_need_or_more(
+    num_kv_heads, num_cached, num_tokens
+):
     shape = gpu_shape(num_q_heads=32, num_kv_heads=num_kv_heads, block_size=64)
     backend = make(shape, prefill="fa2", limits=StepLimits(4, 8192))
     num_blocks = -(-(num_tokens + num_cached) // 64)
@@ -320,6 +373,7 @@ def test_a_long_new_prompt_reads_what_is_stored_of_it(of_pool):
     if torch.cuda.get_device_capability()[0] == 9:
         assert new_prompts(ours) == [512]
     pools = [
-        fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9) for each in (ours, torchs)
+        fp8.numbers(each.pool.tensor, torch.float32).nan_to_num(1e9)
+        for each in (ours, torchs)
     ]
     assert torch.equal(*pools)

@@ -55,10 +55,14 @@ def test_rotation_in_place_is_that_of_the_cpu(dim, scaling):
     expected = plain.rotate_pair(heads[:, :4], heads[:, 4:5], plain.angles(positions))
     fused = Rope(config, dtype=torch.bfloat16, device="cuda", head_dim=dim)
     on_gpu = heads.to(**BF16)
-    rotated = fused.rotate_pair(on_gpu[:, :4], on_gpu[:, 4:5], fused.angles(positions.cuda()))
+    rotated = fused.rotate_pair(
+        on_gpu[:, :4], on_gpu[:, 4:5], fused.angles(positions.cuda())
+    )
     for ours, theirs in zip(rotated, expected, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, atol=5e-2, rtol=2e-2)
-    torch.testing.assert_close(on_gpu[:, 5].float().cpu(), heads[:, 5], atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        on_gpu[:, 5].float().cpu(), heads[:, 5], atol=2e-2, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,7 +86,9 @@ def test_tokens_that_the_device_knows_are_filled_in():
         last.complements(np.array([0, 32]))
 
 
-@pytest.mark.parametrize(("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)])
+@pytest.mark.parametrize(
+    ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
+)
 def test_products_of_one_row_follow_each_other(num_out, width):
     """Each begins before the one before it has ended, and must yet see what that one wrote."""
     product, works = fused_ops.kernels().one_row, fused_ops.kernels().one_row_works
@@ -106,7 +112,9 @@ def test_products_of_one_row_follow_each_other(num_out, width):
     ("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 256), (0, 9, 64)]
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_what_is_stored_and_rotated_and_decoded_proves_itself(num_q, num_kv, dim, order, dtype):
+def test_what_is_stored_and_rotated_and_decoded_proves_itself(
+    num_q, num_kv, dim, order, dtype
+):
     """As at a start; tests/kernels has more of the same without a GPU."""
     pool = KVPool(KVLayout(order, 6, num_kv, 2, 2, 16, dim, dtype), device="cuda")
     caches = (pool.component(1, 0), pool.component(1, 1))
@@ -129,8 +137,14 @@ def test_a_gated_product_of_many_rows(sizes, dtype):
     found = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
     # Closer than two kernels, which round gate and up in between.
-    torch.testing.assert_close(found.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3)
-    assert torch.equal(x, x_before) and torch.equal(weight, weight_before) and found.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3
+    )
+    assert (
+        torch.equal(x, x_before)
+        and torch.equal(weight, weight_before)
+        and found.dtype == dtype
+    )
 
 
 def test_a_gated_product_refuses_what_its_tiles_do_not_fit():

@@ -34,7 +34,9 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_tokens", [1, 7, 128, 129, 256, 5000, 9000])
-@pytest.mark.parametrize("own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str)
+@pytest.mark.parametrize(
+    "own", [range(NUM_EXPERTS), range(4, 8), range(14, 16)], ids=str
+)
 @torch.inference_mode()
 def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
     """Those of one rank, of which the last two get nothing at all."""
@@ -47,8 +49,15 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
     odds = torch.tensor([1.0] * (NUM_EXPERTS - 2) + [0.0, 0.0])  # two get nothing
     chosen = torch.multinomial(odds.expand(num_tokens, -1), CHOSEN)
     gate_up, down = gate_up[own.start : own.stop], down[own.start : own.stop]
-    part = {"first": own.start, "total": NUM_EXPERTS, "activation": activation, "chosen": CHOSEN}
-    expected = Experts(gate_up.float(), down.float(), **part)(x.float(), weights, chosen)
+    part = {
+        "first": own.start,
+        "total": NUM_EXPERTS,
+        "activation": activation,
+        "chosen": CHOSEN,
+    }
+    expected = Experts(gate_up.float(), down.float(), **part)(
+        x.float(), weights, chosen
+    )
     inputs = [tensor.cuda() for tensor in (x, weights, chosen)]
     experts = Experts(gate_up.cuda(), down.cuda(), **part)
     assert experts.takes_one == (way == "kernels")
@@ -68,7 +77,10 @@ def test_experts_in_a_graph_sum_what_the_cpu_sums(own, way, num_tokens):
 @torch.inference_mode()
 def test_one_token_through_experts_of_fp8_in_a_graph(size):
     both = torch.randn(16, 2 * WIDTH, HIDDEN) / 16, torch.randn(16, HIDDEN, WIDTH) / 11
-    small = [quantise(w.to(BF16)) if size is None else in_groups(w.to(BF16), size) for w in both]
+    small = [
+        quantise(w.to(BF16)) if size is None else in_groups(w.to(BF16), size)
+        for w in both
+    ]
     plain = Experts(*(w.dequantise().float() for w in small))
     experts = Experts(*(w.each(Tensor.cuda) for w in small), chosen=CHOSEN)
     assert experts.takes_one

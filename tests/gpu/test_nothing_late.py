@@ -25,7 +25,28 @@ pytestmark = pytest.mark.gpu
 
 _CONTEXT = 8192
 _LENGTHS = (
-    *(1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 200, 255, 256, 257, 300, 383, 511, 512, 513),
+    *(
+        1,
+        2,
+        3,
+        15,
+        16,
+        17,
+        63,
+        64,
+        65,
+        127,
+        128,
+        200,
+        255,
+        256,
+        257,
+        300,
+        383,
+        511,
+        512,
+        513,
+    ),
     *(700, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3000, 4096, 5000),
 )
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8}
@@ -73,7 +94,10 @@ print(*counts, KERNELS.num_after)
 """
 _SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}, "old": {"type": "boolean"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "old": {"type": "boolean"},
+    },
     "required": ["name", "old"],
     "additionalProperties": False,
 }
@@ -94,27 +118,40 @@ _TWO = ("--tp", "2", "--devices", "0,1")
 
 def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     has_fewer = torch.cuda.device_count() < count
-    return (pytest.mark.multi_gpu, pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"))
+    return (
+        pytest.mark.multi_gpu,
+        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "of_p", "of_d"),
     [
         pytest.param("gqa", (), (), id="plain"),
-        pytest.param("gqa", _NHD, ("--enforce-eager",), id="another geometry, no graphs"),
-        pytest.param("gqa", (*_NHD, *_FEW), (*_FEW, "--transfer", "nixl"), id="staged, chunks"),
+        pytest.param(
+            "gqa", _NHD, ("--enforce-eager",), id="another geometry, no graphs"
+        ),
+        pytest.param(
+            "gqa", (*_NHD, *_FEW), (*_FEW, "--transfer", "nixl"), id="staged, chunks"
+        ),
         pytest.param("gqa", _FP8, _FP8, id="fp8"),
         pytest.param("gqa", (*_FP8, *_NHD), ("--kv-convert",), id="fp8 to bfloat16"),
         pytest.param("mla", (), (), id="latents"),
         pytest.param("mla", _FP8, _FP8, id="latents, fp8"),
         pytest.param("moe", (), (), id="experts"),
         pytest.param("gqa", _TWO, _TWO, id="tp 2", marks=_gpus(2)),
-        pytest.param("gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)),
-        pytest.param("mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)),
+        pytest.param(
+            "gqa", (), (*_TWO, "--dcp", "2"), id="shared tokens", marks=_gpus(2)
+        ),
+        pytest.param(
+            "mla", (), (*_TWO, "--dcp", "2"), id="shared latents", marks=_gpus(2)
+        ),
     ],
 )
 def test_no_kernel_is_loaded_by_a_request(kind, of_p, of_d, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "START_TIMEOUT_S", 500.0)  # kernels may have to be compiled
+    monkeypatch.setattr(
+        cluster, "START_TIMEOUT_S", 500.0
+    )  # kernels may have to be compiled
     model = _dummy(kind, tmp_path)
     p = partial(start_prefill, model, *_options(*of_p))
     d = partial(start_decode, model, *_options(*of_d))
@@ -130,7 +167,10 @@ def test_no_kernel_is_loaded_by_a_request(kind, of_p, of_d, tmp_path, monkeypatc
 
 def test_new_kernels_and_modules_are_seen():
     done = subprocess.run(
-        [sys.executable, "-c", _NEW_KERNELS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _NEW_KERNELS],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1", "1", "2"]
@@ -168,7 +208,9 @@ def _prompt(length: int, rng: random.Random = random.Random(11)) -> list[int]:  
     return [rng.randrange(3, 250) for _ in range(length)]
 
 
-def _through(prefiller: Server, decoder: Server, prompt: list[int], **members: Any) -> None:
+def _through(
+    prefiller: Server, decoder: Server, prompt: list[int], **members: Any
+) -> None:
     """By both servers, as the proxy would."""
     params = prefill(prefiller.url, prompt, **members)
     complete(decoder.url, prompt, **members, kv_transfer_params=params)
@@ -199,10 +241,15 @@ def _chat(server: Server, **members: Any) -> None:
         "model": MODEL,
         "messages": [{"role": "user", "content": "Tell of Anna."}],
         "max_tokens": 60,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": _SCHEMA},
+        },
         **members,
     }
-    response = http.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+    response = http.post(
+        f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S
+    )
     assert response.status_code == 200, response.text
 
 
@@ -214,9 +261,13 @@ def _crowds(prefiller: Server, decoder: Server) -> None:
         prompt = _prompt(rng.choice(_LENGTHS))
         members = rng.choice((*_DRAWN, {}, {}, {}))
         server = rng.choice((prefiller, decoder))
-        calls.append(partial(complete, server.url, prompt, rng.randrange(1, 60), **members))
+        calls.append(
+            partial(complete, server.url, prompt, rng.randrange(1, 60), **members)
+        )
     for _ in range(40):
-        calls.append(partial(_through, prefiller, decoder, _prompt(rng.choice(_LENGTHS))))
+        calls.append(
+            partial(_through, prefiller, decoder, _prompt(rng.choice(_LENGTHS)))
+        )
     calls += [partial(_chat, rng.choice((prefiller, decoder)), n=3, logprobs=True)] * 6
     rng.shuffle(calls)
     with ThreadPoolExecutor(len(calls)) as pool:

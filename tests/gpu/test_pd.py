@@ -11,7 +11,16 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, ask, farm, model_dir
+from tests.e2e.matrix import (
+    NUM_TOKENS,
+    Farm,
+    Geometry,
+    Key,
+    Reply,
+    ask,
+    farm,
+    model_dir,
+)
 from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import assert_home
 
@@ -20,7 +29,10 @@ pytestmark = pytest.mark.gpu
 
 def _gpus(count: int) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
     has_fewer = torch.cuda.device_count() < count
-    return (pytest.mark.multi_gpu, pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"))
+    return (
+        pytest.mark.multi_gpu,
+        pytest.mark.skipif(has_fewer, reason=f"needs {count} CUDA GPUs"),
+    )
 
 
 _FP8 = ("--kv-cache-dtype", "float8_e4m3fn", "--kv-scales", "0.03")
@@ -49,23 +61,35 @@ _ONE, _NHD = on_gpus(), on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
 _SHARED = on_gpus("0,1", dcp=2)
 _EXPERTS = on_gpus(max_num_seqs=256)
-_OTHER_TWO = "2,3" if torch.cuda.device_count() >= 4 else "1,0"  # else P and D share two
+_OTHER_TWO = (
+    "2,3" if torch.cuda.device_count() >= 4 else "1,0"
+)  # else P and D share two
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
     pytest.param("gqa4", _NHD, _ONE, id="NHD blocks of 16, mapped"),
     pytest.param("gqa4", _NHD, on_gpus(options=_NIXL), id="NHD blocks of 16, nixl"),
     pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_FP8), id="fp8"),
-    pytest.param("gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"),
+    pytest.param(
+        "gqa4", on_gpus(options=_FP8), on_gpus(options=_CONVERT), id="fp8 to bfloat16"
+    ),
     pytest.param("mla", _NHD, _ONE, id="latents, NHD blocks of 16"),
-    pytest.param("mla", on_gpus(options=_FP8), on_gpus("0", 16, options=_FP8), id="latents, fp8"),
+    pytest.param(
+        "mla", on_gpus(options=_FP8), on_gpus("0", 16, options=_FP8), id="latents, fp8"
+    ),
     pytest.param("moe", _NHD, _EXPERTS, id="experts, NHD blocks of 16"),
     pytest.param("moe", _EXPERTS, _TWO, id="experts, tp 1 to 2", marks=_gpus(2)),
     pytest.param("moe", _TWO, on_gpus("1"), id="experts, tp 2 to 1", marks=_gpus(2)),
     pytest.param("gqa4", _ONE, _TWO, id="tp 1 to 2", marks=_gpus(2)),
-    pytest.param("gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_gpus(2)),
+    pytest.param(
+        "gqa4", _TWO, on_gpus("1", 16, "LBCNHD"), id="tp 2 to 1", marks=_gpus(2)
+    ),
     pytest.param("mla", on_gpus("1"), _TWO, id="latents, tp 1 to 2", marks=_gpus(2)),
-    pytest.param("gqa4", _ONE, _SHARED, id="tp 1 to 2 that share tokens", marks=_gpus(2)),
-    pytest.param("mla", _ONE, _SHARED, id="latents, tp 1 to 2 that share tokens", marks=_gpus(2)),
+    pytest.param(
+        "gqa4", _ONE, _SHARED, id="tp 1 to 2 that share tokens", marks=_gpus(2)
+    ),
+    pytest.param(
+        "mla", _ONE, _SHARED, id="latents, tp 1 to 2 that share tokens", marks=_gpus(2)
+    ),
     pytest.param(
         "gqa4",
         on_gpus("0,1", 16, "LBCNHD"),
@@ -73,10 +97,16 @@ _CELLS = [
         id="tp 2, NHD blocks of 16, to 4 that share tokens by twos, nixl",
         marks=_gpus(4),
     ),
-    pytest.param("gqa4", _ONE, on_gpus("1,2"), id="tp 1 to 2 on others", marks=_gpus(3)),
+    pytest.param(
+        "gqa4", _ONE, on_gpus("1,2"), id="tp 1 to 2 on others", marks=_gpus(3)
+    ),
     pytest.param("gqa4", _TWO, on_gpus(_OTHER_TWO), id="tp 2 to 2", marks=_gpus(2)),
     pytest.param(
-        "gqa4", on_gpus("0,1", 16, "LBCNHD"), on_gpus("0,1,2,3"), id="tp 2 to 4", marks=_gpus(4)
+        "gqa4",
+        on_gpus("0,1", 16, "LBCNHD"),
+        on_gpus("0,1,2,3"),
+        id="tp 2 to 4",
+        marks=_gpus(4),
     ),
     pytest.param(
         "gqa4",
@@ -85,7 +115,9 @@ _CELLS = [
         id="tp 4 to 2, nixl",
         marks=_gpus(4),
     ),
-    pytest.param("mla", _TWO, on_gpus(_OTHER_TWO), id="latents, tp 2 to 2", marks=_gpus(2)),
+    pytest.param(
+        "mla", _TWO, on_gpus(_OTHER_TWO), id="latents, tp 2 to 2", marks=_gpus(2)
+    ),
 ]
 
 
@@ -99,7 +131,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
         and item.path == request.path
         and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     ]
-    keys = {Key(role, model_dir(c["model"]), c[role[0]]) for c in cells for role in _ROLES}
+    keys = {
+        Key(role, model_dir(c["model"]), c[role[0]]) for c in cells for role in _ROLES
+    }
     with farm(max_ranks=64) as made:
         made.get(*keys)
         yield made
@@ -109,12 +143,18 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
 def test_a_pair_equals_the_decode_server_alone(engines, model, p, d, request):
     prefiller, decoder = engines.pair(model_dir(model), p, d)
     for length in _LENGTHS:
-        prompt = make_prompt(zlib.crc32(f"{request.node.name} {length}".encode()), length)
-        pulled = ask(decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1))
+        prompt = make_prompt(
+            zlib.crc32(f"{request.node.name} {length}".encode()), length
+        )
+        pulled = ask(
+            decoder.url, prompt, NUM_TOKENS, prefill(prefiller.url, prompt, logprobs=1)
+        )
         assert pulled.kv == {"transferred": length, "recomputed": 0, "skipped": 0}
         alone = ask(decoder.url, prompt, NUM_TOKENS)
         assert alone.kv["recomputed"] == length
-        assert_same_up_to_a_tie(pulled, alone, 0.3 if _CONVERT[0] in d.options else _CLOSE)
+        assert_same_up_to_a_tie(
+            pulled, alone, 0.3 if _CONVERT[0] in d.options else _CLOSE
+        )
     assert_home(prefiller, decoder)
 
 
@@ -122,4 +162,6 @@ def assert_same_up_to_a_tie(got: Reply, expected: Reply, tolerance: float) -> No
     pairs = zip(got.token_ids, expected.token_ids, strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), NUM_TOKENS)
     compared = slice(0, same + 1)  # at a tie, both tokens are as likely
-    assert got.logprobs[compared] == pytest.approx(expected.logprobs[compared], abs=tolerance)
+    assert got.logprobs[compared] == pytest.approx(
+        expected.logprobs[compared], abs=tolerance
+    )

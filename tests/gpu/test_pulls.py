@@ -31,7 +31,9 @@ NUM_GPUS = torch.cuda.device_count()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 1 or not HAS_TRITON, reason="needs a CUDA GPU and Triton"),
+    pytest.mark.skipif(
+        NUM_GPUS < 1 or not HAS_TRITON, reason="needs a CUDA GPU and Triton"
+    ),
 ]
 ENDINGS = (PullDone, PullFailed, PullDrained)
 PAIRS = [
@@ -43,7 +45,9 @@ PAIRS = [
     ("float16", "float32"),
     ("float32", "bfloat16"),
 ]
-PROPERTY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+PROPERTY = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=60
+)
 
 
 def random_pool(case: Case, side: Side, rank: int, seed: int) -> KVPool:
@@ -64,7 +68,10 @@ def emulated(transfer: Transfer, sources: list[KVPool], target: KVPool) -> torch
 
 
 def check(
-    case: Case, d_rank: int, make: Callable[[KVPool], Placer], launch_bytes: int = 1 << 30
+    case: Case,
+    d_rank: int,
+    make: Callable[[KVPool], Placer],
+    launch_bytes: int = 1 << 30,
 ) -> None:
     """A placer does what the kernel's arithmetic says."""
     d_rank %= case.d.tp
@@ -111,9 +118,16 @@ def without_compiler(pool: KVPool) -> Placer:
     st.sampled_from([1, 4, 8, 64]),
     st.booleans(),
 )
-def test_the_kernel_does_as_its_arithmetic(case, d_rank, dtypes, launch_bytes, widen, is_scaled):
-    p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
-    if is_scaled and p.dtype == "float8_e4m3fn":  # some of these products exceed what FP8 holds
+def test_the_kernel_does_as_its_arithmetic(
+    case, d_rank, dtypes, launch_bytes, widen, is_scaled
+):
+    p, d = (
+        dataclasses.replace(s, dtype=t)
+        for s, t in zip((case.p, case.d), dtypes, strict=True)
+    )
+    if (
+        is_scaled and p.dtype == "float8_e4m3fn"
+    ):  # some of these products exceed what FP8 holds
         scales = tuple(0.5 + 100.0 * i for i in range(case.layers * case.components))
         p = dataclasses.replace(p, scales=scales)
     case = dataclasses.replace(case, p=p, d=d, head_dim=case.head_dim * widen)
@@ -130,10 +144,16 @@ def test_copy_engines_do_what_the_kernel_does(case, d_rank, launch_bytes, widen)
 
 @settings(PROPERTY, max_examples=20)
 @given(
-    cases(), st.integers(0, 7), st.sampled_from(PAIRS), st.sampled_from([Placer, without_compiler])
+    cases(),
+    st.integers(0, 7),
+    st.sampled_from(PAIRS),
+    st.sampled_from([Placer, without_compiler]),
 )
 def test_torch_does_what_the_kernel_does(case, d_rank, dtypes, make):
-    p, d = (dataclasses.replace(s, dtype=t) for s, t in zip((case.p, case.d), dtypes, strict=True))
+    p, d = (
+        dataclasses.replace(s, dtype=t)
+        for s, t in zip((case.p, case.d), dtypes, strict=True)
+    )
     check(dataclasses.replace(case, p=p, d=d), d_rank, make)
 
 
@@ -156,7 +176,11 @@ def decode_on(
     busy: bool = False,
     **options: Any,
 ) -> Decode:
-    own = {"num_programs": num_programs, "long_run_bytes": long_run_bytes, "busy": lambda: busy}
+    own = {
+        "num_programs": num_programs,
+        "long_run_bytes": long_run_bytes,
+        "busy": lambda: busy,
+    }
     make, way = partial(CudaPlacer, **own), {"device": device, "maps_only": True}
     decode = Decode(lambda: nixl("D", device), make_placer=make, **way, **options)
     made.append(decode)
@@ -193,7 +217,9 @@ def assert_pulls(
     decode.coordinator.pull(f"pull {start} to {stop}", remote, start, stop, into)
     done = decode.wait(*ENDINGS)
     assert isinstance(done, PullDone) and done.path == "mapped", done
-    assert np.array_equal(decode.tokens(into, start, stop), expected(remote, start, stop))
+    assert np.array_equal(
+        decode.tokens(into, start, stop), expected(remote, start, stop)
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
@@ -212,7 +238,9 @@ def assert_pulls(
 def test_a_pull_out_of_another_process(made, source, target, p, d):
     prefill = prefill_on(source, made, **p)
     decode = decode_on(target, made, **d)
-    assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[: -(-22 // decode.layouts[0].block_size)])
+    assert_pulls(
+        decode, prefill, 3, 22, (3, 1, 7)[: -(-22 // decode.layouts[0].block_size)]
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), DEVICES)
@@ -222,10 +250,16 @@ def test_a_pool_of_this_process_needs_no_handle(made, source, target):
     assert_pulls(decode_on(target, made), prefill)
 
 
-@pytest.mark.parametrize(("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")])
+@pytest.mark.parametrize(
+    ("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")]
+)
 @pytest.mark.parametrize(
     ("p", "path"),
-    [({}, "direct"), ({"tp": 2}, "direct"), ({"order": "LBCNHD", "block_size": 16}, "staged")],
+    [
+        ({}, "direct"),
+        ({"tp": 2}, "direct"),
+        ({"order": "LBCNHD", "block_size": 16}, "staged"),
+    ],
 )
 def test_a_pull_over_nixl(made, source, target, p, path):
     prefill = prefill_on(source, made, **p)
@@ -239,7 +273,10 @@ def test_a_pull_over_nixl(made, source, target, p, path):
         assert np.array_equal(decode.tokens([3, 1, 7], 0, 23), expected(remote, 0, 23))
 
 
-BIG = {"num_blocks": 4096, "block_size": 8}  # 24 MiB: a kernel of one thread block takes a while
+BIG = {
+    "num_blocks": 4096,
+    "block_size": 8,
+}  # 24 MiB: a kernel of one thread block takes a while
 
 
 @pytest.mark.alone
@@ -267,7 +304,9 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
     order(8, 18)  # some run while it dies
     prefill.process.join()
     order(18, 20)
-    endings = {ending.pull_id: ending for ending in (decode.wait(*ENDINGS) for _ in leases[1:])}
+    endings = {
+        ending.pull_id: ending for ending in (decode.wait(*ENDINGS) for _ in leases[1:])
+    }
     failed = [ending for ending in endings.values() if isinstance(ending, PullFailed)]
     assert all(ending.drained for ending in failed)
     assert {"pull-18", "pull-19"} <= {ending.pull_id for ending in failed}
@@ -278,7 +317,9 @@ def test_a_killed_peer_ends_in_a_failure_and_its_successor_finds_its_memory(
 
 @pytest.mark.parametrize("long_run_bytes", [0, LONG_RUN_BYTES])
 @pytest.mark.parametrize(("source", "target"), DEVICES)
-def test_a_peer_that_frees_memory_under_a_copy_harms_nobody(made, source, target, long_run_bytes):
+def test_a_peer_that_frees_memory_under_a_copy_harms_nobody(
+    made, source, target, long_run_bytes
+):
     prefill = prefill_on(source, made, **BIG)
     decode = decode_on(target, made, 1, long_run_bytes, **BIG)
     blocks = list(range(1, 4001))

@@ -42,7 +42,9 @@ def test_a_product_is_that_of_float64(like, rows):
         found = products.multiply(weight, x, out)
         assert (found.double() - sum_of).norm() / sum_of.norm() < most
     experts = weight.each(lambda part: part.expand(5, -1, -1).contiguous())
-    ends = torch.tensor([0, rows // 2, rows // 2, rows, rows], dtype=torch.int32, device=device)
+    ends = torch.tensor(
+        [0, rows // 2, rows // 2, rows, rows], dtype=torch.int32, device=device
+    )
     graph = torch.cuda.CUDAGraph()
     products.multiply_groups(experts, x, ends)  # loads what there is to load
     with torch.cuda.graph(graph):
@@ -55,7 +57,9 @@ def test_a_product_is_that_of_float64(like, rows):
 @pytest.mark.parametrize(("rows", "width"), [(1, 512), (1, 4096), (1, 14336), (5, 512)])
 @torch.inference_mode()
 def test_fused_products_of_one_row_take_fp8(rows, width):
-    parts = [quantise(torch.randn(256, width, device="cuda", dtype=BF16)) for _ in range(2)]
+    parts = [
+        quantise(torch.randn(256, width, device="cuda", dtype=BF16)) for _ in range(2)
+    ]
     norm = RMSNorm(torch.rand(width, device="cuda", dtype=BF16), 1e-5)
     plain = Columns([Linear(part.dequantise()) for part in parts])
     ours = Columns([Linear(part) for part in parts])
@@ -66,8 +70,12 @@ def test_fused_products_of_one_row_take_fp8(rows, width):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_model_that_stays_quantised_says_what_the_cpu_says(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("model.weights._PART_BYTES", 1 << 12)  # as if its weights were large
+def test_a_model_that_stays_quantised_says_what_the_cpu_says(
+    tmp_path, name, monkeypatch
+):
+    monkeypatch.setattr(
+        "model.weights._PART_BYTES", 1 << 12
+    )  # as if its weights were large
     make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])
     config = load_config(tmp_path)

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.gpu
 _GPU = ("--device", "cuda", "--dtype", "bfloat16", "--max-num-seqs", "4")
 _CPU = ("--device", "cpu", "--dtype", "bfloat16")
 _REFUSED = {
-    "a GPU that is not there": (("--devices", "77"), r"GPU 77, but this machine has .*--devices"),
+    "a GPU that is not there": (
+        ("--devices", "77"),
+        r"GPU 77, but this machine has .*--devices",
+    ),
     "a second GPU that is not there": (
         ("--tp", "2", "--devices", "0,77"),
         r"GPU 77, but this machine has .*--devices",
@@ -55,7 +58,10 @@ def _start_refused(argv: tuple[str, ...]) -> str:
 def reasons() -> Iterator[dict[str, Future[str]]]:
     """All are started at once: importing is most of what they do."""
     with ThreadPoolExecutor(len(_REFUSED)) as pool:
-        yield {name: pool.submit(_start_refused, argv) for name, (argv, _) in _REFUSED.items()}
+        yield {
+            name: pool.submit(_start_refused, argv)
+            for name, (argv, _) in _REFUSED.items()
+        }
 
 
 @pytest.mark.parametrize("name", _REFUSED)
@@ -83,7 +89,9 @@ def of_other_kinds() -> Iterator[list[tuple[Server, Server]]]:
 
 
 @pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
-def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused(of_other_kinds, pair, kind):
+def test_a_peer_on_a_device_that_cannot_be_mapped_is_refused(
+    of_other_kinds, pair, kind
+):
     prefiller, decoder = of_other_kinds[pair]
     prompt = list(range(5, 80))
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))

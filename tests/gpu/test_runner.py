@@ -28,7 +28,9 @@ from tests.make_models import trained_models
 pytestmark = pytest.mark.gpu
 
 MODELS = trained_models()
-SERVED = [name for name in MODELS if "stories" not in name]  # whose head_dim the kernels have
+SERVED = [
+    name for name in MODELS if "stories" not in name
+]  # whose head_dim the kernels have
 LOGIT_TOLERANCE = 0.35  # bfloat16, logits up to 30
 GREEDY = SamplingParams(temperature=0.0)
 RESTRICTED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=5)
@@ -46,13 +48,21 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
         **options,
     }
     return EngineConfig(
-        role="decode", engine_id="test", incarnation="0", model_dir=str(folder), **fields
+        role="decode",
+        engine_id="test",
+        incarnation="0",
+        model_dir=str(folder),
+        **fields,
     )
 
 
 @contextmanager
-def runner_for(folder: Path, *, num_blocks: int = BLOCKS, **options: Any) -> Iterator[ModelRunner]:
-    runner = ModelRunner(config_for(folder, **options), load_config(folder), Parallel(0, 1))
+def runner_for(
+    folder: Path, *, num_blocks: int = BLOCKS, **options: Any
+) -> Iterator[ModelRunner]:
+    runner = ModelRunner(
+        config_for(folder, **options), load_config(folder), Parallel(0, 1)
+    )
     runner.allocate(num_blocks)
     runner.capture_graphs()
     yield runner
@@ -93,7 +103,9 @@ def step_at(
     return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
 
 
-DRAWN_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]  # by the step before, which is under way
+DRAWN_BEFORE = [
+    [-1 - row] for row in range(len(PROMPTS))
+]  # by the step before, which is under way
 
 
 @torch.inference_mode()
@@ -125,9 +137,13 @@ def assert_same_but_for_ties(
     assert is_clear.float().mean() > 0.3
 
 
-@pytest.mark.parametrize(("backend", "bits"), [("torch", 16), ("auto", 16), ("torch", 8)], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "bits"), [("torch", 16), ("auto", 16), ("torch", 8)], ids=str
+)
 @pytest.mark.parametrize("name", SERVED)
-def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(name, backend, bits):
+def test_graphs_of_flashinfer_continue_like_torch_and_like_eager_steps(
+    name, backend, bits
+):
     options: dict[str, Any] = {}
     if bits == 8:
         model = load_config(MODELS[name])
@@ -193,7 +209,9 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(name, enforce_eage
         expected, _ = decode(runner, 12, sampling=RESTRICTED)
         assert continue_ahead(runner, 12, RESTRICTED) == expected
         sampled = SamplingParams(temperature=0.8, seed=5, num_logprobs=2)
-        assert continue_ahead(runner, 12, sampled) == continue_ahead(runner, 12, sampled)
+        assert continue_ahead(runner, 12, sampled) == continue_ahead(
+            runner, 12, sampled
+        )
 
 
 def masks_of(vocab_size: int, index: int) -> np.ndarray:
@@ -212,7 +230,9 @@ def continue_masked(
     the next; only rank 0 learns the masks."""
     tokens, under_way = [], []
     for index in range(num_steps):
-        under_way.append(runner.launch(step_at(index, DRAWN_BEFORE, sampling, is_masked=True)))
+        under_way.append(
+            runner.launch(step_at(index, DRAWN_BEFORE, sampling, is_masked=True))
+        )
         if len(under_way) > 1:
             tokens.append(under_way.pop(0).result().token_ids)
         if runner.model.parallel.rank == 0:
@@ -283,7 +303,9 @@ def no_memory() -> Iterator[None]:
     """The device has none to give."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + (8 << 20)) / total
+    )
     taken = []
     for size in (1 << 20, 1 << 14, 512):
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -348,6 +370,8 @@ def test_the_pool_is_sized_from_what_is_free(name):
 
 
 def test_what_does_not_fit_says_how_much_is_missing():
-    with pytest.raises(MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"):
+    with pytest.raises(
+        MemoryTooSmall, match=r"GiB were left when 1024.00 GiB were missing; use"
+    ):
         with fitting("a whole", torch.device("cuda", 0), "use a half"):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")

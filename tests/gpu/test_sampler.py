@@ -25,12 +25,18 @@ _KINDS: list[dict[str, Any]] = [
 ]
 
 
-def drawn(logits: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tensor, Any]:
+def drawn(
+    logits: torch.Tensor, device: str, **options: Any
+) -> tuple[torch.Tensor, Any]:
     params = [
-        SamplingParams(seed=31 * row, choice_index=row % 3, **_KINDS[row % len(_KINDS)], **options)
+        SamplingParams(
+            seed=31 * row, choice_index=row % 3, **_KINDS[row % len(_KINDS)], **options
+        )
         for row in range(len(logits))
     ]
-    batch = SamplingBatch.from_params(params, [7 * row for row in range(len(logits))], device)
+    batch = SamplingBatch.from_params(
+        params, [7 * row for row in range(len(logits))], device
+    )
     found = sample(logits.to(device), batch)
     return found.token_ids.cpu(), found.logprobs and found.logprobs.chosen
 
@@ -40,7 +46,9 @@ def drawn(logits: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tens
 def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab, width):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(45, vocab, generator=generator) * width
-    logits[9:] = (logits[9:] * 8).round() / 8  # ties, at the borders of what is allowed too
+    logits[9:] = (
+        logits[9:] * 8
+    ).round() / 8  # ties, at the borders of what is allowed too
     on_gpu, _ = drawn(logits, "cuda")
     on_cpu, _ = drawn(logits, "cpu")
     assert on_gpu.tolist() == on_cpu.tolist()
@@ -93,5 +101,9 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
 def test_the_same_tokens_are_drawn_as_on_the_cpu(masked):
     masks = None
     if masked:
-        masks = np.random.default_rng(3).integers(-(2**31), 2**31, (ROWS, 32)).astype(np.int32)
+        masks = (
+            np.random.default_rng(3)
+            .integers(-(2**31), 2**31, (ROWS, 32))
+            .astype(np.int32)
+        )
     assert _draws("cuda", masks) == _draws("cpu", masks)

@@ -35,7 +35,10 @@ pytestmark = [
 NUM_STEPS = 16
 TIMEOUT_S = 120.0
 _KINDS = ("tp", "dcp", "ep")
-_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [("moe", "tp"), ("moe", "ep")]
+_JOBS = [(name, kind) for name in SERVED for kind in ("tp", "dcp")] + [
+    ("moe", "tp"),
+    ("moe", "ep"),
+]
 
 
 def _folder(name: str) -> Path:
@@ -49,7 +52,9 @@ def _run_rank(rank: int, num: int, meetings: dict[str, str], results: Any) -> No
         options = {"meeting": file, "device": f"cuda:{rank}", **own[kind]}
         groups[kind] = Parallel.connect(rank, num, **options)
     for name, kind in _JOBS:
-        config = config_for(_folder(name), tp=num, devices=list(range(num)), **own[kind])
+        config = config_for(
+            _folder(name), tp=num, devices=list(range(num)), **own[kind]
+        )
         runner = ModelRunner(config, load_config(_folder(name)), groups[kind])
         runner.allocate(BLOCKS)
         runner.capture_graphs()
@@ -79,7 +84,9 @@ def continued(
     for name, _ in _JOBS:
         _folder(name)  # trained here, where no rank waits for it
     rest = num, meetings, results
-    ranks = [context.Process(target=_run_rank, args=(rank, *rest)) for rank in range(num)]
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, *rest)) for rank in range(num)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -98,11 +105,17 @@ def test_ranks_continue_like_one(continued, name, kind):
     (tokens, logits), _ = continued[name, kind, 0]
     with runner_for(_folder(name), enforce_eager=True) as runner:
         _, expected = decode(runner, NUM_STEPS, forced=tokens)
-    assert_same_but_for_ties(tokens, torch.from_numpy(logits).to(expected.device), expected)
+    assert_same_but_for_ties(
+        tokens, torch.from_numpy(logits).to(expected.device), expected
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), _JOBS)
-def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(continued, name, kind):
-    drawn, *theirs = (masked for key, (_, masked) in continued.items() if key[:2] == (name, kind))
+def test_every_rank_goes_on_with_what_rank_0_draws_under_its_masks(
+    continued, name, kind
+):
+    drawn, *theirs = (
+        masked for key, (_, masked) in continued.items() if key[:2] == (name, kind)
+    )
     assert theirs and all(each == drawn for each in theirs)
     assert_allowed(drawn, load_config(_folder(name)).vocab_size)

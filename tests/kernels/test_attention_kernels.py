@@ -43,7 +43,9 @@ def _no_gpu():
         patch.setattr("attention.flashinfer_base.check", lambda *wanted: None)
         patch.setattr("attention.proofs._CONTEXTS", (5, 64))
         patch.setattr("attention.pieces.SPARE_PIECES", 3)  # of several tiles, then
-        patch.setattr(torch, "empty", lambda *size, pin_memory=False, **of: empty(*size, **of))
+        patch.setattr(
+            torch, "empty", lambda *size, pin_memory=False, **of: empty(*size, **of)
+        )
         patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
         for name in ("Event", "current_stream"):
@@ -52,16 +54,27 @@ def _no_gpu():
 
 
 def eight_bits(**sizes):
-    defaults = {"dtype": "float16", "kv_dtype": plain.FP8, "head_dim": 64, "block_size": 16}
+    defaults = {
+        "dtype": "float16",
+        "kv_dtype": plain.FP8,
+        "head_dim": 64,
+        "block_size": 16,
+    }
     return plain.Shape(**{**defaults, "num_blocks": 60, "scales": SCALES, **sizes})
 
 
 @st.composite
 def problems(draw):
-    group, num_kv = draw(st.sampled_from([(1, 1), (3, 2), (7, 2), (4, 1), (1, 3), (20, 1)]))
-    kinds = st.builds(Kind, st.sampled_from([None, 1, 60, 65]), st.sampled_from([0.0, 0.7]))
+    group, num_kv = draw(
+        st.sampled_from([(1, 1), (3, 2), (7, 2), (4, 1), (1, 3), (20, 1)])
+    )
+    kinds = st.builds(
+        Kind, st.sampled_from([None, 1, 60, 65]), st.sampled_from([0.0, 0.7])
+    )
     sinks = st.sampled_from([None, torch.linspace(-2.0, 3.0, group * num_kv)])
-    block_size, head_dim = draw(st.sampled_from([(16, 64), (48, 16), (64, 128), (128, 32)]))
+    block_size, head_dim = draw(
+        st.sampled_from([(16, 64), (48, 16), (64, 128), (128, 32)])
+    )
     of_pool = draw(st.sampled_from([{}, {"kv_dtype": "", "scales": ()}]))
     shape = eight_bits(
         num_q_heads=group * num_kv, num_kv_heads=num_kv, block_size=block_size, head_dim=head_dim,
@@ -80,7 +93,10 @@ def last(lens):
 
 def after_prompts(shape, seqs, lens):
     """The backend over a pool that has all but the last token of each sequence."""
-    pool, prompts = plain.make_pool(shape), [(seq, 0, n - 1) for seq, n in enumerate(lens) if n > 1]
+    pool, prompts = (
+        plain.make_pool(shape),
+        [(seq, 0, n - 1) for seq, n in enumerate(lens) if n > 1],
+    )
     if prompts:
         plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompts)
     return plain.make(shape, "flashinfer", pool=pool)
@@ -93,15 +109,22 @@ def test_single_tokens_are_those_of_plain_attention(problem):
     seqs, torchs = plain.make_sequences(shape, lens), plain.make(shape)
     backend = after_prompts(shape, seqs, lens)
     tolerance = 4e-3 if shape.dtype == "float16" else 1.6e-2
-    plain.check_step(backend, shape, seqs, last(lens), num_padding=2, tolerance=tolerance)
-    plain.run_step(torchs, shape, seqs, [(seq, 0, length) for seq, length in enumerate(lens)])
+    plain.check_step(
+        backend, shape, seqs, last(lens), num_padding=2, tolerance=tolerance
+    )
+    plain.run_step(
+        torchs, shape, seqs, [(seq, 0, length) for seq, length in enumerate(lens)]
+    )
     pools = (each.pool.view(1)[1:].view(torch.uint8) for each in (backend, torchs))
     assert torch.equal(*pools)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_what_was_captured_serves_other_steps(window, monkeypatch):
-    shape, lens = eight_bits(layers=(LayerAttention(Kind(window)),) * 2), [130, 65, 400, 7]
+    shape, lens = (
+        eight_bits(layers=(LayerAttention(Kind(window)),) * 2),
+        [130, 65, 400, 7],
+    )
     seqs, launches = plain.make_sequences(shape, lens), []
     backend, run = after_prompts(shape, seqs, lens), interpreter.InterpretedFunction.run
     backend.reserve_captured(6, 30)
@@ -114,10 +137,15 @@ def test_what_was_captured_serves_other_steps(window, monkeypatch):
         )  # fmt: skip
         out = backend.forward(0, *static)
     for spans in (last(lens), last(lens)[2:], last(lens)[::-1]):
-        for given_rows, target in zip(plain.rows_of(shape, seqs, 0, spans), static, strict=True):
+        for given_rows, target in zip(
+            plain.rows_of(shape, seqs, 0, spans), static, strict=True
+        ):
             target[: len(spans)] = given_rows
         backend.plan_captured(plain.make_batch(shape, seqs, spans), 6)
-        for args, options in launches:  # as a graph does: with the tensors of the capture
+        for (
+            args,
+            options,
+        ) in launches:  # as a graph does: with the tensors of the capture
             run(*args, **options)
         for span, found in zip(spans, out, strict=False):
             expected = plain.reference(shape, seqs, *span)[0][0, 0]
@@ -129,11 +157,18 @@ def test_what_was_captured_serves_other_steps(window, monkeypatch):
     st.sampled_from([(9, 3, 64), (1, 1, 32), (20, 10, 128)]),
     st.sampled_from(["BHLCND", "LCBNHD"]), *[st.booleans()] * 4, st.sampled_from([4, 33]),
 )  # fmt: skip
-def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed, back, count):
+def test_what_is_stored_normed_and_rotated(
+    heads, order, eight, rotates, normed, back, count
+):
     sizes, dim = [heads[0], heads[1], heads[1]], heads[2]
-    layout = KVLayout(order, 6, heads[1], 2, 2, 16, dim, plain.FP8 if eight else "bfloat16")
+    layout = KVLayout(
+        order, 6, heads[1], 2, 2, 16, dim, plain.FP8 if eight else "bfloat16"
+    )
     pool, expected = (KVPool(layout, "cpu", SCALES * eight) for _ in range(2))
-    rows, angle = torch.randn(count, sum(sizes), dim).bfloat16(), torch.rand(count, dim // 2)
+    rows, angle = (
+        torch.randn(count, sum(sizes), dim).bfloat16(),
+        torch.rand(count, dim // 2),
+    )
     rows = rows.sign() if normed else rows  # of which the norm is exact
     norms = (torch.rand(dim), torch.rand(dim)) if normed else None
     (q, k, v), now = rows.clone().split(sizes, 1), rows.split(sizes, 1)
@@ -141,14 +176,20 @@ def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed,
     scales = (pool.scale(1, 0), pool.scale(1, 1))
     slots = (95 + 37 * torch.arange(count)) % 96
     caches = pool.component(1, 0), pool.component(1, 1)
-    options = {"q": q, "turn": Turn(cos_sin, norms, 1e-20) if rotates else None, "read_back": back}
+    options = {
+        "q": q,
+        "turn": Turn(cos_sin, norms, 1e-20) if rotates else None,
+        "read_back": back,
+    }
     storing.store(k, v, slots.int(), caches, scales, **options)
     weights = torch.stack(norms * 2)[:3] if norms else torch.ones(3, dim)
     each = weights.repeat_interleave(torch.tensor(sizes), 0)
     low, high = (rows * each).bfloat16().float().chunk(2, dim=-1)
     cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).bfloat16()
-    for i, (found, old, new) in enumerate(zip((q, k, v), now, turned.split(sizes, 1), strict=True)):
+    for i, (found, old, new) in enumerate(
+        zip((q, k, v), now, turned.split(sizes, 1), strict=True)
+    ):
         right = new if rotates and i < 2 else old
         if i:
             stored = fp8.stored_as(right, pool.tensor.dtype, scales[i - 1])
@@ -162,7 +203,11 @@ def test_what_is_stored_normed_and_rotated(heads, order, eight, rotates, normed,
 def test_pairs_are_turned_in_place(interleaved, monkeypatch):
     """A part of each head of queries, and of a row of latents."""
     config = RopeConfig(dim=64, theta=500.0, interleaved=interleaved)
-    q, latent, positions = torch.randn(5, 9, 192), torch.randn(5, 576), torch.arange(0, 500, 100)
+    q, latent, positions = (
+        torch.randn(5, 9, 192),
+        torch.randn(5, 576),
+        torch.arange(0, 500, 100),
+    )
     plain_rope = Rope(config, dtype=torch.float32, device="cpu")
     parts = q[..., 128:], latent[:, None, 512:]
     right = plain_rope.rotate_pair(*parts, plain_rope.angles(positions))
@@ -181,7 +226,9 @@ def test_pairs_are_turned_in_place(interleaved, monkeypatch):
 @pytest.mark.parametrize("order", ["BHLCND", "LBCNHD", "BNHLCD"])
 @pytest.mark.parametrize("block_size", [1, 16, 40])
 def test_listed_blocks_are_widened_and_no_others(block_size, order):
-    pool = KVPool(KVLayout(order, 6, 3, 2, 1, block_size, 64, plain.FP8), "cpu", (0.5, 0.3))
+    pool = KVPool(
+        KVLayout(order, 6, 3, 2, 1, block_size, 64, plain.FP8), "cpu", (0.5, 0.3)
+    )
     pool.tensor.copy_(torch.randn(pool.tensor.shape))
     stored, listed = pool.component(1, 0), torch.tensor([3, 1, 3, 5])
     for packed, places in ((False, (3, 1, 3)), (True, (0, 1, 2))):
@@ -189,7 +236,9 @@ def test_listed_blocks_are_widened_and_no_others(block_size, order):
         expected = wide.clone()
         for place, block in zip(places, listed.tolist(), strict=False):
             expected[place] = (stored[block].float() * 0.3).bfloat16()
-        widening.widen(stored, wide, listed.int(), torch.tensor([3]).int(), 0.3, packed=packed)
+        widening.widen(
+            stored, wide, listed.int(), torch.tensor([3]).int(), 0.3, packed=packed
+        )
         assert torch.equal(wide, expected)
 
 
@@ -197,9 +246,14 @@ def test_listed_blocks_are_widened_and_no_others(block_size, order):
 @pytest.mark.parametrize(("size", "own_heads", "dim"), [(2, 3, 64), (4, 1, 96)])
 def test_what_ranks_found_apart_is_put_together(size, own_heads, dim, dtype):
     rows, heads = 5, size * own_heads
-    found, lses = torch.randn(size, rows, heads, dim).to(dtype), 3 * torch.randn(size, rows, heads)
+    found, lses = (
+        torch.randn(size, rows, heads, dim).to(dtype),
+        3 * torch.randn(size, rows, heads),
+    )
     absent = torch.rand(size, rows) < 0.5
-    absent[torch.arange(rows) % size, torch.arange(rows)] = False  # some rank has tokens
+    absent[torch.arange(rows) % size, torch.arange(rows)] = (
+        False  # some rank has tokens
+    )
     found[absent] = float("nan")
     packed = [dcp.pack(*parts, size) for parts in zip(found, lses, absent, strict=True)]
     weights = lses.masked_fill(absent[..., None], float("-inf")).softmax(0)
@@ -229,13 +283,19 @@ def test_a_kernel_that_does_not_prove_itself_is_refused(monkeypatch):
     shape = eight_bits()
     for wrong, told in ((deviating, "deviates by 0.0"), (None, "raises TypeError")):
         monkeypatch.setattr(decode, "attend", wrong)
-        with pytest.raises(UnsupportedPool, match=f"decodes {told}.*--attention-backend torch"):
+        with pytest.raises(
+            UnsupportedPool, match=f"decodes {told}.*--attention-backend torch"
+        ):
             plain.make(shape, "flashinfer")
     with monkeypatch.context() as patch:
         patch.setattr("attention.proofs.widen", lambda *args, **named: None)
-        with pytest.raises(UnsupportedPool, match=r"reads KV .*--attention-backend torch"):
+        with pytest.raises(
+            UnsupportedPool, match=r"reads KV .*--attention-backend torch"
+        ):
             plain.make(small_latents, "flashinfer")
     monkeypatch.setattr("attention.proofs.store", lambda *args, **named: None)
     for shape in (eight_bits(), plain.Shape(dtype="float16"), latents):
-        with pytest.raises(UnsupportedPool, match=r"deviates .* --attention-backend torch"):
+        with pytest.raises(
+            UnsupportedPool, match=r"deviates .* --attention-backend torch"
+        ):
             plain.make(shape, "flashinfer")

@@ -14,7 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that a thread block may have, by compute capability: A100, RTX 3090, L40S
 # and RTX 4090, H100 and H200, B200, RTX 5090.
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+SHARED = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
 
 
 @pytest.mark.slow
@@ -48,7 +55,11 @@ def _compile_for(capability: int) -> None:
 
     def compiled(kernel, *args, grid, warmup, **options):
         made = run(kernel, *args, grid=grid, warmup=True, **options)
-        assert made.metadata.shared <= SHARED[capability], (kernel, made.metadata.shared, options)
+        assert made.metadata.shared <= SHARED[capability], (
+            kernel,
+            made.metadata.shared,
+            options,
+        )
         print(kernel.fn.__name__, made.metadata.shared)
 
     JITFunction.run = compiled
@@ -107,14 +118,21 @@ def _model(dtype, capability) -> None:
     for like in LIKE:
         quantised = example((*like, dtype, torch.device("cpu")))
         for rows in (3, 40):
-            kernels.multiply(quantised, torch.zeros(rows, quantised.shape[1], dtype=dtype))
-    experts, which = importlib.import_module("model.kernels.experts"), (torch.ones(8), None)
+            kernels.multiply(
+                quantised, torch.zeros(rows, quantised.shape[1], dtype=dtype)
+            )
+    experts, which = (
+        importlib.import_module("model.kernels.experts"),
+        (torch.ones(8), None),
+    )
     for raw, correction in zip(({**DEEPSEEK, **V3}, DEEPSEEK), which, strict=True):
         experts.choose(torch.zeros(3, 8), correction, parse_config(raw).moe, 2)
     if capability == 90:
         fused_kernels._num_programs = lambda device: 132
         fused_kernels.gated_rows(x, weight)
-        gate_up, down = (torch.zeros(4, *size, dtype=dtype) for size in ((512, 512), (512, 256)))
+        gate_up, down = (
+            torch.zeros(4, *size, dtype=dtype) for size in ((512, 512), (512, 256))
+        )
         weights, chosen = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)
         experts.mixture(x, gate_up, down, weights, chosen, 4)
         experts.mixture_of_one(x[:1], gate_up, down, weights[:1], chosen[:1])

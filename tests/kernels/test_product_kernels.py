@@ -35,7 +35,9 @@ def test_a_product_is_that_of_float64_however_it_is_divided(like, rows, num_out)
 def test_experts_multiply_rows_of_their_own(like, ends):
     weight = example((*like, BF16, torch.device("cpu"))).each(lambda part: part[:40])
     each = [weight.each(lambda part, n=n: part.roll(n, 0)) for n in range(len(ends))]
-    joined = weight.made_of(map(torch.stack, zip(*(one.parts for one in each), strict=True)))
+    joined = weight.made_of(
+        map(torch.stack, zip(*(one.parts for one in each), strict=True))
+    )
     x = torch.randn(ends[-1] + 5, weight.shape[1]).to(BF16)  # the last are no expert's
     found = kernels.multiply(joined, x, torch.tensor(ends, dtype=torch.int32))
     own = zip(each, [0, *ends], ends, strict=False)

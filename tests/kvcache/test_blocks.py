@@ -9,11 +9,21 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache.blocks import BlockAllocator, BlockState, BlockStateError, IntegrityError, OutOfBlocks
+from kvcache.blocks import (
+    BlockAllocator,
+    BlockState,
+    BlockStateError,
+    IntegrityError,
+    OutOfBlocks,
+)
 from tests.rigs.examples import examples
 
 FREE, USED, CACHED = BlockState.FREE, BlockState.USED, BlockState.CACHED
-LEASED, RECEIVING, QUARANTINED = BlockState.LEASED, BlockState.RECEIVING, BlockState.QUARANTINED
+LEASED, RECEIVING, QUARANTINED = (
+    BlockState.LEASED,
+    BlockState.RECEIVING,
+    BlockState.QUARANTINED,
+)
 
 
 def test_a_pool_has_a_block_beside_the_null_block():
@@ -102,7 +112,10 @@ MOVES: dict[str, Rule] = {
     "drained": (lambda m: m.exclusive is not None, {"exclusive": None}),
 }
 MARKS: dict[str, Rule] = {
-    "mark_cached": (lambda m: m.state in (USED, LEASED) and not m.cached, {"cached": True}),
+    "mark_cached": (
+        lambda m: m.state in (USED, LEASED) and not m.cached,
+        {"cached": True},
+    ),
     "unmark_cached": (lambda m: m.cached, {"cached": False}),
 }
 
@@ -166,12 +179,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         for block in taken:
             self.model[block] = ModelBlock(uses=1)
 
-    @rule(moves=st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=4), ids=ids)
+    @rule(
+        moves=st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=4), ids=ids
+    )
     def move(self, moves: list[str], ids: list[int]) -> None:
         for move in moves:
             self.apply(getattr(self.allocator, move), ids, *MOVES[move])
 
-    @rule(move=st.sampled_from(sorted(MARKS)), block=st.integers(1, 3) | st.integers(-1, 13))
+    @rule(
+        move=st.sampled_from(sorted(MARKS)),
+        block=st.integers(1, 3) | st.integers(-1, 13),
+    )
     def mark(self, move: str, block: int) -> None:
         marked = getattr(self.allocator, move)
         self.apply(lambda ids: marked(ids[0]), [block], *MARKS[move])

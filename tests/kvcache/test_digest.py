@@ -20,7 +20,9 @@ DTYPES = "float32", "bfloat16", "float8_e4m3fn"
 @st.composite
 def scopes(draw: Any, case: Case) -> Scope:
     lease_id = f"{draw(st.integers(0, 2**64)):032x}"
-    return Scope(lease_id, case.start, case.stop, draw(st.booleans()), draw(st.integers(1, 64)))
+    return Scope(
+        lease_id, case.start, case.stop, draw(st.booleans()), draw(st.integers(1, 64))
+    )
 
 
 @st.composite
@@ -34,7 +36,9 @@ def element_bytes(pool: KVPool) -> torch.Tensor:
     """[B, H, L, C, N, bytes of D], into the pool."""
     layout = pool.layout
     shape = (*layout.shape[:-1], layout.head_dim * layout.itemsize)
-    return pool.flat_bytes.view(shape).permute([layout.order.index(axis) for axis in "BHLCND"])
+    return pool.flat_bytes.view(shape).permute(
+        [layout.order.index(axis) for axis in "BHLCND"]
+    )
 
 
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
@@ -45,8 +49,13 @@ def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
     pools, around = [], np.random.default_rng(seed)
     for rank in range(side.tp):
         pool = KVPool(case.layout(side, rank))
-        pool.flat_bytes.copy_(torch.from_numpy(around.integers(0, 256, pool.nbytes, np.uint8)))
-        tokens, heads = torch.from_numpy(kept(case, side, rank)), side.heads(rank, case.heads)
+        pool.flat_bytes.copy_(
+            torch.from_numpy(around.integers(0, 256, pool.nbytes, np.uint8))
+        )
+        tokens, heads = (
+            torch.from_numpy(kept(case, side, rank)),
+            side.heads(rank, case.heads),
+        )
         blocks = torch.tensor(side.blocks)[tokens // side.tokens_per_block]
         within = tokens % side.block_size
         wanted = kv[tokens, heads.start : heads.stop]
@@ -82,10 +91,14 @@ def part_of(
 
 
 @given(scoped(), st.integers(1, 5000))
-def test_engines_that_hold_the_same_agree_whatever_their_geometries(scoped, piece_bytes):
+def test_engines_that_hold_the_same_agree_whatever_their_geometries(
+    scoped, piece_bytes
+):
     """Orders, TP, DCP, copies of heads, blocks, and what lies in the rest of them."""
     case, scope = scoped
-    told = scope.merged(parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads)
+    told = scope.merged(
+        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
+    )
     ours = parts_of(case, case.d, pools_of(case, case.d, 2), scope, piece_bytes)
     assert scope.faults(ours, told) == ""
     assert len(told) == 8 * case.heads * len(scope.chunks)
@@ -110,7 +123,9 @@ def test_any_wrong_bit_is_found_and_its_tokens_are_named(scoped, data):
     scope = replace(scope, samples=False)
     holders = [rank for rank in range(case.d.tp) if len(kept(case, case.d, rank))]
     assume(holders)
-    told = scope.merged(parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads)
+    told = scope.merged(
+        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
+    )
     pools = pools_of(case, case.d, 2)
     rank = data.draw(st.sampled_from(holders))
     before = pools[rank].flat_bytes.clone()
@@ -118,7 +133,10 @@ def test_any_wrong_bit_is_found_and_its_tokens_are_named(scoped, data):
     assume(not torch.equal(pools[rank].flat_bytes, before))  # the same one twice
     found = scope.faults(parts_of(case, case.d, pools, scope), told)
     chunks = {token // scope.chunk_tokens * scope.chunk_tokens for token, _ in wrong}
-    start, stop = max(min(chunks), case.start), min(max(chunks) + scope.chunk_tokens, case.stop)
+    start, stop = (
+        max(min(chunks), case.start),
+        min(max(chunks) + scope.chunk_tokens, case.stop),
+    )
     heads = ", ".join(map(str, sorted({head for _, head in wrong})))
     if wrong[0] != wrong[1]:
         assert found == f"tokens {start} to {stop - 1} in KV heads {heads}"
@@ -132,7 +150,9 @@ def test_a_sample_finds_every_token_that_is_another(scoped, data):
     scope = replace(scope, samples=True)
     holders = [rank for rank in range(case.d.tp) if len(kept(case, case.d, rank))]
     assume(holders)
-    told = scope.merged(parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads)
+    told = scope.merged(
+        parts_of(case, case.p, pools_of(case, case.p, 1), scope), case.heads
+    )
     pools = pools_of(case, case.d, 2)
     rank = data.draw(st.sampled_from(holders))
     token = data.draw(st.sampled_from(kept(case, case.d, rank).tolist()))
@@ -142,7 +162,9 @@ def test_a_sample_finds_every_token_that_is_another(scoped, data):
 
 
 def test_samples_of_many_leases_leave_no_layer_out():
-    samples = [Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)]
+    samples = [
+        Scope(f"{lease}", 300, 1000, samples=True).layers(40) for lease in range(200)
+    ]
     for seen in np.stack(samples, axis=1):  # of one chunk: [leases, layers]
         assert seen.shape[1] == 3 and set(seen.flat) == set(range(40))
     assert len({sample.tobytes() for sample in samples}) == 200

@@ -12,9 +12,19 @@ from kvcache.pool import KVPool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_too_large_becomes_the_largest_number(dtype):
-    values = torch.tensor([447.0, 449.0, 465.0, 1e6, -1e30, math.inf, -math.inf], dtype=dtype)
+    values = torch.tensor(
+        [447.0, 449.0, 465.0, 1e6, -1e30, math.inf, -math.inf], dtype=dtype
+    )
     stored = fp8.stored_as(values, fp8.DTYPE)
-    assert stored.float().tolist() == [448.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0]
+    assert stored.float().tolist() == [
+        448.0,
+        448.0,
+        448.0,
+        448.0,
+        -448.0,
+        448.0,
+        -448.0,
+    ]
 
 
 def test_what_is_no_number_stays_none():
@@ -37,5 +47,7 @@ def test_every_stored_number_is_read_as_it_is():
 def test_a_pools_scales_go_by_layer_and_component():
     layout = KVLayout("BHLCND", 2, 1, 3, 2, 4, 8, "float8_e4m3fn")
     pool = KVPool(layout, scales=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    assert [pool.scale(layer, c) for layer in range(3) for c in range(2)] == list(pool.scales)
+    assert [pool.scale(layer, c) for layer in range(3) for c in range(2)] == list(
+        pool.scales
+    )
     assert KVPool(layout).scale(2, 1) == 1.0

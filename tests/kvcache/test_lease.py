@@ -85,9 +85,16 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def collect(self) -> None:
         for lease in self.table.drain_ended():
-            assert (lease.request_id, lease.block_ids) == ("r", self.blocks[lease.lease_id])
-            assert (lease.outcome is LeaseState.COMPLETED) == (lease.lease_id in self.completed_by)
-            assert (lease.outcome is LeaseState.ABORTED) == (lease.lease_id in self.aborted)
+            assert (lease.request_id, lease.block_ids) == (
+                "r",
+                self.blocks[lease.lease_id],
+            )
+            assert (lease.outcome is LeaseState.COMPLETED) == (
+                lease.lease_id in self.completed_by
+            )
+            assert (lease.outcome is LeaseState.ABORTED) == (
+                lease.lease_id in self.aborted
+            )
             assert not self.held(lease.lease_id)
             self.collected.append(lease.lease_id)
 

@@ -34,7 +34,12 @@ def fill(pool: KVPool) -> None:
     st.sampled_from(ALL_ORDERS),
     st.sampled_from(ALL_ORDERS),
     st.sampled_from(sorted(ITEMSIZE)),
-    st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 2), st.integers(1, 5), st.integers(1, 4)),
+    st.tuples(
+        *[st.integers(1, 4)] * 3,
+        st.integers(1, 2),
+        st.integers(1, 5),
+        st.integers(1, 4),
+    ),
 )
 @examples(100)
 def test_pools_of_any_two_orders_hold_the_same_content(order, other, dtype, sizes):
@@ -54,7 +59,9 @@ def test_pools_of_any_two_orders_hold_the_same_content(order, other, dtype, size
 def test_a_views_element_lies_where_the_layout_says(order, dtype):
     pool = KVPool(replace(BASE, order=order, dtype=dtype))
     strides = pool.layout.byte_strides
-    at = sum(i * strides[axis] for axis, i in zip(AXES, (2, 1, 1, 1, 3, 0), strict=True))
+    at = sum(
+        i * strides[axis] for axis, i in zip(AXES, (2, 1, 1, 1, 3, 0), strict=True)
+    )
     view = pool.component(1, 1)[2, 1, 3]
     assert view.data_ptr() == pool.base_address + at
     view.copy_(torch.arange(1, 6).to(view.dtype))

@@ -28,13 +28,17 @@ def _resident(pool: KVPool) -> np.ndarray:
     """bool [regions of all blocks, blocks, pages]"""
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(pool.base_address // mmap.PAGESIZE * 8)
-        entries = np.frombuffer(pagemap.read(pool.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64)
+        entries = np.frombuffer(
+            pagemap.read(pool.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64
+        )
     pages = (entries >> np.uint64(63)).astype(bool)
     return pages.reshape(-1, NUM_BLOCKS, pool.layout.byte_strides["B"] // mmap.PAGESIZE)
 
 
 @pytest.mark.parametrize("order", ["BHLCND", "LBCHND", "LCBNHD"])
-def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(order, monkeypatch):
+def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
+    order, monkeypatch
+):
     pool = _pool(order)
     monkeypatch.setattr(prefault, "_AHEAD_BYTES", pool.nbytes // 4)  # five blocks
     pool.flat_bytes[12345] = 7

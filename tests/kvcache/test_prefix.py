@@ -38,10 +38,14 @@ def test_a_sequence_publishes_its_own_copies_once_anothers_are_gone():
     tokens, cursor = list(range(16)), PrefixCursor()
     theirs, ours = published(index, tokens[:8]), allocator.allocate(4)
     index.publish(tokens, ours[:3], cursor=cursor)
-    assert index.match(tokens) == [*theirs, ours[2]] and not allocator.is_cached(ours[0])
+    assert index.match(tokens) == [*theirs, ours[2]] and not allocator.is_cached(
+        ours[0]
+    )
     allocator.release(theirs)
     allocator.allocate(allocator.num_available)
-    assert not (index.match(tokens) or allocator.is_cached(ours[2]))  # it went with its parent
+    assert not (
+        index.match(tokens) or allocator.is_cached(ours[2])
+    )  # it went with its parent
     index.publish(tokens, ours, cursor=cursor)
     assert index.match(tokens) == ours
     index.check_integrity()
@@ -147,7 +151,9 @@ class PrefixMachine(LookUps):
         """Brute force: grow the prefix for as long as some marked block holds exactly it."""
         cached = self.cached_contents()
         found: list[int] = []
-        for stop in range(self.block_size, min(limit, len(tokens)) + 1, self.block_size):
+        for stop in range(
+            self.block_size, min(limit, len(tokens)) + 1, self.block_size
+        ):
             if (salt, tuple(tokens[:stop])) not in cached:
                 break
             found.append(cached[salt, tuple(tokens[:stop])])
@@ -159,13 +165,18 @@ class PrefixMachine(LookUps):
         hits = self.index.match(tokens, max_tokens=limit, salt=salt)
         assert hits == self.expected(tokens, limit, salt)
         for at, block in enumerate(hits):
-            assert self.content[block] == (salt, tuple(tokens[: (at + 1) * self.block_size]))
+            assert self.content[block] == (
+                salt,
+                tuple(tokens[: (at + 1) * self.block_size]),
+            )
         need = -(-len(tokens) // self.block_size) - len(hits)
         self.allocator.share(hits)
         if not self.allocator.can_allocate(need):
             self.allocator.release(hits)
             return multiple()
-        sequence = Running(tokens, salt, hits + self.allocator.allocate(need), len(hits))
+        sequence = Running(
+            tokens, salt, hits + self.allocator.allocate(need), len(hits)
+        )
         self.write(sequence, len(hits))
         return sequence
 
@@ -179,7 +190,9 @@ class PrefixMachine(LookUps):
     def publish(self, sequence: Running, num_blocks: int, from_start: bool) -> None:
         if from_start:
             sequence.cursor = PrefixCursor()
-        full = min(len(sequence.tokens) // self.block_size, sequence.num_published + num_blocks)
+        full = min(
+            len(sequence.tokens) // self.block_size, sequence.num_published + num_blocks
+        )
         salt = sequence.salt
         blocks = sequence.blocks[:full]
         self.index.publish(sequence.tokens, blocks, cursor=sequence.cursor, salt=salt)
@@ -212,12 +225,16 @@ class PrefixMachine(LookUps):
     def clear(self, now: bool) -> None:
         if now:
             self.index._drop_below(self.index._root)
-            assert not any(map(self.allocator.is_cached, range(self.allocator.num_blocks)))
+            assert not any(
+                map(self.allocator.is_cached, range(self.allocator.num_blocks))
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
             self.index._drop_below(self.index._root)
-            assert not any(map(self.allocator.is_cached, range(self.allocator.num_blocks)))
+            assert not any(
+                map(self.allocator.is_cached, range(self.allocator.num_blocks))
+            )
             self.allocator.check_integrity()
 
 
@@ -264,13 +281,17 @@ class WindowMachine(LookUps):
         self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        marked = {self.content[b]: b for b in self.content if self.allocator.is_cached(b)}
+        marked = {
+            self.content[b]: b for b in self.content if self.allocator.is_cached(b)
+        }
         for count in range(limit // self.size, 0, -1):
             prefixes = [tuple(tokens[: (at + 1) * self.size]) for at in range(count)]
             table = [0] * (count * self.groups.count)
             wanted = [
                 (at * self.groups.count + g, (g, salt, prefixes[at]))
-                for g, span in enumerate(self.groups.spans(0, count * self.size, count * self.size))
+                for g, span in enumerate(
+                    self.groups.spans(0, count * self.size, count * self.size)
+                )
                 for at in range(span.start // self.size, count)
             ]
             if all(content in marked for _, content in wanted):

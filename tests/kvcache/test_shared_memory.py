@@ -63,7 +63,10 @@ def test_what_is_not_the_announced_memory_is_refused(change, reason):
 
 
 def test_a_file_of_another_kind_is_not_opened(tmp_path):
-    with open(tmp_path / "file", "wb") as file, pytest.raises(NotMappable, match="another one"):
+    with (
+        open(tmp_path / "file", "wb") as file,
+        pytest.raises(NotMappable, match="another one"),
+    ):
         open_memory(os.getpid(), file.fileno(), b"", 1)
 
 

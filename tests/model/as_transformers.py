@@ -67,15 +67,21 @@ def compare(raw: dict[str, Any], folder: Path) -> Comparison:
     try:
         if wanted is None:
             load_config(folder)
-            return _listed(SERVED, broken, "served as listed", "transformers refuses it")
+            return _listed(
+                SERVED, broken, "served as listed", "transformers refuses it"
+            )
         model = load(folder)
     except ModelError as error:
         if wanted is None:
             return Comparison("both refuse", f"{error}; transformers: {broken}")
-        return _listed(REFUSALS, str(error), "refused as listed", "transformers serves it")
+        return _listed(
+            REFUSALS, str(error), "refused as listed", "transformers serves it"
+        )
     with torch.inference_mode():
         attention = DenseAttention(model.attention_spec)
-        logits = model.logits(model.forward(prompt, torch.arange(len(prompt)), attention))
+        logits = model.logits(
+            model.forward(prompt, torch.arange(len(prompt)), attention)
+        )
     apart = (logits - wanted).abs().max().item()
     verdict = "equal" if apart < _TOLERANCE else "disagreement"
     return Comparison(verdict, f"logits differ by {apart:.2g}")
@@ -91,10 +97,16 @@ def _of_transformers(
             logits = reference(prompt[None]).logits[0]
     except Exception as error:  # transformers breaks with errors of many types
         return None, f"{type(error).__name__}: {error}"
-    return (logits, "") if logits.isfinite().all() else (None, "logits that are not finite")
+    return (
+        (logits, "")
+        if logits.isfinite().all()
+        else (None, "logits that are not finite")
+    )
 
 
-def _listed(reasons: dict[str, str], error: str, verdict: str, otherwise: str) -> Comparison:
+def _listed(
+    reasons: dict[str, str], error: str, verdict: str, otherwise: str
+) -> Comparison:
     if any(re.search(pattern, error) for pattern in reasons):
         return Comparison(verdict, error)
     return Comparison("disagreement", f"{error} ({otherwise})")

@@ -24,21 +24,33 @@ class DenseAttention:
         self._values: dict[int, torch.Tensor] = {}
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, turn: None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        turn: None,
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, k)
         values = self._append(self._values, layer, v)
         return self._attend(layer, q, keys, values)
 
     def forward_latent(
-        self, layer: int, q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
     ) -> torch.Tensor:
         keys = self._append(self._keys, layer, latent[:, None])
         q = torch.cat((q_latent, q_rope), dim=-1)
         return self._attend(layer, q, keys, keys[..., : q_latent.shape[-1]])
 
     @staticmethod
-    def _append(store: dict[int, torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
+    def _append(
+        store: dict[int, torch.Tensor], layer: int, new: torch.Tensor
+    ) -> torch.Tensor:
         store[layer] = torch.cat((store[layer], new)) if layer in store else new.clone()
         return store[layer]
 
@@ -47,28 +59,44 @@ class DenseAttention:
     ) -> torch.Tensor:
         (window, soft_cap), sinks = self._spec.layers[layer]
         group = q.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
+        keys, values = (
+            x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values)
+        )
         total, new = keys.shape[1], q.shape[0]
         scores = q.transpose(0, 1) @ keys.mT * self._spec.scale
         scores = (scores / soft_cap).tanh() * soft_cap if soft_cap else scores
         at = torch.arange(total, device=q.device)
         ago = at[total - new :, None] - at
-        scores = scores.masked_fill((ago < 0) | (ago >= (window or total)), float("-inf"))
+        scores = scores.masked_fill(
+            (ago < 0) | (ago >= (window or total)), float("-inf")
+        )
         if sinks is not None:
-            scores = torch.cat((scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1)
+            scores = torch.cat(
+                (scores, sinks[:, None, None].expand(-1, new, 1)), dim=-1
+            )
         return (scores.softmax(-1)[..., :total].to(q.dtype) @ values).transpose(0, 1)
 
 
 def paged(model, num_tokens: int) -> AttentionBackend:
     """The torch backend over a pool for one sequence of so many tokens."""
     config, spec = model.config, model.attention_spec
-    sizes = (spec.num_kv_heads, config.num_layers, config.kv_components, BLOCK_SIZE, config.kv_dim)
+    sizes = (
+        spec.num_kv_heads,
+        config.num_layers,
+        config.kv_components,
+        BLOCK_SIZE,
+        config.kv_dim,
+    )
     layout = KVLayout("BHLCND", 1 + -(-num_tokens // BLOCK_SIZE), *sizes, "float32")
     heads = {"num_q_heads": spec.num_q_heads, "head_dim": config.kv_dim}
-    return create_backend("torch", KVPool(layout), **heads, scale=spec.scale, layers=spec.layers)
+    return create_backend(
+        "torch", KVPool(layout), **heads, scale=spec.scale, layers=spec.layers
+    )
 
 
-def greedy(model, prompt: list[int], num_tokens: int, chunk: int | None = None) -> list[int]:
+def greedy(
+    model, prompt: list[int], num_tokens: int, chunk: int | None = None
+) -> list[int]:
     """Generates with `model` and the torch backend, the prompt in chunks of `chunk` tokens."""
     ids = list(prompt)
     attention = paged(model, len(prompt) + num_tokens)

@@ -22,7 +22,9 @@ Written = tuple[dict[str, Tensor], Tensor]
 def in_groups(weight: Tensor, size: int) -> Quantized:
     """FP8 codes of weights [n, out, in], with a scale for every `size` columns of a row."""
     each = quantise(weight.unflatten(2, (-1, size)).flatten(1, 2))
-    parts = [part.unflatten(1, (weight.shape[1], -1)) for part in (each.codes, each.scales)]
+    parts = [
+        part.unflatten(1, (weight.shape[1], -1)) for part in (each.codes, each.scales)
+    ]
     codes, scales = (part.flatten(2) for part in parts)
     return replace(each, codes=codes, scales=scales, group=size)
 
@@ -37,8 +39,12 @@ def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
         size = tuple(map(min, block, weight.shape))
-        scales = torch.rand([-(-n // of) for n, of in zip(weight.shape, size, strict=True)])
-        row, col = (torch.arange(n) // of for n, of in zip(weight.shape, size, strict=True))
+        scales = torch.rand(
+            [-(-n // of) for n, of in zip(weight.shape, size, strict=True)]
+        )
+        row, col = (
+            torch.arange(n) // of for n, of in zip(weight.shape, size, strict=True)
+        )
         codes = weight.to(torch.float8_e4m3fn)
         of_all = min(scales.shape) == max(scales.shape) == 1
         tensors = {
@@ -51,7 +57,9 @@ def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
     return write
 
 
-def _four(weight: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _four(
+    weight: Tensor, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales and zeros by row and group, and what they stand for."""
     height, width = weight.shape
     codes = torch.randint(0, 16, (height, width))
@@ -71,7 +79,9 @@ def packed(*, has_zeros: bool) -> Callable[[Tensor], Written]:
             ".weight_shape": torch.tensor(weight.shape),
         }
         if has_zeros:
-            tensors[".weight_zero_point"] = words(zeros.t().contiguous()).t().contiguous()
+            tensors[".weight_zero_point"] = (
+                words(zeros.t().contiguous()).t().contiguous()
+            )
         else:
             exact = (codes - 8).double() * scales.double().repeat_interleave(GROUP, 1)
         return tensors, exact
@@ -119,10 +129,14 @@ def mxfp4(weight: Tensor) -> Written:
     return tensors, (torch.tensor(FP4).double()[codes] * factors).mT
 
 
-_FP8_GROUPS = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}
+_FP8_GROUPS = {
+    "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}
+}
 _INT4_GROUPS = {
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": GROUP}}},
+    "config_groups": {
+        "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": GROUP}}
+    },
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 # By name: quantization_config, and the writer.
@@ -131,16 +145,31 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
         fp8((24, 40), "_scale_inv"),
     ),
-    "fp8 rows": ({"quant_method": "compressed-tensors", **_FP8_GROUPS}, fp8((1, 999), "_scale")),
-    "fp8 tensors": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8((999, 999), "_scale")),
-    "packed": ({"quant_method": "compressed-tensors", **_INT4_GROUPS}, packed(has_zeros=False)),
+    "fp8 rows": (
+        {"quant_method": "compressed-tensors", **_FP8_GROUPS},
+        fp8((1, 999), "_scale"),
+    ),
+    "fp8 tensors": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        fp8((999, 999), "_scale"),
+    ),
+    "packed": (
+        {"quant_method": "compressed-tensors", **_INT4_GROUPS},
+        packed(has_zeros=False),
+    ),
     "packed with zeros": (
         {"quant_method": "compressed-tensors", **_INT4_GROUPS},
         packed(has_zeros=True),
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+        awq,
+    ),
     "gptq": (_GPTQ, gptq(less=1)),
-    "gptq of the second kind": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(less=0)),
+    "gptq of the second kind": (
+        {**_GPTQ, "checkpoint_format": "gptq_v2"},
+        gptq(less=0),
+    ),
     "gptq of transformers 5": ({**_GPTQ, "format": "gptq_v2"}, gptq(less=0)),
     "gptq in another order": ({**_GPTQ, "desc_act": True}, gptq(less=1, shuffles=True)),
 }
@@ -164,14 +193,19 @@ def rewrite(
             for end, part in tensors.items():
                 stored.setdefault(name.removesuffix(".weight") + end, part)
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "quantization_config": config})
+    )
     save_file(
-        {name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors"
+        {name: part.contiguous() for name, part in stored.items()},
+        folder / "model.safetensors",
     )
     return exact
 
 
-def save_plain(folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+def save_plain(
+    folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> None:
     """Turns a checkpoint into the plain one that it stands for."""
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("quantization_config", None)

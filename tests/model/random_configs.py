@@ -11,7 +11,9 @@ from model.architectures.table import ARCHITECTURES
 from tests.model.random_models import IMAGES
 
 MAX_POSITION: Final = 96  # tokens
-PROMPT_TOKENS: Final = 80  # above every original context drawn, so that longrope is long
+PROMPT_TOKENS: Final = (
+    80  # above every original context drawn, so that longrope is long
+)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -40,7 +42,11 @@ def random_config(seed: int) -> Raw:
     if not ARCHITECTURES[architecture].text_type:
         return {"architectures": [architecture], **raw}
     raw["model_type"] = ARCHITECTURES[architecture].text_type
-    top: Raw = {"architectures": [architecture], "vision_config": IMAGES, "text_config": raw}
+    top: Raw = {
+        "architectures": [architecture],
+        "vision_config": IMAGES,
+        "text_config": raw,
+    }
     if draw.random() < 0.5:
         top["tie_word_embeddings"] = draw.random() < 0.5
     return top
@@ -79,8 +85,16 @@ def _sizes(draw: random.Random, architecture: str) -> Raw:
     if architecture.startswith("Gemma") and draw.random() < 0.5:
         raw["hidden_activation"] = draw.choice(_ACTIVATIONS)
     if ARCHITECTURES[architecture].mla:
-        raw |= {"num_key_value_heads": heads, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
-        raw |= {"q_lora_rank": draw.choice((None, 24)), "qk_rope_head_dim": 8, "v_head_dim": 12}
+        raw |= {
+            "num_key_value_heads": heads,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+        }
+        raw |= {
+            "q_lora_rank": draw.choice((None, 24)),
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+        }
         raw.pop("head_dim", None)
     return raw
 
@@ -193,7 +207,10 @@ def _add_ropes(draw: random.Random, architecture: str, raw: Raw) -> None:
         raw["rope_parameters"] = _theta(draw, rope)
     if form == "kinds":
         other = _rope(draw, raw, architecture)
-        raw["rope_parameters"] = {_FULL: _theta(draw, rope), _SLIDING: _theta(draw, other)}
+        raw["rope_parameters"] = {
+            _FULL: _theta(draw, rope),
+            _SLIDING: _theta(draw, other),
+        }
         if draw.random() < 0.15:
             del raw["rope_parameters"][draw.choice((_FULL, _SLIDING))]
 
@@ -208,7 +225,9 @@ def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
     """One rope's parameters; now and then without one that its type needs."""
     kinds = ("default", "longrope", "longrope", "su", "yarn", "linear")
     rope_type = draw.choice(kinds if architecture.startswith("Phi3") else _ROPE_TYPES)
-    rope: Raw = {draw.choice(("type", "rope_type", "rope_type", "rope_type")): rope_type}
+    rope: Raw = {
+        draw.choice(("type", "rope_type", "rope_type", "rope_type")): rope_type
+    }
     if rope_type != "default" and draw.random() < 0.9:
         rope["factor"] = draw.choice((1.0, 2.0, 4.0))
     if rope_type == "llama3":
@@ -220,7 +239,9 @@ def _rope(draw: random.Random, raw: Raw, architecture: str) -> Raw:
             "mscale_all_dim": 0.8, "truncate": False,
         }  # fmt: skip
         rope |= {name: value for name, value in optional.items() if draw.random() < 0.3}
-    if rope_type in ("longrope", "su") or (rope_type == "yarn" and architecture[:4] == "Phi3"):
+    if rope_type in ("longrope", "su") or (
+        rope_type == "yarn" and architecture[:4] == "Phi3"
+    ):
         width = raw.get("head_dim") or 64 // raw["num_attention_heads"]
         width = raw.get("qk_rope_head_dim", width)
         pairs = width // 2 if draw.random() < 0.8 else width // 4

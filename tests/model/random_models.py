@@ -35,7 +35,14 @@ def continued(reference, prompt: list[int], num_tokens: int) -> list[int]:
     return reference.generate(ids, **more, **ends)[0, len(prompt) :].tolist()
 
 
-def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", **options: Any):
+def make(
+    architecture: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    shard: str = "5GB",
+    **options: Any,
+):
     """Saves a random model of `architecture` in `folder`; returns the transformers model."""
     sizes = MLA_SIZES if architecture.startswith("Deepseek") else SIZES
     name, has_images, _ = architecture.partition("ForConditional")
@@ -43,9 +50,15 @@ def make(architecture: str, folder: Path, *, seed: int = 0, shard: str = "5GB", 
     kind = "TextConfig" if architecture == "Gemma3ForCausalLM" else "Config"
     options = {**sizes, **options}
     if has_images:
-        options = {"text_config": options, "vision_config": IMAGES, "tie_word_embeddings": False}
+        options = {
+            "text_config": options,
+            "vision_config": IMAGES,
+            "tie_word_embeddings": False,
+        }
     config = getattr(transformers, name + kind)(**options)
-    return _saved(getattr(transformers, architecture), config, folder, seed=seed, shard=shard)
+    return _saved(
+        getattr(transformers, architecture), config, folder, seed=seed, shard=shard
+    )
 
 
 def make_of(raw: dict[str, Any], folder: Path):
@@ -54,7 +67,9 @@ def make_of(raw: dict[str, Any], folder: Path):
     own = {"pad_token_id": 0, **raw, "model_type": of.config_class.model_type}
     config = of.config_class.from_dict(own)
     config._attn_implementation = "eager"  # others leave out soft caps
-    config._experts_implementation = "eager"  # others need rows of a multiple of 16 bytes
+    config._experts_implementation = (
+        "eager"  # others need rows of a multiple of 16 bytes
+    )
     return _saved(of, config, folder)
 
 

@@ -24,7 +24,15 @@ DEEPSEEK, DENSE = "DeepseekV2", {"first_k_dense_replace": 3}
 
 
 def yarn(**more):
-    return {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 32, "beta_slow": 1, **more}}
+    return {
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 1e4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            **more,
+        }
+    }
 
 
 CASES = {
@@ -35,7 +43,10 @@ CASES = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
-    "mistral": ("Mistral", {"sliding_window": None, "attention_bias": True}),  # it has none
+    "mistral": (
+        "Mistral",
+        {"sliding_window": None, "attention_bias": True},
+    ),  # it has none
     "qwen2": ("Qwen2", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}, **UNREAD}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -48,7 +59,10 @@ CASES = {
     "deepseek-bias": (DEEPSEEK, {"q_lora_rank": 24, "attention_bias": True, **DENSE}),
     "deepseek-yarn": (DEEPSEEK, yarn(mscale=0.707, mscale_all_dim=0.707)),
     "deepseek-yarn-mscale": (DEEPSEEK, yarn(mscale=1.0, mscale_all_dim=0.8)),
-    "deepseek-yarn-plain": (DEEPSEEK, {**yarn(), "q_lora_rank": 24, "tie_word_embeddings": True}),
+    "deepseek-yarn-plain": (
+        DEEPSEEK,
+        {**yarn(), "q_lora_rank": 24, "tie_word_embeddings": True},
+    ),
 }
 
 SHORT = [1.0 + pair / 8 for pair in range(4)]
@@ -59,7 +73,13 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QWEN = {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}
-GROUPS = {**EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
+GROUPS = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4,
     "logits_scaling": 2.5,
@@ -158,14 +178,18 @@ for name, (kind, options) in CASES.items():
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("model.moe._MAX_TOKENS", 64)  # so that experts take prompts in parts
+    monkeypatch.setattr(
+        "model.moe._MAX_TOKENS", 64
+    )  # so that experts take prompts in parts
     architecture, options = CASES[case]
     reference = make(architecture, tmp_path, **options)
     model = load(tmp_path)
     check_equal(model, reference)
     check_files(model.config, tmp_path)
     of_images = ("model.vision_tower", "model.multi_modal_projector")
-    of_text = (p for name, p in reference.named_parameters() if not name.startswith(of_images))
+    of_text = (
+        p for name, p in reference.named_parameters() if not name.startswith(of_images)
+    )
     matrices = sum(each.numel() for each in of_text if each.dim() > 1)
     assert weight_bytes(model.config, 1, keeps=False) == matrices
 
@@ -193,14 +217,18 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.logits(some), wanted[rows], rtol=1e-4, atol=1e-4)
     ids = prompt[0].tolist()
-    assert greedy(model, ids, num_tokens, chunk=64) == continued(reference, ids, num_tokens)
+    assert greedy(model, ids, num_tokens, chunk=64) == continued(
+        reference, ids, num_tokens
+    )
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", *trained_models()])
 def test_trained_models_generate_what_transformers_does(name):
     """The tiny models that this repository trains, and others where there are some."""
     folder = trained_models().get(name) or ensure_model(name)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    )
     check_equal(load(folder), reference, num_tokens=40)
 
 

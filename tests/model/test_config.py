@@ -37,14 +37,18 @@ def test_reads_sizes_and_fills_in_what_transformers_would():
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 4, 10000.0)
     assert not config.tie_embeddings
     assert parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).attention_bias
-    assert not parse_config({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).output_bias
+    assert not parse_config(
+        {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+    ).output_bias
     oss = MODELS["gpt-oss-20b"][1]
     assert parse_config({**oss, "rope_scaling": None}) == parse_config(oss)
     plain = {"rope_theta": 150000.0}
     assert parse_config({**oss, "rope_parameters": plain}).rope.rope_type == "default"
     qwen3 = parse_config({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
     assert (qwen3.head_dim, qwen3.qk_norm) == (128, "head")
-    no_kv_heads = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    no_kv_heads = {
+        key: value for key, value in LLAMA.items() if key != "num_key_value_heads"
+    }
     assert parse_config(no_kv_heads).num_kv_heads == 8
 
 
@@ -62,7 +66,11 @@ def test_kv_geometry_of_grouped_and_latent_attention():
     config = parse_config(LLAMA)
     assert (config.kv_heads_total, config.kv_components, config.kv_dim) == (4, 2, 8)
     latent = parse_config(DEEPSEEK)
-    assert (latent.kv_heads_total, latent.kv_components, latent.kv_dim) == (1, 1, 32 + 8)
+    assert (latent.kv_heads_total, latent.kv_components, latent.kv_dim) == (
+        1,
+        1,
+        32 + 8,
+    )
     assert latent.moe is not None and latent.rope.interleaved
     assert parse_config({**DEEPSEEK, "first_k_dense_replace": 2}).moe is None
 
@@ -109,11 +117,15 @@ KINDS = ["sliding_attention"] + ["full_attention"] * 3
     ("Gemma2", {"sliding_window": 64}, "w.w."),
     ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 3}, "ww.w"),
 ])  # fmt: skip
-def test_the_windows_of_layers_are_read_as_transformers_reads_them(name, change, windows):
+def test_the_windows_of_layers_are_read_as_transformers_reads_them(
+    name, change, windows
+):
     base = {**LLAMA, "architectures": [f"{name}ForCausalLM"], "num_hidden_layers": 4}
     config = parse_config({**base, **change})
     size = change.get("sliding_window")
-    assert config.layer_windows == tuple(size if each == "w" else None for each in windows)
+    assert config.layer_windows == tuple(
+        size if each == "w" else None for each in windows
+    )
     assert config.window_of(3) == (size if windows.endswith("w") else None)
     assert ("windows" in config.special_attention) == bool(windows)
 
@@ -158,7 +170,9 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
     with pytest.raises(ModelLoadError, match="not JSON"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": 3}))
-    with pytest.raises(ModelLoadError, match=r"config\.json .* a value of a wrong kind: 'int'"):
+    with pytest.raises(
+        ModelLoadError, match=r"config\.json .* a value of a wrong kind: 'int'"
+    ):
         load_config(tmp_path)
 
 
@@ -183,7 +197,9 @@ def test_overrides_take_effect_or_are_refused(tmp_path, overrides, outcome):
 def test_overrides_reach_the_text_of_a_model_for_images(tmp_path):
     text = {key: value for key, value in LLAMA.items() if key != "architectures"}
     raw = {**MISTRAL3, "text_config": text, "num_hidden_layers": 9}
-    assert parse_config(raw).num_layers == 2, "a key beside text_config is not the text's"
+    assert parse_config(raw).num_layers == 2, (
+        "a key beside text_config is not the text's"
+    )
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert load_config(tmp_path, overrides='{"num_hidden_layers": 3}').num_layers == 3
     with pytest.raises(ModelLoadError, match='"use_cache" changes nothing'):

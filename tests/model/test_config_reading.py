@@ -16,8 +16,17 @@ from tests.model.test_against_transformers import LOCAL, LONGROPE
 from tests.model.test_config import LLAMA
 
 ORIGINAL = "original_max_position_embeddings"
-SIZES = {**LLAMA, "num_hidden_layers": 4, "max_position_embeddings": MAX_POSITION, "head_dim": 8}
-LONG = {**LONGROPE, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [3.0, 4.0, 5.0, 6.0]}
+SIZES = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": MAX_POSITION,
+    "head_dim": 8,
+}
+LONG = {
+    **LONGROPE,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [3.0, 4.0, 5.0, 6.0],
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 32}
 EVERY_SECOND = {"sliding_window_pattern": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 20}
@@ -208,7 +217,9 @@ def test_a_missing_key_means_what_it_means_to_the_class_in_transformers(name):
         of_class = transformers.CONFIG_MAPPING[declared.text_type]
     fields = {field.name: field.default for field in dataclasses.fields(of_class)}
     read = {key for keys in DEFAULTS.values() for key in keys} - {"rope_parameters"}
-    of_fields = {key: value for key, value in declared.defaults.items() if key in fields}
+    of_fields = {
+        key: value for key, value in declared.defaults.items() if key in fields
+    }
     of_fields.pop("rope_parameters", None)
     assert of_fields == {key: value for key, value in fields.items() if key in read}
     # What transformers reads from its other arguments.

@@ -18,7 +18,9 @@ BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 2
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 TOKENS = ["<unk>", "<s>", "</s>", "Ġ", "Ċ", *BYTES][: 131 - len(MERGES)]
 TOKENS += [merge.replace(" ", "") for merge in MERGES]
-TEMPLATES = [{"name": name, "template": f"of {name}"} for name in ("default", "tool_use")]
+TEMPLATES = [
+    {"name": name, "template": f"of {name}"} for name in ("default", "tool_use")
+]
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -26,7 +28,11 @@ LAYER = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 
 
 def gguf_name(name: str) -> str:
@@ -44,7 +50,15 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path, reference, architecture="llama", *, extra=(), pre="smollm", factors=None, files=1, ends=()
+    path,
+    reference,
+    architecture="llama",
+    *,
+    extra=(),
+    pre="smollm",
+    factors=None,
+    files=1,
+    ends=(),
 ):
     """Writes a transformers model as llama.cpp's converter would."""
     config = reference.config
@@ -127,7 +141,11 @@ def llama3_factors(head_dim: int) -> np.ndarray:
 
 def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
     rope = {**LLAMA3, "original_max_position_embeddings": 8192}
-    options = {"head_dim": 32, "rope_parameters": rope, "max_position_embeddings": 16384}
+    options = {
+        "head_dim": 32,
+        "rope_parameters": rope,
+        "max_position_embeddings": 16384,
+    }
     reference = make("LlamaForCausalLM", tmp_path / "hf", **options)
     write_gguf(tmp_path / "m.gguf", reference, factors=llama3_factors(32))
     model = convert(tmp_path / "m.gguf", tmp_path / "out")
@@ -144,8 +162,18 @@ def test_the_tokenizer_splits_and_joins_as_the_original(tmp_path):
     convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     encoded = tokenizer.encode("<s>hello w12\n</s>")
-    assert encoded.tokens == ["<s>", "hello", "Ġw", "1", "2", "Ċ", "</s>"]  # digits stand alone
-    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
+    assert encoded.tokens == [
+        "<s>",
+        "hello",
+        "Ġw",
+        "1",
+        "2",
+        "Ċ",
+        "</s>",
+    ]  # digits stand alone
+    assert (
+        tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
+    )
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (config["eos_token"], config["bos_token"]) == ("</s>", "<s>")
     assert config["chat_template"] == TEMPLATES
@@ -158,7 +186,9 @@ def test_a_text_for_llama3_begins_with_its_bos_and_its_turns_end(
     pre, begins, tmp_path, monkeypatch
 ):
     """Its files name neither that a text begins so, nor all tokens that end a turn."""
-    monkeypatch.setattr("tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"])
+    monkeypatch.setattr(
+        "tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"]
+    )
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     monkeypatch.setattr("tests.model.test_gguf.MERGES", MERGES[:1])
     write_gguf(tmp_path / "m.gguf", reference, pre=pre)
@@ -181,7 +211,12 @@ def test_the_end_of_a_turn_and_of_a_message_end_a_generation_too(tmp_path):
 def test_special_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
     """As llama.cpp does."""
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
-    beyond = [("padding", 100_000), ("unknown", len(TOKENS)), ("eot", 4), ("eom", 1 << 31)]
+    beyond = [
+        ("padding", 100_000),
+        ("unknown", len(TOKENS)),
+        ("eot", 4),
+        ("eom", 1 << 31),
+    ]
     write_gguf(tmp_path / "m.gguf", reference, ends=beyond)
     lines: list[str] = []
     (tmp_path / "out").mkdir()
@@ -195,7 +230,9 @@ def test_special_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
 
 def test_a_file_without_an_end_token_may_name_the_end_of_a_turn(tmp_path, monkeypatch):
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
-    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda writer, token_id: None)
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_eos_token_id", lambda writer, token_id: None
+    )
     write_gguf(tmp_path / "m.gguf", reference, ends=[("eot", 4)])
     convert(tmp_path / "m.gguf", tmp_path / "out")
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -222,11 +259,15 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     with pytest.raises(ModelLoadError, match=r"wide\.gguf is .*Dequantization for F64"):
         convert(tmp_path / "wide.gguf", tmp_path / "e")
     write_gguf(tmp_path / "first.gguf", reference, files=3)
-    with pytest.raises(UnsupportedModel, match=r"one of 3 files .*llama-gguf-split --merge"):
+    with pytest.raises(
+        UnsupportedModel, match=r"one of 3 files .*llama-gguf-split --merge"
+    ):
         convert(tmp_path / "first.gguf", tmp_path / "f")
 
 
-def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(tmp_path, monkeypatch):
+def test_a_gguf_file_and_a_directory_with_one_resolve_to_the_same_conversion(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
     (tmp_path / "m").mkdir()

@@ -17,7 +17,9 @@ from model.errors import ModelNotAvailable
 from model.hub import DEFAULT_MODEL, build_once, resolve_model
 
 
-@pytest.mark.parametrize("name", ["./nothing-here", "/no/such/dir", "no-owner", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["./nothing-here", "/no/such/dir", "no-owner", "a/b/c"]
+)
 def test_what_is_neither_a_path_nor_a_hub_id_is_refused(name):
     with pytest.raises(ModelNotAvailable, match=r"no such directory.*hub id"):
         resolve_model(name)
@@ -29,11 +31,15 @@ def test_what_is_no_folder_or_has_no_revision_is_refused_as_such(tmp_path):
     with pytest.raises(ModelNotAvailable, match=r"is a file.*give the model's folder"):
         resolve_model(str(file))
     for name in (str(tmp_path), DEFAULT_MODEL):
-        with pytest.raises(ModelNotAvailable, match=r"revision is 'v2'.*leave --revision out"):
+        with pytest.raises(
+            ModelNotAvailable, match=r"revision is 'v2'.*leave --revision out"
+        ):
             resolve_model(name, "v2")
 
 
-def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(monkeypatch, tmp_path):
+def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(
+    monkeypatch, tmp_path
+):
     asked = {}
 
     def snapshot_download(name, **options):
@@ -50,8 +56,15 @@ def test_a_hub_id_is_fetched_with_revision_and_token_which_no_refusal_shows(monk
     told = []
     assert resolve_model("owner/name", "v2", progress=told.append) == tmp_path
     assert told[0].startswith("downloading: 1.00 of 4.00 GiB, about ")
-    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "v2", "very-secret")
-    assert "*.safetensors" in asked["allow_patterns"] and "original/*" in asked["ignore_patterns"]
+    assert (asked["name"], asked["revision"], asked["token"]) == (
+        "owner/name",
+        "v2",
+        "very-secret",
+    )
+    assert (
+        "*.safetensors" in asked["allow_patterns"]
+        and "original/*" in asked["ignore_patterns"]
+    )
     told = r"owner/none' at revision 'v2'.*HF_TOKEN"
     with pytest.raises(ModelNotAvailable, match=told) as failed:
         resolve_model("owner/none", "v2")
@@ -70,7 +83,9 @@ except ModelNotAvailable as error:
 
 
 @pytest.mark.parametrize(("accepts", "told"), [(False, "refused"), (True, "timed out")])
-def test_a_hub_that_cannot_be_reached_or_is_silent_is_told_in_one_line(accepts, told, tmp_path):
+def test_a_hub_that_cannot_be_reached_or_is_silent_is_told_in_one_line(
+    accepts, told, tmp_path
+):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if accepts:
@@ -81,7 +96,9 @@ def test_a_hub_that_cannot_be_reached_or_is_silent_is_told_in_one_line(accepts, 
             [sys.executable, "-c", _ASK], env={**os.environ, **env}, capture_output=True, text=True,
             timeout=120, check=True,
         )  # fmt: skip
-    assert re.fullmatch(rf"model 'owner/name' .* HF_TOKEN\): \w+: .*{told}\n", done.stdout)
+    assert re.fullmatch(
+        rf"model 'owner/name' .* HF_TOKEN\): \w+: .*{told}\n", done.stdout
+    )
     assert done.stderr == ""
 
 
@@ -139,6 +156,10 @@ def test_the_default_model_is_converted_with_tokenizer_template_and_end_of_text(
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     digits = [tokenizer.token_to_id(digit) for digit in "12345"]
-    assert any(ids[at : at + 5] == digits for at in range(len(ids))), "digits stand alone"
-    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    assert any(ids[at : at + 5] == digits for at in range(len(ids))), (
+        "digits stand alone"
+    )
+    template = json.loads((folder / "tokenizer_config.json").read_text())[
+        "chat_template"
+    ]
     assert "<|im_start|>assistant" in template

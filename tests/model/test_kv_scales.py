@@ -30,10 +30,14 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> ModelConfig:
     return load_config(folder)
 
 
-def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def named(
+    k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Scales 0.25, 0.5 for layer 0 and 1.25, 1.5 for layer 1, exact in every dtype."""
     return {
-        f"model.layers.{layer}.self_attn.{name}": torch.full(shape, layer + part, dtype=dtype)
+        f"model.layers.{layer}.self_attn.{name}": torch.full(
+            shape, layer + part, dtype=dtype
+        )
         for layer in range(LAYERS)
         for name, part in ((k, 0.25), (v, 0.5))
     }
@@ -50,7 +54,9 @@ def named(k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[st
         ("k_proj.output_scale", "v_proj.output_scale"),
     ],
 )
-def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(checkpoint, k, v, shape, dtype):
+def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(
+    checkpoint, k, v, shape, dtype
+):
     plain = fingerprint(load_config(checkpoint), checkpoint)
     unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
     config = add(checkpoint, {**named(k, v, shape, dtype), **unused})
@@ -60,7 +66,8 @@ def test_a_checkpoints_scales_are_found_and_are_no_leftover_weights(checkpoint, 
 
 
 OWN = {
-    f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer) for layer in range(LAYERS)
+    f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer)
+    for layer in range(LAYERS)
 }
 
 
@@ -74,7 +81,9 @@ OWN = {
         (OWN, {"k_scale": [0.5, 0.25], "v_scale": 2.0}, (0.5, 2.0, 0.25, 2.0)),
     ],
 )
-def test_an_option_goes_first_then_the_checkpoint_then_1(checkpoint, own, option, expected):
+def test_an_option_goes_first_then_the_checkpoint_then_1(
+    checkpoint, own, option, expected
+):
     config = add(checkpoint, own)
     file = checkpoint / "scales.json"
     file.write_text(json.dumps(option), encoding="utf-8")
@@ -118,9 +127,18 @@ def test_an_option_that_is_none_is_refused_by_name(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.layers.1.self_attn.v_scale": None}, r"no model\.layers\.1\.self_attn\.v_scale"),
-        ({"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)}, r"0\.self_attn\.k_scale is -1"),
-        ({"model.layers.0.self_attn.k_scale": torch.ones(4)}, r"shape \(4,\).*--kv-scales"),
+        (
+            {"model.layers.1.self_attn.v_scale": None},
+            r"no model\.layers\.1\.self_attn\.v_scale",
+        ),
+        (
+            {"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)},
+            r"0\.self_attn\.k_scale is -1",
+        ),
+        (
+            {"model.layers.0.self_attn.k_scale": torch.ones(4)},
+            r"shape \(4,\).*--kv-scales",
+        ),
     ],
 )
 def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, message):
@@ -133,7 +151,11 @@ def test_a_checkpoint_whose_scales_do_not_fit_is_refused(checkpoint, changes, me
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"bits": 8}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {},
+            "kv_cache_scheme": {"bits": 8},
+        },
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )

@@ -29,11 +29,16 @@ ROUTERS = {
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_layer_reads_no_value_back(way: str, router: str, ep: int) -> None:
     """On the device `meta` there are none."""
-    width = dict.fromkeys(("moe_intermediate_size", "intermediate_size"), WIDTHS[way] * 2 // ep)
+    width = dict.fromkeys(
+        ("moe_intermediate_size", "intermediate_size"), WIDTHS[way] * 2 // ep
+    )
     raw = {**DEEPSEEK, **ROUTERS[router], **width}
     config = parse_config(raw)
     there = {"dtype": torch.bfloat16, "device": "meta"}
-    loader, parallel = WeightLoader(DummySource(0, "cpu"), **there), Parallel(1, 2, ep=ep)
+    loader, parallel = (
+        WeightLoader(DummySource(0, "cpu"), **there),
+        Parallel(1, 2, ep=ep),
+    )
     layer = MoELayer(loader, "mlp", config, parallel)
     norm = RMSNorm(torch.empty(config.hidden_size, **there), 1e-6)
     for num_tokens in (1, 128, 129, 256):

@@ -13,14 +13,20 @@ from tests.make_models import ensure_model
 from tests.model.dense import greedy
 from tests.model.random_models import load
 
-pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.zeros(2, 2)), reason="this torch has no oneDNN"
+)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 17), (1, 5)])
 def test_products_are_those_of_the_plain_weight(num_rows, shape):
     torch.manual_seed(0)
-    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(num_rows, shape[1])
+    weight, bias, x = (
+        torch.randn(shape),
+        torch.randn(shape[0]),
+        torch.randn(num_rows, shape[1]),
+    )
     expected = F.linear(x, weight, bias)
     assert torch.allclose(Linear(weight, bias, pack=True)(x), expected, atol=1e-4)
     residual = torch.ones(num_rows, shape[0])
@@ -32,7 +38,11 @@ def test_any_number_of_rows_is_computed_with_few_kernels():
     """oneDNN keeps what it compiles for a number of rows: 390 MB after these, 23 with rounding."""
 
     def resident_mb() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+        return (
+            int(Path("/proc/self/statm").read_text().split()[1])
+            * resource.getpagesize()
+            >> 20
+        )
 
     product, x = Linear(torch.randn(3072, 576), pack=True), torch.randn(768, 576)
     product(x)

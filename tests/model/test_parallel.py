@@ -19,7 +19,12 @@ from tests.model.test_config import DEEPSEEK, LLAMA
 PROMPT = list(range(3, 40))
 # 12 query and 6 KV heads: 2 and 3 divide both, 4 would not; 131 tokens of vocabulary are padded.
 TWELVE = {"num_attention_heads": 12, "head_dim": 8}
-WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
+WIDE = {
+    "hidden_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+}
 MODELS = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-wide": ("LlamaForCausalLM", {**WIDE, "tie_word_embeddings": True}),
@@ -49,11 +54,17 @@ def cases(tmp_path_factory):
 def observe(case: dict, parallel: Parallel) -> dict:
     """Greedy tokens, the last logits and cached heads of a model loaded for this rank."""
     folder = Path(case["folder"])
-    options = {"dtype": torch.float32, "parallel": parallel, "load_format": case["load_format"]}
+    options = {
+        "dtype": torch.float32,
+        "parallel": parallel,
+        "load_format": case["load_format"],
+    }
     model = load_model(load_config(folder), folder, **options)
     attention = DenseAttention(model.attention_spec)
     with torch.inference_mode():
-        hidden = model.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), attention)
+        hidden = model.forward(
+            torch.tensor(PROMPT), torch.arange(len(PROMPT)), attention
+        )
         logits = model.logits(hidden[-2:])
     kv_heads = model.attention_spec.num_kv_heads
     return {"ids": greedy(model, PROMPT, 16), "logits": logits, "kv_heads": kv_heads}
@@ -83,7 +94,9 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
         (4, 2, ["qwen2-moe", "deepseek", "gpt-oss"], [1, 1, 1]),
     ],
 )
-def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, cases, tmp_path):
+def test_every_rank_computes_what_one_rank_would(
+    size, ep, names, kv_heads, cases, tmp_path
+):
     chosen = [cases[name] for name in names]
     ranks = run_ranks(size, chosen, tmp_path / "group", ep)
     assert [case["kv_heads"] for case in ranks[0]] == kv_heads
@@ -92,8 +105,12 @@ def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, case
         seen = [rank[index] for rank in ranks]
         assert [rank["ids"] for rank in seen] == [alone["ids"]] * size
         for rank in seen:
-            assert torch.equal(rank["logits"], seen[0]["logits"]), "ranks differ in their logits"
-        torch.testing.assert_close(seen[0]["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
+            assert torch.equal(rank["logits"], seen[0]["logits"]), (
+                "ranks differ in their logits"
+            )
+        torch.testing.assert_close(
+            seen[0]["logits"], alone["logits"], rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +121,16 @@ def test_every_rank_computes_what_one_rank_would(size, ep, names, kv_heads, case
         ({**LLAMA, "intermediate_size": 98}, 4, "intermediate_size 98"),
         ({**DEEPSEEK, "moe_intermediate_size": 22}, 4, "moe_intermediate_size 22"),
         (LLAMA, (2, 2), "--ep 2 needs a mixture of experts"),
-        ({**DEEPSEEK, "n_routed_experts": 9}, (2, 2), "--ep 2 does not divide .* 9 experts"),
-        ({**DEEPSEEK, "moe_intermediate_size": 21}, (4, 2), "--tp 4 .* moe_intermediate_size 21"),
+        (
+            {**DEEPSEEK, "n_routed_experts": 9},
+            (2, 2),
+            "--ep 2 does not divide .* 9 experts",
+        ),
+        (
+            {**DEEPSEEK, "moe_intermediate_size": 21},
+            (4, 2),
+            "--tp 4 .* moe_intermediate_size 21",
+        ),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(config, size, named):
@@ -113,10 +138,14 @@ def test_a_size_that_does_not_fit_is_refused(config, size, named):
     with pytest.raises(InvalidParallelism, match=named):
         check_parallelism(parse_config(config), size, ep=ep)
     for fitting in (1, 2, 4, 8):
-        check_parallelism(parse_config(DEEPSEEK if "kv_lora_rank" in config else LLAMA), fitting)
+        check_parallelism(
+            parse_config(DEEPSEEK if "kv_lora_rank" in config else LLAMA), fitting
+        )
 
 
-def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves(tmp_path):
+def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themselves(
+    tmp_path,
+):
     def rank_of_four(rank: int) -> tuple:
         parallel = Parallel.connect(rank, 4, meeting=str(tmp_path / "group"), dcp=2)
         context = parallel.context
@@ -133,10 +162,16 @@ def test_groups_that_share_tokens_hold_the_same_heads_and_exchange_among_themsel
         found = list(threads.map(rank_of_four, range(4)))
     for rank, (heads, gathered, exchanged, summed) in enumerate(found):
         group, place = divmod(rank, 2)
-        assert [list(some) for some in heads] == [[0], [group], [2 * group, 2 * group + 1]]
+        assert [list(some) for some in heads] == [
+            [0],
+            [group],
+            [2 * group, 2 * group + 1],
+        ]
         members = (2 * group, 2 * group + 1)
         assert gathered == [[[10.0 * member, 1.0]] for member in members]
-        theirs = [[10.0 * member + 2 * place + i for i in range(2)] for member in members]
+        theirs = [
+            [10.0 * member + 2 * place + i for i in range(2)] for member in members
+        ]
         assert exchanged == [[part] for part in theirs]
         assert summed == 4
 

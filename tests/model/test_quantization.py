@@ -31,23 +31,31 @@ def logits_of(model, ids: Tensor = IDS) -> Tensor:
     """[T, vocab]: of each token of a sequence."""
     with torch.inference_mode():
         at = torch.arange(len(ids), device=ids.device)
-        return model.logits(model.forward(ids, at, DenseAttention(model.attention_spec)))
+        return model.logits(
+            model.forward(ids, at, DenseAttention(model.attention_spec))
+        )
 
 
 @pytest.fixture(params=FORMATS)
 def quantised(request, tmp_path):
     """A checkpoint in each format, and its exact weights."""
-    make("Qwen2ForCausalLM", tmp_path, **WIDE)  # biases of q, k and v, and none of the others
+    make(
+        "Qwen2ForCausalLM", tmp_path, **WIDE
+    )  # biases of q, k and v, and none of the others
     return tmp_path, rewrite(tmp_path, *FORMATS[request.param])
 
 
-def test_a_quantised_model_is_the_plain_one_that_it_stands_for(quantised, tmp_path_factory):
+def test_a_quantised_model_is_the_plain_one_that_it_stands_for(
+    quantised, tmp_path_factory
+):
     folder, exact = quantised
     plain = tmp_path_factory.mktemp("plain")
     shutil.copytree(folder, plain, dirs_exist_ok=True)
     save_plain(plain, exact)
     torch.testing.assert_close(logits_of(load(folder)), logits_of(load(plain)))
-    assert len({fingerprint(load_config(where), where) for where in (folder, plain)}) == 2
+    assert (
+        len({fingerprint(load_config(where), where) for where in (folder, plain)}) == 2
+    )
 
 
 def test_a_rank_s_part_of_a_quantised_weight_is_that_of_the_whole(quantised):
@@ -60,13 +68,17 @@ def test_a_rank_s_part_of_a_quantised_weight_is_that_of_the_whole(quantised):
         both = [(rows, exact[up][part.start : part.stop]), (cols, exact[down][:, part])]
         for found, expected in both:
             assert found.shape == expected.shape
-            torch.testing.assert_close(found.dequantise().double(), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                found.dequantise().double(), expected, rtol=1e-6, atol=0
+            )
     with pytest.raises(ModelLoadError, match=r"q_proj.* shape "):
         source.quantised("model.layers.0.self_attn.q_proj.weight", (64, 128), range(64))
 
 
 def scheme(strategy, **weights):
-    return {"weights": {"type": "float", "num_bits": 8, "strategy": strategy, **weights}}
+    return {
+        "weights": {"type": "float", "num_bits": 8, "strategy": strategy, **weights}
+    }
 
 
 ROWS, BLOCKS = scheme("channel"), scheme("block", block_structure=[24, 40])
@@ -74,7 +86,9 @@ MX = scheme("group", group_size=32)
 ACTIVATIONS = {"weights": None, "input_activations": {"type": "float", "num_bits": 8}}
 
 
-@pytest.mark.parametrize("groups", [(ROWS, BLOCKS), (BLOCKS, ROWS), (ACTIVATIONS, ROWS, BLOCKS)])
+@pytest.mark.parametrize(
+    "groups", [(ROWS, BLOCKS), (BLOCKS, ROWS), (ACTIVATIONS, ROWS, BLOCKS)]
+)
 def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
     tmp_path, tmp_path_factory, groups
 ):
@@ -84,7 +98,9 @@ def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
     how = {"quant_method": "compressed-tensors", "config_groups": by_name}
     by_blocks, by_rows = fp8((24, 40), "_scale"), fp8((1, 999), "_scale")
     of_mlp = WIDE["intermediate_size"]
-    exact = rewrite(tmp_path, how, lambda w: (by_blocks if of_mlp in w.shape else by_rows)(w))
+    exact = rewrite(
+        tmp_path, how, lambda w: (by_blocks if of_mlp in w.shape else by_rows)(w)
+    )
     plain = tmp_path_factory.mktemp("plain")
     shutil.copytree(tmp_path, plain, dirs_exist_ok=True)
     save_plain(plain, exact)
@@ -106,8 +122,15 @@ def test_how_weights_are_quantised_is_read_where_others_than_transformers_write_
     raw |= {key: how} if key == "compression_config" else {}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     if key != "compression_config":  # as ModelOpt exports it
-        found = {"quant_algo": key, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-        nested = {"producer": {"name": "modelopt", "version": "0.15.1"}, "quantization": found}
+        found = {
+            "quant_algo": key,
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head"],
+        }
+        nested = {
+            "producer": {"name": "modelopt", "version": "0.15.1"},
+            "quantization": found,
+        }
         modelopt = nested if key == "FP8" else found
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
     assert load_config(tmp_path) == expected
@@ -115,7 +138,9 @@ def test_how_weights_are_quantised_is_read_where_others_than_transformers_write_
     if key == "FP8":
         found["quant_algo"] = "NVFP4"
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
-        with pytest.raises(UnsupportedModel, match=r"NVFP4.*modelopt and compressed-tensors"):
+        with pytest.raises(
+            UnsupportedModel, match=r"NVFP4.*modelopt and compressed-tensors"
+        ):
             load_config(tmp_path)
 
 
@@ -123,10 +148,14 @@ def test_what_is_missing_of_a_quantised_weight_is_named(quantised):
     folder, _ = quantised
     tensors = load_file(folder / "model.safetensors")
     of_up = "model.layers.0.mlp.up_proj"
-    scale = next(n for n in tensors if n.startswith(of_up) and "scale" in n and "input" not in n)
+    scale = next(
+        n for n in tensors if n.startswith(of_up) and "scale" in n and "input" not in n
+    )
     del tensors[scale]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"up_proj\.(weight is in FP8|.*scales? is missing)"):
+    with pytest.raises(
+        ModelLoadError, match=r"up_proj\.(weight is in FP8|.*scales? is missing)"
+    ):
         load(folder)
 
 
@@ -145,7 +174,9 @@ def test_scales_that_are_not_understood_are_told(tmp_path, scales, told):
         load(tmp_path)
 
 
-def test_gpt_oss_in_mxfp4_is_the_plain_model_that_it_stands_for(tmp_path, tmp_path_factory):
+def test_gpt_oss_in_mxfp4_is_the_plain_model_that_it_stands_for(
+    tmp_path, tmp_path_factory
+):
     make("GptOssForCausalLM", tmp_path)
     exact = rewrite(tmp_path, {"quant_method": "mxfp4"}, mxfp4, of="_proj")
     plain = tmp_path_factory.mktemp("plain")
@@ -184,7 +215,9 @@ def test_rows_quantised_at_load_are_off_by_half_a_step_at_most(scale):
     weight[7] = 0
     error = (quantise(weight).dequantise() - weight).abs()
     most = weight.abs().amax(1, keepdim=True)
-    assert (error <= torch.maximum(weight.abs() * 2**-4, most * 2**-9 / 448) * 1.001).all()
+    assert (
+        error <= torch.maximum(weight.abs() * 2**-4, most * 2**-9 / 448) * 1.001
+    ).all()
 
 
 def test_weights_quantised_at_load_do_not_depend_on_how_many_ranks_share_them(tmp_path):
@@ -197,7 +230,9 @@ def test_weights_quantised_at_load_do_not_depend_on_how_many_ranks_share_them(tm
     assert not torch.equal(whole, loader.load(name, shape))
     for half in (range(32), range(32, 64)):
         assert torch.equal(loader.matrix(name, shape, cols=half), whole[:, half])
-        assert torch.equal(loader.matrix(name, shape, rows=half), whole[half.start : half.stop])
+        assert torch.equal(
+            loader.matrix(name, shape, rows=half), whole[half.start : half.stop]
+        )
     plain, ours = load(tmp_path), load_model(config, tmp_path, dtype=torch.float32)
     found, expected = logits_of(ours), logits_of(plain)
     assert 0.001 < (found - expected).norm() / expected.norm() < 0.1
@@ -214,13 +249,17 @@ def test_what_is_quantised_at_load_is_another_model_and_takes_fewer_bytes(tmp_pa
 
 
 def test_what_is_quantised_already_is_not_quantised_again(quantised):
-    with pytest.raises(ModelLoadError, match=r"--quantization fp8: .*quantised already.*leave it"):
+    with pytest.raises(
+        ModelLoadError, match=r"--quantization fp8: .*quantised already.*leave it"
+    ):
         load_config(quantised[0], quantization="fp8")
 
 
 def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
     load(quantised[0])
-    told = "dequantised at load (no kernel for torch.float32 on cpu): in float32 they take"
+    told = (
+        "dequantised at load (no kernel for torch.float32 on cpu): in float32 they take"
+    )
     assert sum(told in line for line in caplog.messages) == 1
 
 
@@ -242,6 +281,8 @@ def test_what_dequantised_weights_cost_is_in_the_log(quantised, caplog):
 def test_other_quantised_weights_are_refused_by_name(tmp_path, quantization, told):
     make("LlamaForCausalLM", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "quantization_config": quantization})
+    )
     with pytest.raises(ValueError, match=told):
         load_config(tmp_path)

@@ -25,6 +25,8 @@ def test_some_random_configurations_are_read_as_transformers_reads_them(seed, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(SEEDS_OF_EACH_RUN, SLOW_SEEDS, SEEDS_OF_ONE_TEST))
+@pytest.mark.parametrize(
+    "first", range(SEEDS_OF_EACH_RUN, SLOW_SEEDS, SEEDS_OF_ONE_TEST)
+)
 def test_random_configurations_are_read_as_transformers_reads_them(first, tmp_path):
     check(range(first, first + SEEDS_OF_ONE_TEST), tmp_path)

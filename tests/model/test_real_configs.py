@@ -19,7 +19,11 @@ SIZES = (
 
 
 def published(architecture: str, *sizes: int, **rest: Any) -> dict[str, Any]:
-    return {"architectures": [architecture], **dict(zip(SIZES, sizes, strict=True)), **rest}
+    return {
+        "architectures": [architecture],
+        **dict(zip(SIZES, sizes, strict=True)),
+        **rest,
+    }
 
 
 QWEN: dict[str, Any] = {
@@ -148,21 +152,36 @@ def test_what_publishers_write_is_understood() -> None:
     assert (of("GLM-4.5").qk_norm, of("GLM-4.5-Air").qk_norm) == ("head", "")
     assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
     mini = of("Phi-4-mini").rope
-    assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (96, 8.0, 1.1902)
+    assert (mini.dim, mini.divisors[0], round(mini.attention_factor or 0, 4)) == (
+        96,
+        8.0,
+        1.1902,
+    )
     assert of("DeepSeek-R1-0528-Qwen3-8B").rope.attention_factor == pytest.approx(1)
     assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
     assert of("granite-3.3-8b").score_scale == 0.0078125
     assert of("gemma-7b").activation == "gelu_tanh"
-    windows = [of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")]
+    windows = [
+        of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")
+    ]
     assert [each[:7].count(None) for each in windows] == [3, 1, 3]
-    assert of("gpt-oss-20b").rope.rope_type == "yarn" and not of("gpt-oss-20b").rope.truncate
+    assert (
+        of("gpt-oss-20b").rope.rope_type == "yarn"
+        and not of("gpt-oss-20b").rope.truncate
+    )
     olmo = of("OLMo-3-7B")
-    assert [rope.rope_type for rope in olmo.ropes] == ["yarn", "default"] and olmo.window_of(0)
+    assert [rope.rope_type for rope in olmo.ropes] == [
+        "yarn",
+        "default",
+    ] and olmo.window_of(0)
     assert {rope.theta for rope in olmo.ropes} == {500000.0}
     assert olmo.layer_ropes[:4] == (1, 1, 1, 0)
     assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
     assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
-    assert parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39) == 2047
+    assert (
+        parse_config({**MODELS["phi-4"][1], "sliding_window": 2047}).window_of(39)
+        == 2047
+    )
 
 
 SMALL: dict[str, Any] = {
@@ -185,10 +204,14 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
             found[key] = value
         elif key == "num_key_value_heads":
             found[key] = 8 if value == raw["num_attention_heads"] else 2
-        elif key == "sliding_window" and value and value >= raw.get(SIZES[6], value + 1):
+        elif (
+            key == "sliding_window" and value and value >= raw.get(SIZES[6], value + 1)
+        ):
             found[key] = 512
         elif isinstance(value, list) and key != "architectures":
-            found[key] = value[: 4 if "layer" in key else 3]  # factors of 3 pairs of 6 elements
+            found[key] = value[
+                : 4 if "layer" in key else 3
+            ]  # factors of 3 pairs of 6 elements
         else:
             found[key] = value if value is None else SMALL.get(key, value)
     return found
@@ -196,12 +219,20 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
 
 # What transformers leaves out of DeepSeek-R1-0528-Qwen3-8B, attn_factor, is applied here.
 @pytest.mark.parametrize("name", [name for name in MODELS if "R1-0528" not in name])
-def test_a_small_copy_of_a_published_model_computes_what_transformers_does(name, tmp_path):
+def test_a_small_copy_of_a_published_model_computes_what_transformers_does(
+    name, tmp_path
+):
     raw = small(MODELS[name][1])
     raw.pop("quantization_config", None)
     if "text_config" in raw:
         raw |= {"vision_config": IMAGES}
-        raw["text_config"] |= {"vocab_size": 131, "head_dim": 16, "num_hidden_layers": 7}
+        raw["text_config"] |= {
+            "vocab_size": 131,
+            "head_dim": 16,
+            "num_hidden_layers": 7,
+        }
     reference = make_of(raw, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(raw))  # not as transformers writes it
+    (tmp_path / "config.json").write_text(
+        json.dumps(raw)
+    )  # not as transformers writes it
     check_equal(load(tmp_path), reference, num_tokens=4)

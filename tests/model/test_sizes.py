@@ -48,7 +48,9 @@ def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch)
     config = parse_config(raw)
     load_model(config, "", dtype=torch.float32, load_format="dummy")
     matrices = {name: shape for name, shape in asked.items() if len(shape) > 1}
-    assert sum(map(math.prod, matrices.values())) == weight_bytes(config, 1, keeps=False)
+    assert sum(map(math.prod, matrices.values())) == weight_bytes(
+        config, 1, keeps=False
+    )
     for weights in implied_weights(config):
         assert matrices[weights.name] == tuple(size.value for size in weights.shape)
 
@@ -56,7 +58,10 @@ def test_a_model_asks_for_the_matrices_that_its_config_implies(raw, monkeypatch)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for architecture, options in (("LlamaForCausalLM", {}), ("DeepseekV2ForCausalLM", {})):
+    for architecture, options in (
+        ("LlamaForCausalLM", {}),
+        ("DeepseekV2ForCausalLM", {}),
+    ):
         made[architecture] = tmp_path_factory.mktemp(architecture)
         make(architecture, made[architecture], shard="100KB", **options)
     return made
@@ -106,5 +111,7 @@ def test_a_header_that_is_none_is_told(tmp_path, header):
     with pytest.raises(ModelLoadError, match="is not a safetensors file"):
         check_files(parse_config(LLAMA), tmp_path)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\nsize 9\n")
-    with pytest.raises(ModelLoadError, match=r"is not a safetensors file: Git LFS .*git lfs pull"):
+    with pytest.raises(
+        ModelLoadError, match=r"is not a safetensors file: Git LFS .*git lfs pull"
+    ):
         check_files(parse_config(LLAMA), tmp_path)

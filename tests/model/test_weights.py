@@ -36,7 +36,9 @@ def test_a_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     sharded = tmp_path_factory.mktemp("sharded")
     make("LlamaForCausalLM", sharded, shard="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    assert greedy(load(sharded), [1, 2, 3], 10) == greedy(load(checkpoint), [1, 2, 3], 10)
+    assert greedy(load(sharded), [1, 2, 3], 10) == greedy(
+        load(checkpoint), [1, 2, 3], 10
+    )
     config = load_config(checkpoint)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
     first, *_, last = sorted(sharded.glob("*.safetensors"))
@@ -53,7 +55,9 @@ def test_weights_of_the_right_dtype_stay_in_the_file(checkpoint):
     whole, rows = loader.load(name, shape), loader.load(name, shape, rows=range(48, 96))
     columns = loader.load(name, shape, cols=range(32))
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    of_file = [line[0].split("-") for line in maps if line[-1].startswith(str(checkpoint))]
+    of_file = [
+        line[0].split("-") for line in maps if line[-1].startswith(str(checkpoint))
+    ]
     for tensor in (whole, rows):
         assert any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in of_file)
     assert columns.is_contiguous() and torch.equal(columns, whole[:, :32])
@@ -72,9 +76,14 @@ def check_upload(folder, device, shape):
     """In parts of many sizes, more of them than there are buffers."""
     tensors = {f"w{n}": torch.randn(shape, dtype=torch.bfloat16) for n in range(6)}
     save_file(tensors, folder / "model.safetensors")
-    source, upload = StoredWeights(read_headers(folder)), Upload(torch.device(device), copies=True)
+    source, upload = (
+        StoredWeights(read_headers(folder)),
+        Upload(torch.device(device), copies=True),
+    )
     cols = slice(512, 1536) if shape[-1] == 2048 else slice(None)
-    found = [upload(source.part(n, shape, range(shape[0]), None)[..., cols]) for n in tensors]
+    found = [
+        upload(source.part(n, shape, range(shape[0]), None)[..., cols]) for n in tensors
+    ]
     for got, wanted in zip(found, tensors.values(), strict=True):
         assert got.device.type == device
         assert torch.equal(got.cpu(), wanted[..., cols])
@@ -105,10 +114,22 @@ def test_parts_that_cannot_be_copied_cost_no_buffers(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model.layers.1.mlp.up_proj.weight": None}, r"1\.mlp\.up_proj\.weight is missing"),
-        ({"model.norm.weight": torch.ones(65)}, r"norm\.weight has shape \(65,\).*\(64,\)"),
-        ({"model.norm.weight": torch.ones(64).int()}, r"norm\.weight has dtype I32; supported: F6"),
-        ({"model.extra.weight": torch.ones(3)}, r"1 weights are not used.*model\.extra\.weight"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": None},
+            r"1\.mlp\.up_proj\.weight is missing",
+        ),
+        (
+            {"model.norm.weight": torch.ones(65)},
+            r"norm\.weight has shape \(65,\).*\(64,\)",
+        ),
+        (
+            {"model.norm.weight": torch.ones(64).int()},
+            r"norm\.weight has dtype I32; supported: F6",
+        ),
+        (
+            {"model.extra.weight": torch.ones(3)},
+            r"1 weights are not used.*model\.extra\.weight",
+        ),
     ],
     ids=["missing", "of another shape", "of another dtype", "left over"],
 )
@@ -140,7 +161,9 @@ def test_a_head_in_the_files_counts_though_the_config_ties_it(checkpoint):
     """As in transformers 5: who trained it alone may have left the config as it was."""
     wanted = greedy(load(checkpoint), [1, 2, 3], 10)
     raw = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": True}))
+    (checkpoint / "config.json").write_text(
+        json.dumps({**raw, "tie_word_embeddings": True})
+    )
     assert load_config(checkpoint).tie_embeddings
     assert greedy(load(checkpoint), [1, 2, 3], 10) == wanted
 
@@ -161,12 +184,16 @@ def test_text_is_found_beside_images_under_either_of_its_names(tmp_path):
 
 def test_a_directory_with_missing_files_is_refused(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    told = (
-        r"neither model\.safetensors nor .*; weights in other files are not read: save_pretrained"
-    )
+    told = r"neither model\.safetensors nor .*; weights in other files are not read: save_pretrained"
     with pytest.raises(ModelLoadError, match=told):
         load(checkpoint)
-    for wrong in ("{", "[]", '{"weight_map": 1}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
+    for wrong in (
+        "{",
+        "[]",
+        '{"weight_map": 1}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+    ):
         (checkpoint / "model.safetensors.index.json").write_text(wrong)
         with pytest.raises(ModelLoadError, match="is no index of weights"):
             load(checkpoint)
@@ -181,7 +208,9 @@ def test_a_file_that_is_cut_off_is_refused_and_named_with_both_lengths(checkpoin
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
     for read in (load, read_headers):
-        with pytest.raises(ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"):
+        with pytest.raises(
+            ModelLoadError, match=f"{path} has {whole - 1} of {whole} bytes"
+        ):
             read(checkpoint)
 
 
@@ -192,7 +221,9 @@ def test_a_tensor_that_lies_nowhere_is_refused(checkpoint, offsets):
     header = json.loads(path.read_bytes()[8 : 8 + size])
     header["model.norm.weight"]["data_offsets"] = offsets
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[8 + size :])
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + path.read_bytes()[8 + size :]
+    )
     with pytest.raises(ModelLoadError, match="is not a safetensors file"):
         fingerprint(load_config(checkpoint), checkpoint)
         load(checkpoint)
@@ -211,7 +242,9 @@ def test_a_part_of_a_dummy_weight_is_that_part_of_the_whole(monkeypatch):
     source, shape = DummySource(7, "cpu"), (60, 40)
     whole = source.part("w", shape, range(60), None)
     assert torch.equal(source.part("w", shape, range(20, 40), None), whole[20:40])
-    assert torch.equal(source.part("w", shape, range(60), range(10, 20)), whole[:, 10:20])
+    assert torch.equal(
+        source.part("w", shape, range(60), range(10, 20)), whole[:, 10:20]
+    )
     monkeypatch.setattr("model.weights._HASH_CHUNK", 64)  # many chunks
     assert torch.equal(source.part("w", shape, range(60), None), whole)
     assert abs(whole.mean()) < 0.01 and abs(whole.var() * 40 - 1) < 0.1
@@ -224,9 +257,14 @@ def test_fingerprints_tell_models_apart(checkpoint, tmp_path_factory):
     assert fingerprint(config, checkpoint) == before
     theta = parse_config({**LLAMA, "rope_theta": 5e5})
     assert fingerprint(theta, checkpoint) != before
-    rewrite(checkpoint, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].mul_(1.01))
+    rewrite(
+        checkpoint,
+        lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].mul_(1.01),
+    )
     assert fingerprint(config, checkpoint) != before
-    dummies = {fingerprint(config, checkpoint, load_format="dummy", seed=s) for s in (0, 0, 1)}
+    dummies = {
+        fingerprint(config, checkpoint, load_format="dummy", seed=s) for s in (0, 0, 1)
+    }
     assert len(dummies) == 2
 
 

@@ -8,7 +8,13 @@ import pytest
 from engine.http.legs.either_leg import EitherLeg
 from engine.http.legs.prefill_leg import PrefillLeg
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import AbortRequest, AddRequest, EngineReady, SamplingParams, TokenDelta
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineReady,
+    SamplingParams,
+    TokenDelta,
+)
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.requests import validate
 
@@ -21,7 +27,12 @@ _LEGS = EitherLeg(b"secret", "recompute")
 
 
 def _prepare(**members: Any) -> list[bool]:
-    body = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "kv_transfer_params": _ASK}
+    body = {
+        "model": "m",
+        "prompt": [[1, 2], [3]],
+        "max_tokens": 1,
+        "kv_transfer_params": _ASK,
+    }
     request = validate(CompletionRequest, {**body, **members})
     adds = _adds(2, 1, retain_kv=False)
     return [add.retain_kv for add in _LEGS.prepare(request, adds, _READY)]
@@ -33,10 +44,15 @@ def test_do_remote_decode_retains_the_kv_of_every_prompt_and_nothing_else_does()
 
 
 @pytest.mark.parametrize(
-    ("is_reachable", "dcp", "fix"), [(False, 1, "--side-channel-host"), (True, 2, "--dcp")]
+    ("is_reachable", "dcp", "fix"),
+    [(False, 1, "--side-channel-host"), (True, 2, "--dcp")],
 )
-def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(is_reachable, dcp, fix):
-    request = validate(CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _ASK})
+def test_a_prompt_is_not_prefilled_where_nobody_could_read_its_kv(
+    is_reachable, dcp, fix
+):
+    request = validate(
+        CompletionRequest, {"model": "m", "prompt": [1], "kv_transfer_params": _ASK}
+    )
     ready = msgspec.structs.replace(_READY, geometry={"dcp": dcp})
     with pytest.raises(KVParamsRejected, match=f"cannot read .*{fix}"):
         PrefillLeg(is_reachable=is_reachable).prepare(request, _adds(1), ready)
@@ -54,10 +70,14 @@ def test_a_reference_beside_do_remote_decode_is_refused():
 
 
 def test_one_prompt_answers_with_an_object_and_several_with_a_list():
-    finals = [TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"]
+    finals = [
+        TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"
+    ]
     hooks = PrefillLeg()
     assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
-    assert hooks.finish(finals) == {"kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]}
+    assert hooks.finish(finals) == {
+        "kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]
+    }
     assert hooks.finish([TokenDelta(request_id="c")]) == {}
 
 
@@ -72,7 +92,9 @@ def test_requests_are_called_off_by_the_name_of_their_transfer():
     release = {"do_remote_decode": True, "transfer_id": "b"}
     assert hooks.refused(release) == [AbortRequest(i) for i in "012"]
     assert hooks.refused(release) == [], "once is enough"
-    assert hooks.refused({**release, "transfer_id": "a"}) == [AbortRequest(i) for i in "001"]
+    assert hooks.refused({**release, "transfer_id": "a"}) == [
+        AbortRequest(i) for i in "001"
+    ]
 
 
 @pytest.mark.parametrize("name", [None, "", "x" * 129, 7, ["a"], "ordinary"])

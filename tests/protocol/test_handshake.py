@@ -64,26 +64,49 @@ def layout(num_heads: int = 5, **changes: Any) -> LayoutRecord:
 
 def rank(number: int = 0, num_heads: int = 5, **changes: Any) -> RankMetadata:
     record = layout(num_heads)
-    values: dict[str, Any] = {"rank": number, "agent_metadata": b"agent", "base_address": 1 << 40}
-    values |= {"nbytes": record.nbytes, "device_id": 0, "device_kind": "cpu", "layout": record}
+    values: dict[str, Any] = {
+        "rank": number,
+        "agent_metadata": b"agent",
+        "base_address": 1 << 40,
+    }
+    values |= {
+        "nbytes": record.nbytes,
+        "device_id": 0,
+        "device_kind": "cpu",
+        "layout": record,
+    }
     return RankMetadata(**{**values, **changes})
 
 
 def engine(**changes: Any) -> EngineMetadata:
-    values: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "engine_id": "P", "tp_size": 1}
+    values: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "engine_id": "P",
+        "tp_size": 1,
+    }
     values |= {"incarnation": "i", "compat": COMPAT, "ranks": [rank()]}
     return EngineMetadata(**{**values, **changes})
 
 
-OTHERS = {"model_fingerprint": "x", "kv_dtype": "float32", "num_layers": 4, "total_kv_heads": 4}
+OTHERS = {
+    "model_fingerprint": "x",
+    "kv_dtype": "float32",
+    "num_layers": 4,
+    "total_kv_heads": 4,
+}
 OTHERS |= {"num_components": 1, "head_dim": 128, "rope": "{}"}
 
 
 LONGROPES = [
-    compat(model_fingerprint=name, rope=f'{{"rope_type": "longrope", "divisors": "{name}"}}')
+    compat(
+        model_fingerprint=name,
+        rope=f'{{"rope_type": "longrope", "divisors": "{name}"}}',
+    )
     for name in ("short", "long")
 ]
-SCALED, OTHER_SCALED = (fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2)))
+SCALED, OTHER_SCALED = (
+    fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2))
+)
 DIFFERENCES = [
     *((COMPAT, compat(**{field: value}), (field, json.dumps(getattr(COMPAT, field)),
        json.dumps(value))) for field, value in OTHERS.items()),
@@ -126,10 +149,20 @@ def test_digests_pair_just_whom_a_handshake_lets_pair(field, converts):
             fits = True
         told = kv_digest(prefill), kv_digest(decode, converts)
         assert may_pair(*told) is fits
-        assert same_model(*told) is (prefill.model_fingerprint == decode.model_fingerprint)
+        assert same_model(*told) is (
+            prefill.model_fingerprint == decode.model_fingerprint
+        )
         assert same_model("vllm", told[1]) and same_model("", told[1])
-        assert may_pair("", told[1]) and may_pair(told[0], "") and not may_pair("vllm", told[1])
-        assert may_pair("vllm", "vllm") and not may_pair("vllm", "") and not may_pair("", "vllm")
+        assert (
+            may_pair("", told[1])
+            and may_pair(told[0], "")
+            and not may_pair("vllm", told[1])
+        )
+        assert (
+            may_pair("vllm", "vllm")
+            and not may_pair("vllm", "")
+            and not may_pair("", "vllm")
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 5, 8, 10])
@@ -150,22 +183,39 @@ INCONSISTENT = [
     (engine(tp_size=2, ranks=[rank(1, 3), rank(0, 2)]), "ranks"),
     (engine(compat=compat(kv_dtype="int8")), "compat.kv_dtype"),
     (engine(compat=compat(kv_scales=(1.0,) * 6)), "compat.kv_scales' length"),
-    *((engine(compat=fp8(kv_scales=(1.0,) * n)), "compat.kv_scales' length") for n in (0, 5)),
-    *((engine(compat=fp8(kv_scales=(s,) * 6)), "compat.kv_scales") for s in (0.0, math.nan)),
+    *(
+        (engine(compat=fp8(kv_scales=(1.0,) * n)), "compat.kv_scales' length")
+        for n in (0, 5)
+    ),
+    *(
+        (engine(compat=fp8(kv_scales=(s,) * 6)), "compat.kv_scales")
+        for s in (0.0, math.nan)
+    ),
     (ranks(device_kind="tpu"), "ranks[0].device_kind"),
     (ranks(device_id=-1), "ranks[0].device_id"),
     *((ranks(base_address=at), "ranks[0].base_address") for at in (0, 2**64 - 8)),
     (ranks(nbytes=0), "ranks[0].nbytes"),
     (ranks(nbytes=rank().nbytes - 1), "ranks[0].layout"),
     (ranks(layout=layout(num_blocks=11)), "ranks[0].layout"),
-    *((ranks(layout=layout(block_size=n)), "ranks[0].layout.block_size") for n in (0, 512)),
-    *((ranks(layout=layout(dtype=name)), "ranks[0].layout.dtype") for name in ("float32", "x")),
-    *((ranks(layout=layout(order=o)), "ranks[0].layout.order") for o in ("BHLCDN", "BBLCND")),
+    *(
+        (ranks(layout=layout(block_size=n)), "ranks[0].layout.block_size")
+        for n in (0, 512)
+    ),
+    *(
+        (ranks(layout=layout(dtype=name)), "ranks[0].layout.dtype")
+        for name in ("float32", "x")
+    ),
+    *(
+        (ranks(layout=layout(order=o)), "ranks[0].layout.order")
+        for o in ("BHLCDN", "BBLCND")
+    ),
     (ranks(layout=layout(num_blocks=-5)), "ranks[0].layout.num_blocks"),
 ]
 
 
-@pytest.mark.parametrize(("metadata", "field"), INCONSISTENT, ids=[f for _, f in INCONSISTENT])
+@pytest.mark.parametrize(
+    ("metadata", "field"), INCONSISTENT, ids=[f for _, f in INCONSISTENT]
+)
 def test_metadata_that_contradicts_itself_names_the_field(metadata, field):
     with pytest.raises(PeerIncompatible) as caught:
         check_consistent(metadata)
@@ -202,7 +252,9 @@ def test_unknown_fields_are_ignored_and_optional_ones_have_defaults():
     class Newer(GetMetadata, frozen=True, tag="get_metadata"):
         new_field: int = 1
 
-    assert open_request(seal_request(Newer(nonce="n"), SECRET), SECRET) == GetMetadata(nonce="n")
+    assert open_request(seal_request(Newer(nonce="n"), SECRET), SECRET) == GetMetadata(
+        nonce="n"
+    )
 
 
 @given(st.data())

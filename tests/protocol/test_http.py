@@ -18,7 +18,11 @@ from tests.rigs.client import sse_events
 def test_an_error_event_has_its_name_and_openai_s_shape():
     ((name, data),) = sse_events(sse.error_event(TransferFailed("cut off")).decode())
     told = json.loads(data)
-    assert (name, told["type"], told["error"]["code"]) == ("error", "error", "transfer_failed")
+    assert (name, told["type"], told["error"]["code"]) == (
+        "error",
+        "error",
+        "transfer_failed",
+    )
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -32,7 +36,11 @@ class _Loop(asyncio.SelectorEventLoop):
 
 def halves(*spans: tuple[float, float]) -> list[float]:
     """All half seconds of these spans."""
-    return [half / 2 for start, stop in spans for half in range(int(2 * start), int(2 * stop) + 1)]
+    return [
+        half / 2
+        for start, stop in spans
+        for half in range(int(2 * start), int(2 * stop) + 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,5 +84,7 @@ async def test_the_error_of_a_connection_keeps_nothing_of_the_body():
     with pytest.raises(Overloaded):
         await read_body({"extensions": {"baton.connection": known}}, receive, 10_000)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kept = next(frame.f_locals["parts"] for frame in frames if "parts" in frame.f_locals)
+    kept = next(
+        frame.f_locals["parts"] for frame in frames if "parts" in frame.f_locals
+    )
     assert kept == []

@@ -34,13 +34,19 @@ def through_floats(value: Any) -> Any:
         return {key: through_floats(item) for key, item in value.items()}
     if isinstance(value, list):
         return [through_floats(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return (
+        float(value)
+        if isinstance(value, int) and not isinstance(value, bool)
+        else value
+    )
 
 
 def test_signature_survives_relays_that_write_json_differently():
     text = json.dumps(offer(), indent=2, sort_keys=True)
     parse(json.loads(text)).verify(SECRET)
-    parse({**offer(), "added_by_a_proxy": {"x": 1}, "do_remote_decode": None}).verify(SECRET)
+    parse({**offer(), "added_by_a_proxy": {"x": 1}, "do_remote_decode": None}).verify(
+        SECRET
+    )
     without = {k: v for k, v in offer().items() if k != "do_remote_decode"}
     parse(without).verify(SECRET)
     assert "." not in text.replace("127.0.0.1", ""), "no fraction for others to print"
@@ -56,16 +62,25 @@ ROWS = [None, TokenLogprobs(-0.25, [3], [-0.125], 9), TokenLogprobs(-math.inf)]
     request_id=st.text(min_size=1, max_size=50),
 )
 def test_property_any_values_survive_a_json_relay(logprob, lease_s, seed, request_id):
-    tokens = [FirstToken(5, TokenLogprobs(logprob, [5, 7], [logprob, -3.25])), FirstToken(2)]
+    tokens = [
+        FirstToken(5, TokenLogprobs(logprob, [5, 7], [logprob, -3.25])),
+        FirstToken(2),
+    ]
     told = {"lease_s": lease_s, "seed": seed, "remote_request_id": request_id}
     obj = offer(first_tokens=tokens, prompt_logprobs=ROWS, **told)
     params = parse(through_floats(json.loads(json.dumps(obj))))
     params.verify(SECRET)
     assert params.seed == str(seed)
     remote = to_remote_prefill(params)
-    assert (remote.host, remote.port, remote.block_ids) == ("127.0.0.1", 5600, [3, 4, 5])
+    assert (remote.host, remote.port, remote.block_ids) == (
+        "127.0.0.1",
+        5600,
+        [3, 4, 5],
+    )
     assert remote.first_tokens == tokens
-    assert remote.prompt_logprobs == [*ROWS[:2], TokenLogprobs(-9999.0)], "without an infinity"
+    assert remote.prompt_logprobs == [*ROWS[:2], TokenLogprobs(-9999.0)], (
+        "without an infinity"
+    )
     assert remote.lease_s == pytest.approx(lease_s, abs=1e-3)
 
 
@@ -114,7 +129,20 @@ def test_another_secret_has_another_signature_and_without_checksums_no_field_is_
 WRONG = [
     (field, value)
     for field in ALTERED
-    for value in (None, True, {}, [], "", -1, 1e300, math.nan, math.inf, 10**400, "x" * 2000, [{}])
+    for value in (
+        None,
+        True,
+        {},
+        [],
+        "",
+        -1,
+        1e300,
+        math.nan,
+        math.inf,
+        10**400,
+        "x" * 2000,
+        [{}],
+    )
 ]
 
 
@@ -142,7 +170,13 @@ WRONG = [
         ("do_remote_prefill", "true"),
         *(
             ("prompt_logprobs", rows)
-            for rows in ([], [None, [-1, [], []], None], [None, [1, []], [1, [], []]], "no", [[]])
+            for rows in (
+                [],
+                [None, [-1, [], []], None],
+                [None, [1, []], [1, [], []]],
+                "no",
+                [[]],
+            )
         ),
     ],
     ids=lambda v: str(v)[:12],
@@ -170,13 +204,22 @@ def test_what_is_no_reference_is_rejected(obj):
 def test_one_object_for_each_prompt():
     assert len(parse_list(offer(), 1)) == 1
     assert len(parse_list([offer(), offer()], 2)) == 2
-    for obj, prompts in [(offer(), 2), ([offer()], 2), ([], 1), ([offer(), offer()], 1)]:
+    for obj, prompts in [
+        (offer(), 2),
+        ([offer()], 2),
+        ([], 1),
+        ([offer(), offer()], 1),
+    ]:
         with pytest.raises(KVParamsRejected, match="prompts"):
             parse_list(obj, prompts)
 
 
 def test_the_order_to_prefill_may_carry_null_members():
-    usual = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    usual = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+    }
     assert is_prefill_request({**usual, "remote_block_ids": None, "unknown": 1})
     for silent in (None, {}, {"do_remote_decode": False, "remote_host": None}):
         assert is_absent(silent) and not is_prefill_request(silent)

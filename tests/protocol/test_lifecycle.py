@@ -37,7 +37,9 @@ class Events:
         self.queue: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
 
     def spawn(self, body: str, **options: Any) -> lifecycle.Child:
-        return lifecycle.spawn(python(body), name="child", on_event=self.queue.put, **options)
+        return lifecycle.spawn(
+            python(body), name="child", on_event=self.queue.put, **options
+        )
 
     def next(self) -> tuple[str, Any]:
         event = self.queue.get(timeout=DEADLINE_S)
@@ -67,7 +69,9 @@ def test_a_child_is_watched_and_reaped_whatever_becomes_of_its_reports(capfd):
     def broken(event: lifecycle.Event) -> None:
         assert event.kind == "exited", f"cannot take {event.kind}"
 
-    child = lifecycle.spawn(python("report_progress('loading')"), name="child", on_event=broken)
+    child = lifecycle.spawn(
+        python("report_progress('loading')"), name="child", on_event=broken
+    )
     assert child.exited.wait(DEADLINE_S)
     assert lifecycle.terminate([child], 0.0)
     assert "cannot take progress" in capfd.readouterr().err
@@ -140,15 +144,21 @@ def test_a_program_that_is_not_there_leaks_no_descriptor():
 
 def test_stdin_and_environment_reach_the_child(events, monkeypatch):
     monkeypatch.setenv("BATON_PORT", "8000")  # the launcher's own setting
-    told = "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
+    told = (
+        "sys.stdin.read(), *map(os.environ.get, ('BATON_CLUSTER_SECRET', 'BATON_PORT'))"
+    )
     events.spawn(
-        f"report_ready({{'told': [{told}]}})", stdin=b'{"a": 1}', env={"BATON_CLUSTER_SECRET": "s"}
+        f"report_ready({{'told': [{told}]}})",
+        stdin=b'{"a": 1}',
+        env={"BATON_CLUSTER_SECRET": "s"},
     )
     assert events.next() == ("ready", {"told": ['{"a": 1}', "s", None]})
     assert events.next() == ("exited", 0)
 
 
-@pytest.mark.parametrize("is_named", [False, True], ids=["by its directory", "by PYTHONPATH"])
+@pytest.mark.parametrize(
+    "is_named", [False, True], ids=["by its directory", "by PYTHONPATH"]
+)
 def test_a_child_elsewhere_imports_its_parents_baton_and_nothing_of_that_directory(
     is_named, tmp_path, monkeypatch
 ):
@@ -165,18 +175,25 @@ child = [sys.executable, "-c", "import json, protocol; print(protocol.__file__)"
 subprocess.run(child, cwd=sys.argv[1], env=lifecycle.child_environment(), check=True)
 """
     argv = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        argv, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.stdout.strip() == str(ROOT / "protocol" / "__init__.py"), done.stderr
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(events, ignores):
+def test_a_child_in_a_session_of_its_own_is_told_to_end_then_killed_and_reaped(
+    events, ignores
+):
     body = "report_ready({}); time.sleep(600)"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
     child = events.spawn(ignore + body)
     events.next()
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
-    assert lifecycle.terminate([child], grace_s=0.05 if ignores else DEADLINE_S) is not ignores
+    assert (
+        lifecycle.terminate([child], grace_s=0.05 if ignores else DEADLINE_S)
+        is not ignores
+    )
     assert child.process.returncode == -(signal.SIGKILL if ignores else signal.SIGTERM)
     with pytest.raises(ChildProcessError):  # no zombie is left
         os.waitpid(child.pid, os.WNOHANG)
@@ -209,7 +226,9 @@ signal.pause()
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("ignore", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+@pytest.mark.parametrize(
+    "ignore", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
+)
 def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignore):
     program = tmp_path / "tree.py"
     program.write_text(TREE.format(root=str(ROOT), ignore=ignore))
@@ -231,7 +250,9 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignor
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_process_started_by_hand_watches_and_reports_nothing(value, monkeypatch, capfd):
+def test_a_process_started_by_hand_watches_and_reports_nothing(
+    value, monkeypatch, capfd
+):
     monkeypatch.delenv(lifecycle.PARENT_FD, raising=False)
     if value is not None:
         monkeypatch.setenv(lifecycle.PARENT_FD, value)
@@ -265,7 +286,9 @@ signal.pause()
     assert child.returncode == 7
 
 
-@pytest.mark.parametrize("value", ["abc", "-1", "0", "99999", "9" * 40, "1.5", "{a_pipe}"])
+@pytest.mark.parametrize(
+    "value", ["abc", "-1", "0", "99999", "9" * 40, "1.5", "{a_pipe}"]
+)
 def test_a_descriptor_that_no_parent_left_is_refused_by_name(value, monkeypatch, capfd):
     ends = os.pipe()
     monkeypatch.setenv(lifecycle.PARENT_FD, value.format(a_pipe=ends[1]))
@@ -275,7 +298,9 @@ def test_a_descriptor_that_no_parent_left_is_refused_by_name(value, monkeypatch,
         os.close(end)
     assert ended.value.code == 2
     told = capfd.readouterr().err
-    assert told.startswith(f'error: BATON_PARENT_FD is "{value.format(a_pipe=ends[1])[:70]}')
+    assert told.startswith(
+        f'error: BATON_PARENT_FD is "{value.format(a_pipe=ends[1])[:70]}'
+    )
     assert told.endswith("unset BATON_PARENT_FD\n") and told.count("\n") == 1
 
 
@@ -317,7 +342,9 @@ def test_an_output_that_nobody_reads_keeps_no_process():
         time.sleep(600)
         """
     )
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
         assert process.wait(60.0) == 1
 
 
@@ -356,6 +383,10 @@ except SystemExit:
 @pytest.mark.parametrize("where", ["code", "callback", "finalizer"])
 def test_it_is_never_lost(where):
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, where], cwd=ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", PROGRAM, where],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")

@@ -27,5 +27,7 @@ def test_a_free_port_is_taken_and_may_be_listened_on():
     ],
 )
 def test_a_host_that_is_not_ours_is_named_with_the_option_of_the_host(host, reason):
-    with pytest.raises(CannotListen, match=rf"{host}:0 \(({reason}).*\); use another --host$"):
+    with pytest.raises(
+        CannotListen, match=rf"{host}:0 \(({reason}).*\); use another --host$"
+    ):
         bind(host, 0)

@@ -30,7 +30,9 @@ def test_a_line_says_when_who_which_request_and_where(stream):
     with request_context("r-1"):
         get_logger("engine.core").info("admitted, %d blocks", 3)
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
-    pattern = stamp + r" INFO    decode/1 \[r-1\] baton\.engine\.core: admitted, 3 blocks\n"
+    pattern = (
+        stamp + r" INFO    decode/1 \[r-1\] baton\.engine\.core: admitted, 3 blocks\n"
+    )
     assert re.fullmatch(pattern, stream.getvalue())
 
 

@@ -8,7 +8,12 @@ from pydantic import SecretStr
 
 from model.hub import build_once
 from protocol.settings import machine
-from protocol.settings.machine import CannotKeep, available_cores, cache_dir, cluster_secret
+from protocol.settings.machine import (
+    CannotKeep,
+    available_cores,
+    cache_dir,
+    cluster_secret,
+)
 
 
 def test_a_variable_or_the_home_directory_says_where(monkeypatch):
@@ -29,14 +34,20 @@ def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
         cluster_secret(None)
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_set(
+    tmp_path, monkeypatch
+):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "baton"
     monkeypatch.setenv("BATON_CACHE", str(folder))
     place = rf"in {folder} \(Not a directory\); "
-    with pytest.raises(CannotKeep, match=rf"cluster secret {place}set BATON_CLUSTER_SECRET, or"):
+    with pytest.raises(
+        CannotKeep, match=rf"cluster secret {place}set BATON_CLUSTER_SECRET, or"
+    ):
         cluster_secret(None)
-    with pytest.raises(CannotKeep, match=f"converted model {place}set BATON_CACHE to a folder"):
+    with pytest.raises(
+        CannotKeep, match=f"converted model {place}set BATON_CACHE to a folder"
+    ):
         build_once(cache_dir() / "model", "key", lambda scratch: None)
 
 
@@ -55,7 +66,9 @@ def test_the_first_use_makes_this_machines_secret(tmp_path):
 def test_a_file_without_a_secret_is_refused(tmp_path, content):
     file = tmp_path / "cluster-secret"
     file.write_text(content)
-    with pytest.raises(ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"):
+    with pytest.raises(
+        ValueError, match=r"cluster-secret holds a cluster secret of .* remove it"
+    ):
         cluster_secret(None, file)
 
 
@@ -68,7 +81,9 @@ def test_loopback_is_this_machine_as_a_socket_of_both_families_calls_it_too():
     assert found == [True] * 4 + [False] * 5
 
 
-@pytest.mark.parametrize("quota", ["150000 100000\n", "50000 100000", "max 100000\n", None])
+@pytest.mark.parametrize(
+    "quota", ["150000 100000\n", "50000 100000", "max 100000\n", None]
+)
 def test_a_containers_quota_counts(tmp_path, quota):
     file = tmp_path / "cpu.max"
     if quota is not None:

@@ -1,11 +1,14 @@
 """One table of metrics, exposed by whoever counts them."""
 
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
+from protocol.process import output
+from protocol.process.output import OutputQueue
 from protocol.version import VERSION, system_fingerprint
 from tests.rigs.metric import metric
 
@@ -21,7 +24,11 @@ def test_the_table_has_one_line_per_name_in_prometheus_style():
 
 @pytest.mark.parametrize(
     ("name", "labels"),
-    [("baton_nothing", {}), ("baton_kv_blocks", {}), ("baton_engine_steps", {"state": "free"})],
+    [
+        ("baton_nothing", {}),
+        ("baton_kv_blocks", {}),
+        ("baton_engine_steps", {"state": "free"}),
+    ],
 )
 def test_a_key_that_the_table_does_not_have_is_our_bug(name, labels):
     with pytest.raises(KeyError):
@@ -59,7 +66,9 @@ def test_the_engine_s_histogram_counts_what_is_at_most_each_bound():
 
 
 @pytest.mark.parametrize("origin", ["server", "proxy"])
-def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(origin):
+def test_every_process_tells_its_version_and_its_memory_but_not_when_counters_were_made(
+    origin,
+):
     text = Metrics(origin).expose().decode()
     assert f'baton_build_info{{version="{VERSION}"}}' in text
     assert "\nprocess_resident_memory_bytes " in text
@@ -78,6 +87,20 @@ def test_labels_count_together_in_whatever_order_they_come_and_must_be_the_metri
 
 
 def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
     assert project["version"] == VERSION
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")
+
+
+def test_dropped_lines_of_output_are_a_metric(monkeypatch):
+    reader, writer = os.pipe()
+    queue = OutputQueue(writer, str, max_queued_bytes=1000)
+    monkeypatch.setattr(output, "_queues", [queue])
+    for _ in range(2000):
+        queue.put(b"x" * 99 + b"\n")
+    text = Metrics("proxy").expose().decode()
+    os.close(reader)
+    assert queue.num_dropped > 0
+    assert f"baton_log_lines_dropped_total {float(queue.num_dropped)}" in text

@@ -26,21 +26,39 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
         (completion(prompt=["a", "b"]), {"prompts": ["a", "b"]}),
         (completion(prompt=[1, 2]), {"prompts": [[1, 2]]}),
         (completion(prompt=[[1, 2], [3]]), {"prompts": [[1, 2], [3]]}),
-        (completion(), {"prompts": ["Hello"], "token_limit": None, "num_candidates": 1}),
+        (
+            completion(),
+            {"prompts": ["Hello"], "token_limit": None, "num_candidates": 1},
+        ),
         (completion(), {"stream": False, "include_usage": False, "num_logprobs": None}),
         (completion(max_tokens=500, max_completion_tokens=1), {"token_limit": 1}),
-        (completion(min_tokens=9, max_tokens=1, kv_transfer_params=LEG), {"min_tokens": 9}),
+        (
+            completion(min_tokens=9, max_tokens=1, kv_transfer_params=LEG),
+            {"min_tokens": 9},
+        ),
         (completion(echo=True), {"num_prompt_logprobs": None}),
-        (completion(echo=True, logprobs=2, prompt_logprobs=5), {"num_prompt_logprobs": 5}),
+        (
+            completion(echo=True, logprobs=2, prompt_logprobs=5),
+            {"num_prompt_logprobs": 5},
+        ),
         (completion(logprobs=2), {"num_prompt_logprobs": None, "wants_logprobs": True}),
         (chat(prompt_logprobs=3, n=2), {"num_prompt_logprobs": 3, "num_candidates": 2}),
         (completion(n=2, best_of=4), RANKED),
         (completion(stop="\n"), {"stop": ("\n",)}),
         (completion(stop=["a", "b"]), {"stop": ("a", "b")}),
-        (completion(stream=True, stream_options={"include_usage": True}), {"include_usage": True}),
-        (completion(stream=True, stream_options={"include_obfuscation": False}), {"stream": True}),
+        (
+            completion(stream=True, stream_options={"include_usage": True}),
+            {"include_usage": True},
+        ),
+        (
+            completion(stream=True, stream_options={"include_obfuscation": False}),
+            {"stream": True},
+        ),
         # A router that sets `stream` for the prefill server may leave the rest as it is.
-        (completion(stream_options={}, kv_transfer_params=LEG), {"include_usage": False}),
+        (
+            completion(stream_options={}, kv_transfer_params=LEG),
+            {"include_usage": False},
+        ),
         (completion(response_format={"type": "text"}), {"guided": None}),
         (completion(response_format=None, structured_outputs=None), {"guided": None}),
         (responses(text={"format": {"type": "text"}}), {"guided": None}),
@@ -48,7 +66,10 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
             responses(text={"format": {"type": "json_schema", **NAMED}}),
             {"guided": GuidedDecoding(OF_SCHEMA, "text.format.schema")},
         ),
-        (responses(max_output_tokens=7, seed=3), {"token_limit": 7, "seed": 3, "guided": None}),
+        (
+            responses(max_output_tokens=7, seed=3),
+            {"token_limit": 7, "seed": 3, "guided": None},
+        ),
     ],
 )
 def test_what_a_member_means(parsed, read):
@@ -89,9 +110,24 @@ SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalt
 @pytest.mark.parametrize(
     ("fields", "drawn"),
     [
-        ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 9, "num_logprobs": None}),
-        ({"top_p": 1e-9, "top_k": -1, "min_p": 0, "logprobs": 0}, {"top_k": 0, "num_logprobs": 0}),
-        ({"top_k": 2**31 - 1, "min_p": 1.0, "logprobs": 20}, {"min_p": 1.0, "num_logprobs": 20}),
+        (
+            {},
+            {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "seed": 9,
+                "num_logprobs": None,
+            },
+        ),
+        (
+            {"top_p": 1e-9, "top_k": -1, "min_p": 0, "logprobs": 0},
+            {"top_k": 0, "num_logprobs": 0},
+        ),
+        (
+            {"top_k": 2**31 - 1, "min_p": 1.0, "logprobs": 20},
+            {"min_p": 1.0, "num_logprobs": 20},
+        ),
         ({"temperature": 1e-30}, {"temperature": 0.0}),  # too cold for float32
         ({"temperature": 0.01}, {"temperature": 0.01}),
         ({**SHAPES, "min_tokens": 3}, {**SHAPES, "min_tokens": 3}),
@@ -109,14 +145,23 @@ def turns(parsed: Any) -> list[tuple[str, str]]:
 
 def test_a_conversation_is_read_whatever_its_form():
     part = {"type": "text", "text": "b"}
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"x": 1}'},
+    }
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    asked["provider_specific_fields"] = {"refusal": None}  # as litellm's clients send it back
+    asked["provider_specific_fields"] = {
+        "refusal": None
+    }  # as litellm's clients send it back
     told = {"role": "tool", "tool_call_id": "c1", "content": [part, part]}
     parsed = chat(messages=[USER, asked, told])
     assert turns(parsed) == [("user", "Hi"), ("assistant", None), ("tool", "b\nb")]
     _, turn, answer = parsed.messages
-    assert turn.tool_calls[0].function.model_dump() == {"name": "f", "arguments": {"x": 1}}
+    assert turn.tool_calls[0].function.model_dump() == {
+        "name": "f",
+        "arguments": {"x": 1},
+    }
     assert answer.tool_call_id == "c1"
     for text in ("", " ", "null"):  # as some write a call without arguments
         call["function"]["arguments"] = text
@@ -124,7 +169,10 @@ def test_a_conversation_is_read_whatever_its_form():
 
 
 def test_what_responses_are_asked_for_is_a_conversation():
-    assert turns(responses(instructions="Be kind.")) == [("system", "Be kind."), ("user", "a")]
+    assert turns(responses(instructions="Be kind.")) == [
+        ("system", "Be kind."),
+        ("user", "a"),
+    ]
     part = {"type": "input_text", "text": "b"}
     answer = {
         "id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
@@ -135,7 +183,9 @@ def test_what_responses_are_asked_for_is_a_conversation():
     assert read == [("user", "Hi"), ("assistant", "x"), ("user", "b\nb")]
 
 
-@pytest.mark.parametrize(("parse", "model"), [(completion, CompletionRequest), (chat, ChatRequest)])
+@pytest.mark.parametrize(
+    ("parse", "model"), [(completion, CompletionRequest), (chat, ChatRequest)]
+)
 def test_every_neutral_value_is_accepted_and_null_too(parse, model):
     assert len(neutral_fields(model)) > 10
     for field, values in neutral_fields(model).items():
@@ -202,15 +252,31 @@ def structured(**members: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "field", "grammar"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            Grammar("json_object"),
+        ),
         (named(NAMED), "response_format.json_schema.schema", OF_SCHEMA),
         (named({"name": "n"}), "response_format.json_schema", Grammar("json_object")),
-        (structured(json=json.dumps(SCHEMA), regex=None), "structured_outputs.json", OF_SCHEMA),
+        (
+            structured(json=json.dumps(SCHEMA), regex=None),
+            "structured_outputs.json",
+            OF_SCHEMA,
+        ),
         (structured(regex="a", json_object=False), "structured_outputs.regex", REGEX),
         (structured(choice=["é", "b"]), "structured_outputs.choice", CHOICE),
-        (structured(json_object=True), "structured_outputs.json_object", Grammar("json_object")),
+        (
+            structured(json_object=True),
+            "structured_outputs.json_object",
+            Grammar("json_object"),
+        ),
         ({"guided_json": SCHEMA}, "guided_json", OF_SCHEMA),
-        ({"guided_grammar": "start: /a/"}, "guided_grammar", Grammar("grammar", "start: /a/")),
+        (
+            {"guided_grammar": "start: /a/"},
+            "guided_grammar",
+            Grammar("grammar", "start: /a/"),
+        ),
         ({"guided_choice": ["é", "b"]}, "guided_choice", CHOICE),
         ({"guided_regex": "a"}, "guided_regex", REGEX),
     ],

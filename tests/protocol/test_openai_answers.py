@@ -17,7 +17,9 @@ USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_token
 
 
 def responses_writer(**fields: Any) -> ResponsesWriter:
-    return ResponsesWriter("1", 5, parse_responses({"model": "m", "input": "a", **fields}))
+    return ResponsesWriter(
+        "1", 5, parse_responses({"model": "m", "input": "a", **fields})
+    )
 
 
 def test_the_events_of_a_response_in_one_piece():
@@ -29,7 +31,11 @@ def test_the_events_of_a_response_in_one_piece():
     )
     created, final = (json.loads(told[at][1])["response"] for at in (0, -1))
     assert (created["output"], created["usage"]) == ([], None)
-    assert (final["id"], final["status"], final["created_at"]) == ("resp_1", "incomplete", 5)
+    assert (final["id"], final["status"], final["created_at"]) == (
+        "resp_1",
+        "incomplete",
+        5,
+    )
 
 
 def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
@@ -53,15 +59,23 @@ def test_a_whole_response_tells_what_was_asked_and_why_it_ended():
 def test_an_event_of_a_chat_tells_one_thing():
     """As OpenAI's do: litellm, for Claude Code, drops what else is in one that begins a call, or
     that says how the answer ended."""
-    calls = [ToolCallPiece(0, "", "a", "f"), ToolCallPiece(0, "{}"), ToolCallPiece(1, "", "b", "g")]
+    calls = [
+        ToolCallPiece(0, "", "a", "f"),
+        ToolCallPiece(0, "{}"),
+        ToolCallPiece(1, "", "b", "g"),
+    ]
     piece = ChoicePiece(0, "So", [1, 2], None, "tool_calls", first=True, reasoning="hm")
     piece.tool_calls = calls
-    asked = validate(ChatRequest, {"model": "m", "messages": [USER], "return_token_ids": True})
+    asked = validate(
+        ChatRequest, {"model": "m", "messages": [USER], "return_token_ids": True}
+    )
     told = sse_events(ChatWriter("1", 5, asked).last_chunk(piece, USAGE, {}).decode())
     chunks = [json.loads(text) for _, text in told]
     assert ["baton_kv" in chunk for chunk in chunks] == [False] * 5 + [True]
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + [
+        "tool_calls"
+    ]
     assert [choice["token_ids"] for choice in choices] == [[1, 2]] + [[]] * 5
     assert [choice["delta"] for choice in choices] == [
         {"role": "assistant", "content": "", "reasoning_content": "hm"},

@@ -54,7 +54,9 @@ def test_malformed_json_is_an_invalid_request(raw):
         parse_json_object(raw)
 
 
-@pytest.mark.parametrize("raw", [b"[]", b"1", b'"text"', b"null", b"true", b'[null, "x"]'])
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"1", b'"text"', b"null", b"true", b'[null, "x"]']
+)
 def test_a_body_must_be_an_object(raw):
     with pytest.raises(InvalidRequest) as caught:
         parse_json_object(raw)
@@ -69,7 +71,9 @@ def test_any_bytes_are_an_object_or_an_invalid_request(raw):
         pass
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)])
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": [' + b"[]," * 400_000 + b"[]]}", b"[" * (1 << 20)]
+)
 def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
     begun: list[str] = []
 
@@ -84,13 +88,25 @@ def test_the_collector_rests_while_a_large_body_is_read_and_not_after(body):
         assert body.startswith(b"[[")
     finally:
         gc.callbacks.remove(seen)
-    assert gc.isenabled() and len(begun) <= 4  # what making the error, or the answer, set off
+    assert (
+        gc.isenabled() and len(begun) <= 4
+    )  # what making the error, or the answer, set off
 
 
 # -- members -----------------------------------------------------------------------------------
 
 BAD_VALUES = {
-    "temperature": [-1, -1e-9, 2.1, 1e308, "1", True, [0.5], float("nan"), float("inf")],
+    "temperature": [
+        -1,
+        -1e-9,
+        2.1,
+        1e308,
+        "1",
+        True,
+        [0.5],
+        float("nan"),
+        float("inf"),
+    ],
     "top_p": [-0.1, 1.1, "1", False],
     "top_k": [-2, 1.5, "4", True, 2**31],
     "min_p": [-0.1, 1.1, "0"],
@@ -111,7 +127,16 @@ BAD_VALUES = {
     "presence_penalty": [-2.1, 2.1, "0", False],
     "frequency_penalty": [-2.1, 2.1, []],
     "repetition_penalty": [0, -1, 101, "1"],
-    "logit_bias": [3, [], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {"5": True}],
+    "logit_bias": [
+        3,
+        [],
+        {"x": 1},
+        {"-1": 1},
+        {"5": 101},
+        {"5": -101},
+        {"5": "1"},
+        {"5": True},
+    ],
     "skip_special_tokens": [1, "no"],
     "return_tokens_as_token_ids": [1],
     "include_stop_str_in_output": ["x"],
@@ -120,14 +145,28 @@ BAD_VALUES = {
     "model": [3, "", []],
     "kv_transfer_params": [3, "x", True],
     "prompt": [
-        *(None, "", [], [""], [[]], ["a", 1], [1, "a"], [[1], []], [[1], "a"], [True], [1.0], 3),
+        *(
+            None,
+            "",
+            [],
+            [""],
+            [[]],
+            ["a", 1],
+            [1, "a"],
+            [[1], []],
+            [[1], "a"],
+            [True],
+            [1.0],
+            3,
+        ),
         *({}, ["a"] * 1025, [[1, [2]]]),
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field, values in BAD_VALUES.items() for value in values]
+    ("field", "value"),
+    [(field, value) for field, values in BAD_VALUES.items() for value in values],
 )
 def test_a_bad_value_is_named_with_the_fix(field, value):
     with pytest.raises(InvalidRequest, match=f"`{field}.*must be") as caught:
@@ -136,7 +175,11 @@ def test_a_bad_value_is_named_with_the_fix(field, value):
     assert len(caught.value.message) < 400
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"x": 1}'},
+}
 TOOL = {"type": "function", "function": {"name": "f"}}
 NAMED = {"type": "function", "function": {"name": "g"}}
 FLAT = {"type": "function", "name": "f"}
@@ -229,25 +272,55 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-TURN = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [CALL]}
+TURN = {
+    "role": "assistant",
+    "content": [{"type": "text", "text": "a"}],
+    "tool_calls": [CALL],
+}
 ITEMS = [
     {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
     {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c1", "output": "a"},
 ]
-ALL = {"seed": 1, "stream": True, "temperature": 0.5, "stream_options": {"include_usage": True}}
-MANY = ALL | {"logit_bias": {"5": 1.0}, "stop": ["a"], "stop_token_ids": [3], "min_tokens": 1}
+ALL = {
+    "seed": 1,
+    "stream": True,
+    "temperature": 0.5,
+    "stream_options": {"include_usage": True},
+}
+MANY = ALL | {
+    "logit_bias": {"5": 1.0},
+    "stop": ["a"],
+    "stop_token_ids": [3],
+    "min_tokens": 1,
+}
 FULL: list[tuple[Parse, dict[str, Any]]] = [
-    (completion, MANY | {"prompt": ["a"], "best_of": 1, "structured_outputs": {"regex": "a"}}),
-    (chat, MANY | JSON_OBJECT | {"messages": [USER, TURN], "tools": [TOOL], "tool_choice": "auto"}),
+    (
+        completion,
+        MANY | {"prompt": ["a"], "best_of": 1, "structured_outputs": {"regex": "a"}},
+    ),
+    (
+        chat,
+        MANY
+        | JSON_OBJECT
+        | {"messages": [USER, TURN], "tools": [TOOL], "tool_choice": "auto"},
+    ),
     (chat, schema(name="n", schema=PLAIN) | {"tools": [TOOL], "tool_choice": "none"}),
     (chat, {"tools": [TOOL], "tool_choice": TOOL, "chat_template_kwargs": {"a": 1}}),
-    (tokenize, {"prompt": None, "messages": [USER, TURN], "chat_template_kwargs": {"a": 1}}),
-    (responses, ALL | {"input": ITEMS, "tools": [FLAT], "tool_choice": FLAT, "instructions": "a"}),
+    (
+        tokenize,
+        {"prompt": None, "messages": [USER, TURN], "chat_template_kwargs": {"a": 1}},
+    ),
     (
         responses,
-        text(type="json_schema", name="n", schema=PLAIN) | {"reasoning": {"effort": "low"}},
+        ALL
+        | {"input": ITEMS, "tools": [FLAT], "tool_choice": FLAT, "instructions": "a"},
+    ),
+    (
+        responses,
+        text(type="json_schema", name="n", schema=PLAIN)
+        | {"reasoning": {"effort": "low"}},
     ),
 ]
 
@@ -259,13 +332,43 @@ def places(value: Any, *path: Any) -> list[tuple[Any, ...]]:
     return ways + [deeper for way in ways for deeper in places(value[way[-1]], *way)]
 
 
-WRONG = [None, True, -1, 0.5, "", "a b", "required", [], ["a"], {}, {"a": None}, FLAT, TOOL, CALL]
+WRONG = [
+    None,
+    True,
+    -1,
+    0.5,
+    "",
+    "a b",
+    "required",
+    [],
+    ["a"],
+    {},
+    {"a": None},
+    FLAT,
+    TOOL,
+    CALL,
+]
 
 
 # What is told of all of it, and what may contradict another member.
-WHOLE = {"stop", "stop_token_ids", "logit_bias", "prompt", "structured_outputs", "response_format"}
-WHOLE |= {"response_format.json_schema.schema", *(f"input[{at}].role" for at in range(4))}
-WHOLE |= {"tool_choice", "tool_choice.name", "tool_choice.function.name", "stream_options"}
+WHOLE = {
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "prompt",
+    "structured_outputs",
+    "response_format",
+}
+WHOLE |= {
+    "response_format.json_schema.schema",
+    *(f"input[{at}].role" for at in range(4)),
+}
+WHOLE |= {
+    "tool_choice",
+    "tool_choice.name",
+    "tool_choice.function.name",
+    "stream_options",
+}
 
 
 @pytest.mark.parametrize(("parse", "body"), FULL)
@@ -367,7 +470,11 @@ def test_zero_may_be_written_as_integer_or_float_but_never_as_false():
         one: Any = neutral(1)
         switch: Any = neutral(True)
 
-    for given_ in ({"number": 0, "one": 1, "switch": True}, {"number": 0.0}, {"one": None}):
+    for given_ in (
+        {"number": 0, "one": 1, "switch": True},
+        {"number": 0.0},
+        {"one": None},
+    ):
         assert validate(Body, given_) == Body()
     for field, value in (("number", False), ("one", True), ("one", 1.0), ("switch", 1)):
         with pytest.raises(InvalidRequest, match=f"`{field}`"):

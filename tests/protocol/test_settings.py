@@ -45,14 +45,22 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (UP, "--prefil.tp=2", "--prefill.tp"),
         (UP, "--decode.cuont 2", r"\(did you mean --decode\.count\?\)"),
         (UP, "--decod.cuont 2", r"\(did you mean --decode\.count\?\)"),
-        (UP, "--no-prefil.pack-weigts", r"\(did you mean --no-prefill\.pack-weights\?\)"),
+        (
+            UP,
+            "--no-prefil.pack-weigts",
+            r"\(did you mean --no-prefill\.pack-weights\?\)",
+        ),
         (
             UP,
             "--prefil.port 1",
             r"\(did you mean --prefill\.port\? There is no such option here, but "
             r"--port for the whole cluster\)",
         ),
-        (UP, "--prefill.model m", r"m \(no such option here, but --model for the whole cluster\)"),
+        (
+            UP,
+            "--prefill.model m",
+            r"m \(no such option here, but --model for the whole cluster\)",
+        ),
         (
             UP,
             "--decod.register http://h:1",
@@ -62,7 +70,11 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (UP, "--prefill.hang-timeout-s=2", "--prefill.hang-timeout-s"),
         (UP, "--decode 3", "^--decode: must be a group .* as --decode.tp, not 3$"),
         (UP, "--tp 2", r"--tp 2 \(did you mean --prefill.tp or --decode.tp\?\)"),
-        (UP, "--no-pack-weights", r"mean --no-prefill.pack-weights or --no-decode.pack"),
+        (
+            UP,
+            "--no-pack-weights",
+            r"mean --no-prefill.pack-weights or --no-decode.pack",
+        ),
         (P, "--block 16", "--block"),  # no abbreviations
         (P, "--decode http://h:1", r"http://h:1 \(an option of baton proxy and b"),
         (PROXY, "--lease-s=9", r"\(an option of baton prefill and baton decode\)"),
@@ -71,31 +83,63 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         (P, "--config", "--config: expected one argument"),
         (P, "--config /no/such/none.yaml", r"none\.yaml"),
         (P, "--kv-layout BHLCD", "--kv-layout: .* lacks axis N"),
-        (P, "--kv-layout DBHLCN", "no order of the axes: use each of BHLCND once, D last"),
+        (
+            P,
+            "--kv-layout DBHLCN",
+            "no order of the axes: use each of BHLCND once, D last",
+        ),
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
         (P, "--block-size x", "valid integer"),
         (P, "--kv-cache-dtype fp8", "--kv-cache-dtype: .*float8_e4m3fn"),
-        (P, "--hf-overrides [1]", r"--hf-overrides: .*\[1\].* is no JSON object; write such as"),
+        (
+            P,
+            "--hf-overrides [1]",
+            r"--hf-overrides: .*\[1\].* is no JSON object; write such as",
+        ),
         (P, "--kv-scales 0.5", "--kv-scales: .*--kv-cache-dtype float8_e4m3fn"),
         (P, "--port 65536", "--port: must be less than or equal to 65535"),
         (P, "--lease-s 0", "--lease-s: must be greater than or equal to 0.001"),
         (P, "--lease-s inf", "finite"),
         (P, "--dtype int4", "--dtype: .*float32"),
-        (P, "--kv-cache-tokens 64 --kv-cache-bytes 9", "-bytes: 9, and --kv-cache-tokens is 64"),
+        (
+            P,
+            "--kv-cache-tokens 64 --kv-cache-bytes 9",
+            "-bytes: 9, and --kv-cache-tokens is 64",
+        ),
         (P, "--tp 2 --dcp 2", "--dcp: 2 ranks that share tokens take no prefill"),
-        (D, "--role both --tp 2 --dcp 2", "--dcp: 2 ranks that share tokens take no prefill"),
+        (
+            D,
+            "--role both --tp 2 --dcp 2",
+            "--dcp: 2 ranks that share tokens take no prefill",
+        ),
         (D, "--tp 4 --dcp 3", "--dcp: 3 does not divide --tp 4"),
         (P, "--tp 4 --ep 3", "--ep: 3 does not divide --tp 4"),
         (D, "--tp 2 --dcp 0", "--dcp: .*greater than or equal to 1"),
-        (UP, "--decode.role prefill", "--decode.role: must be decode or both, not prefill"),
-        (UP, "--prefill.role=decode", "--prefill.role: must be prefill or both, not decode"),
+        (
+            UP,
+            "--decode.role prefill",
+            "--decode.role: must be decode or both, not prefill",
+        ),
+        (
+            UP,
+            "--prefill.role=decode",
+            "--prefill.role: must be prefill or both, not decode",
+        ),
         (UP, SHARED, r"multiple of --prefill\.block-size, which is 64"),
         *(
-            (D, f"--transfer-costs={costs}", "--transfer-costs: .*(is not a list|are not|number)")
+            (
+                D,
+                f"--transfer-costs={costs}",
+                "--transfer-costs: .*(is not a list|are not|number)",
+            )
             for costs in ("3,8", "3,8,0", "3,8,x", "nan,8,7", "inf,8,7", "[", "[1,2")
         ),
         (PROXY, "--cors-origin a.example", "--cors-origin: .*write http://host:port"),
-        (PROXY, "--max-queued-tokens 9", "--max-queued-tokens 9 .*an option of baton prefill"),
+        (
+            PROXY,
+            "--max-queued-tokens 9",
+            "--max-queued-tokens 9 .*an option of baton prefill",
+        ),
     ],
 )
 def test_a_refusal_names_option_value_and_fix(cls, argv, told):
@@ -118,29 +162,49 @@ def test_a_value_is_read(cls, argv, name, value):
     assert getattr(load(cls, argv.split()), name) == value
 
 
-def test_shared_tokens_can_be_read_from_blocks_that_divide_those_of_decode_servers() -> None:
+def test_shared_tokens_can_be_read_from_blocks_that_divide_those_of_decode_servers() -> (
+    None
+):
     assert load(UP, [*SHARED.split(), "--prefill.block-size=16"]).decode.dcp == 2
     assert load(UP, ["--decode.block-size=32"]).decode.block_size == 32
 
 
 def test_how_kv_moves_and_the_size_of_a_step_follow_the_device() -> None:
-    assert [load(D, []).transfer_for(device) for device in ("cpu", "cuda")] == ["nixl", "auto"]
+    assert [load(D, []).transfer_for(device) for device in ("cpu", "cuda")] == [
+        "nixl",
+        "auto",
+    ]
     assert load(D, ["--transfer=auto"]).transfer_for("cpu") == "auto"
-    assert [load(D, []).itl_target_for(device) for device in ("cpu", "cuda")] == [0.5, 0.025]
-    assert [load(P, []).batched_tokens_for(device) for device in ("cpu", "cuda")] == [512, 8192]
+    assert [load(D, []).itl_target_for(device) for device in ("cpu", "cuda")] == [
+        0.5,
+        0.025,
+    ]
+    assert [load(P, []).batched_tokens_for(device) for device in ("cpu", "cuda")] == [
+        512,
+        8192,
+    ]
     assert load(D, []).batched_tokens_for("cuda") == 2048
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
 
 
-def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(tmp_path, monkeypatch):
+def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(
+    tmp_path, monkeypatch
+):
     file = tmp_path / "up.yaml"
-    file.write_text("prefill: {block-size: 16, max_num_seqs: 7, lease_s: 9}\ndecode: {tp: 2}\n")
+    file.write_text(
+        "prefill: {block-size: 16, max_num_seqs: 7, lease_s: 9}\ndecode: {tp: 2}\n"
+    )
     monkeypatch.setenv("BATON_CONFIG", str(file))
     monkeypatch.setenv("BATON_PREFILL__MAX_NUM_SEQS", "8")
     monkeypatch.setenv("BATON_PREFILL__LEASE_S", "10")
     settings = load(UP, ["--prefill.lease-s", "11"])
     group, other = settings.prefill, settings.decode
-    assert (group.tp, group.block_size, group.max_num_seqs, group.lease_s) == (1, 16, 8, 11.0)
+    assert (group.tp, group.block_size, group.max_num_seqs, group.lease_s) == (
+        1,
+        16,
+        8,
+        11.0,
+    )
     assert (other.tp, other.block_size) == (2, 64)
     assert load(UP, ["--config", os.devnull]).decode.tp == 1
 
@@ -152,8 +216,15 @@ def test_cli_beats_environment_beats_file_beats_default_also_inside_a_group(tmp_
         ("BATON_CASHE", "BATON_CACHE"),  # no option, but read all the same
     ],
 )
-def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(monkeypatch, wrong, near):
-    for name in ("BATON_LEASE_S", "BATON_PREFILL__TP", "BATON_TEST_MODELS", "BATON_EVAL_DATA"):
+def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(
+    monkeypatch, wrong, near
+):
+    for name in (
+        "BATON_LEASE_S",
+        "BATON_PREFILL__TP",
+        "BATON_TEST_MODELS",
+        "BATON_EVAL_DATA",
+    ):
         monkeypatch.setenv(name, "2")
     assert load(D, []).tp == 1
     monkeypatch.setenv(wrong, "16")
@@ -167,7 +238,10 @@ def test_an_unknown_variable_is_an_error_with_near_ones_unless_another_s(monkeyp
         ("blok_size: 1", r"unknown key blok_size \(did you mean block_size"),
         ("prefill: {tpp: 1}", r"unknown key prefill.tpp"),
         ("prefill: {tp: true}", r"prefill.tp is true; only on/off options"),
-        ("prefill.tp: 1", r"unknown key prefill.tp \(write it as a key under its group"),
+        (
+            "prefill.tp: 1",
+            r"unknown key prefill.tp \(write it as a key under its group",
+        ),
         ("prefill: {port: 1}", r"unknown key prefill.port"),
         ("tp: 2\ntp: 2", "found tp a second time"),
         ("a: [1", "not YAML: while parsing"),
@@ -204,24 +278,38 @@ def test_a_refusal_names_what_the_user_wrote(tmp_path, monkeypatch):
     ]
 
 
-def test_a_variable_of_a_group_that_is_no_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_a_group_that_is_no_json_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("BATON_DECODE", "{")
-    with pytest.raises(ConfigError, match=r"^BATON_DECODE: not JSON; .* as BATON_DECODE__TP$"):
+    with pytest.raises(
+        ConfigError, match=r"^BATON_DECODE: not JSON; .* as BATON_DECODE__TP$"
+    ):
         load(UP, [])
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_decode_servers_are_never_told_to_connect_to_every_address(wildcard, monkeypatch):
+def test_decode_servers_are_never_told_to_connect_to_every_address(
+    wildcard, monkeypatch
+):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "one of many machines")
-    with pytest.raises(ConfigError, match="--side-channel-host: decode servers cannot connect"):
+    with pytest.raises(
+        ConfigError, match="--side-channel-host: decode servers cannot connect"
+    ):
         load(P, ["--host", wildcard])
-    assert load(P, ["--host", wildcard, "--side-channel-host", "p"]).advertised_host == "p"
+    assert (
+        load(P, ["--host", wildcard, "--side-channel-host", "p"]).advertised_host == "p"
+    )
     load(D, ["--host", wildcard])
 
 
 @pytest.mark.parametrize(
     ("cls", "argv"),
-    [(P, ["--host", "10.0.0.7"]), (D, ["--host", "::"]), (P, ["--side-channel-host", "host-p"])],
+    [
+        (P, ["--host", "10.0.0.7"]),
+        (D, ["--host", "::"]),
+        (P, ["--side-channel-host", "host-p"]),
+    ],
 )
 def test_servers_of_several_machines_are_given_their_secret(cls, argv, monkeypatch):
     with pytest.raises(ConfigError) as refused:
@@ -234,16 +322,30 @@ def test_servers_of_several_machines_are_given_their_secret(cls, argv, monkeypat
     load(cls, argv)
 
 
-def test_server_urls_repeat_or_join_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_urls_repeat_or_join_with_commas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     repeated = load(PROXY, ["--prefill", "http://a:1/", "--prefill", "http://b:2"])
     assert repeated.prefill == ("http://a:1", "http://b:2")
     monkeypatch.setenv("BATON_DECODE", "http://c:3,https://d:4")
     assert load(PROXY, []).decode == ("http://c:3", "https://d:4")
     kept = "http://[::1]:3", "http://a_b:3", "http://\u00fc.example:3"
     assert load(PROXY, [f"--decode={url}" for url in kept]).decode == kept
-    wrong_hosts = ("http://u:p@c:3", "http://c d:3", "http://c..d:3", f"http://{'c' * 64}:3")
+    wrong_hosts = (
+        "http://u:p@c:3",
+        "http://c d:3",
+        "http://c..d:3",
+        f"http://{'c' * 64}:3",
+    )
     wrong_ports = ("http://c:0", "http://c:65536", "http://c:x", "http://[::1")
-    for wrong in ("c:3", "ftp://c:3", "http://c:3/v1", "http://", *wrong_hosts, *wrong_ports):
+    for wrong in (
+        "c:3",
+        "ftp://c:3",
+        "http://c:3/v1",
+        "http://",
+        *wrong_hosts,
+        *wrong_ports,
+    ):
         with pytest.raises(ConfigError, match="write http://host:port"):
             load(PROXY, ["--decode", wrong])
 
@@ -265,7 +367,9 @@ def test_help_explains_every_option(cls, capsys):
     assert all(told) and len(set(told)) == len(told)
 
 
-def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> None:
+def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugging() -> (
+    None
+):
     told = json.loads(describe(load(UP, ["--port=1", "--prefill.tp=2"])))
     assert told == {"port": 1, "prefill": {"tp": 2}}
     debugged = load(UP, ["--port=1", "--log-level=debug"])
@@ -275,18 +379,29 @@ def test_the_first_line_shows_what_differs_from_the_defaults_and_all_when_debugg
 def test_secrets_are_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "correct horse battery")
     settings = load(P, [])
-    assert "horse" not in describe(settings) + repr(settings) + " ".join(to_argv(settings))
+    assert "horse" not in describe(settings) + repr(settings) + " ".join(
+        to_argv(settings)
+    )
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "too short")
     monkeypatch.setenv("BATON_API_KEY", "[too short")
     (file := tmp_path / "a.yml").write_text('api-key: "too short')
-    for argv, told in (([], r"T: .* 16 characters"), ([], "Y: it is not a list"), ([file], "YAML")):
+    for argv, told in (
+        ([], r"T: .* 16 characters"),
+        ([], "Y: it is not a list"),
+        ([file], "YAML"),
+    ):
         with pytest.raises(ConfigError, match=told) as caught:
             load(P, [f"--config={one}" for one in argv])
         assert "too short" not in str(caught.value)
 
 
 def test_settings_survive_the_way_through_argv() -> None:
-    argv = ["--kv-layout=LBCNHD", "--no-enable-prefix-caching", "--transfer=nixl", "--seed=5"]
+    argv = [
+        "--kv-layout=LBCNHD",
+        "--no-enable-prefix-caching",
+        "--transfer=nixl",
+        "--seed=5",
+    ]
     settings = load(D, argv)
     assert load(D, to_argv(settings)) == settings
     proxy = load(PROXY, ["--decode=http://a:1", "--decode=http://b:1"])
@@ -294,7 +409,13 @@ def test_settings_survive_the_way_through_argv() -> None:
 
 
 def test_variables_of_other_programs_are_found_with_those_meant(monkeypatch):
-    for name in ("BATON_TP", "BATON_LEASE_S", "BATON_HANG_TIMEOUT_S", "BATON_PORT", "BATON_CACHE"):
+    for name in (
+        "BATON_TP",
+        "BATON_LEASE_S",
+        "BATON_HANG_TIMEOUT_S",
+        "BATON_PORT",
+        "BATON_CACHE",
+    ):
         monkeypatch.setenv(name, "1")
     assert unread_variables(UP) == [
         "BATON_HANG_TIMEOUT_S",
@@ -314,7 +435,10 @@ def test_a_launcher_keeps_its_own_variables_to_itself() -> None:
     ("text", "written"),
     [
         ("use --tp 2", "use --decode.tp 2"),
-        ("use --tp=2, or --no-kv-convert.", "use --decode.tp=2, or --no-decode.kv-convert."),
+        (
+            "use --tp=2, or --no-kv-convert.",
+            "use --decode.tp=2, or --no-decode.kv-convert.",
+        ),
         ("(--tp)", "(--decode.tp)"),
         ("--decode.tp and --prefill.tp", "--decode.tp and --prefill.tp"),
         ("--tpp --tp-x x--tp", "--tpp --tp-x x--tp"),

@@ -66,10 +66,18 @@ class Call:
         await self.start(status, of_body | (headers or {}))
         await self.write(body, more=False)
 
-    async def start(self, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        given = {"content-type": "text/event-stream; charset=utf-8"} if headers is None else headers
+    async def start(
+        self, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        given = (
+            {"content-type": "text/event-stream; charset=utf-8"}
+            if headers is None
+            else headers
+        )
         pairs = [(name.encode(), value.encode()) for name, value in given.items()]
-        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": pairs}
+        )
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
@@ -87,7 +95,9 @@ class Drop(Exception):
 Behave = Callable[[Call], Awaitable[None]]
 
 
-def answers(status: int, value: object, headers: dict[str, str] | None = None) -> Behave:
+def answers(
+    status: int, value: object, headers: dict[str, str] | None = None
+) -> Behave:
     """A behaviour that answers so, always."""
 
     async def behave(call: Call) -> None:
@@ -118,7 +128,11 @@ class Waits:
 
     def __init__(self, then: Behave | None = None, sends: bytes = b"") -> None:
         self._then, self._sends = then, sends
-        self.begun, self.go, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.begun, self.go, self.left = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
 
     async def __call__(self, call: Call) -> None:
         if self._sends:
@@ -204,7 +218,9 @@ class Fake:
         while more:
             message = await receive()
             raw, more = raw + message.get("body", b""), message.get("more_body", False)
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode(): value.decode("latin-1") for name, value in scope["headers"]
+        }
         query = scope["query_string"].decode()
         call = Call(scope["path"], headers, raw, query, receive, send)
         if call.path == "/ready":
@@ -216,7 +232,10 @@ class Fake:
             if self.silent:
                 await call.gone()
                 return
-            told = {**self.told, **({} if self.ready else {"reason": "the engine is starting"})}
+            told = {
+                **self.told,
+                **({} if self.ready else {"reason": "the engine is starting"}),
+            }
             if self.role is not None:
                 told["role"] = self.role
             told.update((name, n) for name, n in self.room.items() if n is not None)
@@ -335,7 +354,9 @@ class Rig:
 
     def in_flight(self) -> float:
         name = "baton_proxy_upstream_in_flight"
-        return sum(self.metric(name, **server.labels) for server in self.app.fleet.servers)
+        return sum(
+            self.metric(name, **server.labels) for server in self.app.fleet.servers
+        )
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
@@ -350,9 +371,13 @@ class Rig:
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
         self.app._members.show()
         lines = self.app.metrics.expose().decode().splitlines()
-        return {line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))}
+        return {
+            line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))
+        }
 
-    async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    async def complete(
+        self, headers: dict[str, str] | None = None, **body: Any
+    ) -> httpx.Response:
         body = {"model": "m", "prompt": "hello", **body}
         return await self.client.post("/v1/completions", json=body, headers=headers)
 

@@ -19,7 +19,9 @@ async def read_request(reader: Reader) -> bytes:
 class Script:
     """A server that answers the n-th request with the n-th script; counts connections."""
 
-    def __init__(self, *answers: bytes | Callable[[Reader, Writer], Awaitable[None]]) -> None:
+    def __init__(
+        self, *answers: bytes | Callable[[Reader, Writer], Awaitable[None]]
+    ) -> None:
         self._answers = list(answers)
         self.requests: list[bytes] = []
         self.num_connections = 0
@@ -48,7 +50,9 @@ class Script:
 async def serving(script: Script, **options: float) -> AsyncIterator[HttpUpstream]:
     server = await asyncio.start_server(script, "127.0.0.1", 0)
     script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    client = HttpUpstream(**{"connect_timeout_s": 5.0, "read_timeout_s": 10.0, **options})
+    client = HttpUpstream(
+        **{"connect_timeout_s": 5.0, "read_timeout_s": 10.0, **options}
+    )
     try:
         yield client
     finally:

@@ -41,7 +41,13 @@ def fleet(*behaviours: Behave) -> list[Fake]:
         ((full(9), full(4)), (decodes,), 429, "4", (1, 1, 0)),  # D is not to do it all
         ((prefills,), (full(9), full(20)), 429, "9", (1, 1, 1)),
         ((), (full(9),), 429, "9", (1,)),
-        ((prefills,), (full(7, "access"), decodes), 429, "7", (1, 1, 0)),  # a key's own limit
+        (
+            (prefills,),
+            (full(7, "access"), decodes),
+            429,
+            "7",
+            (1, 1, 0),
+        ),  # a key's own limit
     ],
 )
 async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_to_come_back(
@@ -49,7 +55,10 @@ async def test_a_full_server_is_left_out_and_if_all_are_the_client_is_told_when_
 ):
     async with Rig(fleet(*prefill), fleet(*decode), routing="round_robin") as rig:
         answer = await rig.complete()
-        assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
+        assert (answer.status_code, answer.headers.get("retry-after")) == (
+            status,
+            retry_after,
+        )
         if status == 429:
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         fakes = (*rig.prefill, *rig.decode)
@@ -67,7 +76,10 @@ async def test_a_server_that_was_full_just_now_is_asked_by_the_shorter_and_more_
             *((-1, 400, 2), (0, 400, 2), (0, 100, 3), (3, 100, 3), (0, 300, 3)),
         ):
             refused = await rig.complete(prompt="x" * length, priority=priority)
-            assert refused.status_code == 429 and 49 <= int(refused.headers["retry-after"]) <= 50
+            assert (
+                refused.status_code == 429
+                and 49 <= int(refused.headers["retry-after"]) <= 50
+            )
             assert len(prefill[0].calls) == len(decode[0].calls) == num_asked
         answer = await rig.client.post("/tokenize", json={"prompt": "a"})
         assert answer.status_code == 429 and len(decode[0].calls) == num_asked + 1
@@ -77,7 +89,9 @@ async def test_prompts_that_foreign_prefill_servers_have_yet_to_compute_are_a_qu
     """Servers without an admission of their own, as vLLM's, are full by estimate."""
     waits = Waits(prefills_as_vllm)
     slow = vllm(waits, "m"), vllm(decodes_as_vllm, "m")
-    async with Rig([slow[0]], [slow[1]], max_queue_s=0.05) as rig:  # it takes 0.1 s, as estimated
+    async with Rig(
+        [slow[0]], [slow[1]], max_queue_s=0.05
+    ) as rig:  # it takes 0.1 s, as estimated
         first = asyncio.create_task(rig.complete(prompt="x" * 40_000))
         await waits.begun.wait()
         refused = await rig.complete()
@@ -123,14 +137,18 @@ async def test_a_prompt_that_will_be_refused_locks_no_other_out():
         for number in range(5):
             refused = await rig.complete(prompt=f"{number}" * 20_000)
             assert refused.status_code == 400
-        assert (len(knowledge._prefixes), len(knowledge._ends)) == known, "it leaves no trace"
+        assert (len(knowledge._prefixes), len(knowledge._ends)) == known, (
+            "it leaves no trace"
+        )
         assert not knowledge._coming and knowledge.loads[server].prompts == 0
 
 
 async def test_a_server_of_ours_refuses_by_itself_what_the_proxy_believes_to_be_too_much():
     waits = Waits(prefills)
     async with Rig(fleet(waits), max_queue_s=0.01) as rig:
-        asked = [asyncio.create_task(rig.complete(prompt="x" * 400_000)) for _ in range(3)]
+        asked = [
+            asyncio.create_task(rig.complete(prompt="x" * 400_000)) for _ in range(3)
+        ]
         await until(lambda: len(rig.prefill[0].calls) == 3)
         waits.go.set()
         assert {(await one).status_code for one in asked} == {200}
@@ -147,7 +165,9 @@ async def test_no_client_is_told_to_wait_for_more_than_a_minute(given):
 async def test_a_full_trial_queue_concerns_requests_with_new_schemas_alone(kind):
     def refuses_schemas(then: Behave) -> Behave:
         async def behave(call: Call) -> None:
-            await (full(5, "grammar") if "structured_outputs" in call.body else then)(call)
+            await (full(5, "grammar") if "structured_outputs" in call.body else then)(
+                call
+            )
 
         return behave
 
@@ -206,7 +226,10 @@ async def test_servers_are_told_what_is_left_of_the_time(default):
         ]
         assert 51.0 >= told[0] >= told[1] > 1.0
     now = asyncio.get_running_loop().time()
-    for left_s, header in ((0, b"1.000"), (MAX_S, b"1000000.000")):  # the proxy's end comes first
+    for left_s, header in (
+        (0, b"1.000"),
+        (MAX_S, b"1000000.000"),
+    ):  # the proxy's end comes first
         assert Deadline(50.0, now + left_s).header()[1] == header
 
 
@@ -216,7 +239,9 @@ async def test_servers_are_told_what_is_left_of_the_time(default):
     ids=["in prefill", "in decode"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_expired_request_is_504_and_its_legs_end(prefill, decode, gives_back, stream):
+async def test_an_expired_request_is_504_and_its_legs_end(
+    prefill, decode, gives_back, stream
+):
     async with Rig(fleet(prefill), fleet(decode)) as rig:
         answer = await rig.complete(headers=SOON, stream=stream)
         assert answer.status_code == 504
@@ -242,7 +267,12 @@ async def test_an_expired_stream_ends_in_an_error_event():
 async def test_a_body_that_comes_too_late_is_504():
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
-        lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Length: 9", SOON_LINE)
+        lines = (
+            "POST /v1/completions HTTP/1.1",
+            "Host: x",
+            "Content-Length: 9",
+            SOON_LINE,
+        )
         writer.write("\r\n".join((*lines, "", "")).encode())
         assert b" 504 " in await reader.readline()
         writer.close()
@@ -263,13 +293,18 @@ async def test_a_client_that_does_not_read_holds_its_server_back():
     async with Rig([], fleet(floods)) as rig:
         sock = socket.create_connection(rig.listener.getsockname())
         body = b'{"model": "m", "prompt": "a", "stream": true}'
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+        )
         sock.sendall(head + body)
         before = -1
         while before < sent or not sent:  # until half a second brings no more
             before = sent
             await asyncio.sleep(0.5)
-        assert sent < 64 << 20  # what five sockets hold, however large the system lets them grow
+        assert (
+            sent < 64 << 20
+        )  # what five sockets hold, however large the system lets them grow
         is_over = True
         sock.close()
         await until(lambda: rig.in_flight() == 0)

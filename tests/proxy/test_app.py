@@ -29,7 +29,9 @@ async def _pieces() -> Any:
         (None, 413, "more than 1000 bytes"),  # whose length is not announced
     ],
 )
-async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(content, status, words):
+async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(
+    content, status, words
+):
     async with Rig(max_body_bytes=1000) as rig:
         sent = _pieces() if content is None else content
         response = await rig.client.post("/v1/completions", content=sent)
@@ -41,7 +43,10 @@ async def test_bodies_that_cannot_be_are_refused_without_asking_a_server(content
         assert rig.prefill[0].calls == rig.decode[0].calls == []
         longest = b'{"p": "' + b"x" * 991 + b'"}'
         again = await rig.client.post("/v1/completions", content=longest)
-        assert (len(longest), again.status_code) == (1000, 200)  # the connection is fit for use
+        assert (len(longest), again.status_code) == (
+            1000,
+            200,
+        )  # the connection is fit for use
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,11 @@ async def test_ready_counts_servers_and_says_what_is_missing():
         assert state["prefill"] == {"ready": 1, "configured": 2}
         assert state["decode"] == {"ready": 0, "configured": 1}
         assert state["missing"] == ["no decode server is ready"]
-        assert state["servers"] == {"prefill-0": True, "prefill-1": False, "decode-0": False}
+        assert state["servers"] == {
+            "prefill-0": True,
+            "prefill-1": False,
+            "decode-0": False,
+        }
         assert (await rig.client.get("/health")).status_code == 200
         completion = await rig.complete()
         assert completion.status_code == 503
@@ -137,7 +146,9 @@ async def test_clients_are_told_no_address_of_a_server(caplog):
         for fake in servers:
             await fake.stop()
         answers = [await rig.complete(), await rig.complete()]
-        answers += [await rig.client.get(path) for path in ("/ready", "/metrics", "/v1/models")]
+        answers += [
+            await rig.client.get(path) for path in ("/ready", "/metrics", "/v1/models")
+        ]
         assert not [answer.text for answer in answers if "127.0.0.1" in answer.text]
         for fake in servers:
             assert f"-0 {fake.url}" in caplog.text  # the operator is
@@ -149,7 +160,10 @@ async def test_a_server_given_as_the_other_kind_gets_no_request(caplog):
         await until(lambda: rig.prefill[0].polls > 3 and rig.decode[0].polls > 1)
         assert (await rig.complete()).status_code == 503
         assert rig.prefill[0].calls == rig.decode[0].calls == []
-    assert "not ready: it is a prefill server; name it by --prefill, not by --de" in caplog.text
+    assert (
+        "not ready: it is a prefill server; name it by --prefill, not by --de"
+        in caplog.text
+    )
     told = "not ready: it is a decode server; name it by --decode, not by --prefill"
     assert caplog.text.count(told) == 1
 
@@ -211,7 +225,9 @@ async def test_every_line_about_a_request_carries_its_id():
 
 
 async def test_requests_in_flight_may_finish_when_the_proxy_ends():
-    slow = Waits(lambda call: call.write(b"data: [DONE]\n\n", more=False), b"data: 1\n\n")
+    slow = Waits(
+        lambda call: call.write(b"data: [DONE]\n\n", more=False), b"data: 1\n\n"
+    )
     async with Rig(decode=[Fake(slow)], shutdown_grace_s=20.0) as rig:
         request = asyncio.create_task(rig.complete(stream=True))
         await slow.begun.wait()
@@ -228,19 +244,25 @@ async def test_requests_in_flight_may_finish_when_the_proxy_ends():
 async def test_a_client_still_sending_its_request_is_told_when_the_proxy_ends(caplog):
     async with Rig(shutdown_grace_s=1.0) as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{"
+        )
         await writer.drain()
         await until(lambda: bool(rig.server.server_state.tasks))
         rig.server.should_exit = True
         answer = await reader.read()
         writer.close()
-        assert answer.startswith(b"HTTP/1.1 503") and b'"code":"shutting_down"' in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 503") and b'"code":"shutting_down"' in answer
+        )
         await rig.task
     assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(stream):
+async def test_requests_that_take_too_long_end_with_an_error_when_the_proxy_ends(
+    stream,
+):
     endless = Waits(sends=b"data: 1\n\n" if stream else b"")
     async with Rig(decode=[Fake(endless)], shutdown_grace_s=0.2) as rig:
         request = asyncio.create_task(rig.complete(stream=stream))
@@ -305,8 +327,14 @@ async def test_metrics_tell_what_was_done_by_this_proxy():
             ('baton_proxy_requests_total{path="pd",reason="routed"} 1.0', True),
             ('baton_proxy_responses_total{status="200"} 1.0', True),
             ('baton_proxy_responses_total{status="400"} 1.0', True),
-            ('baton_proxy_upstream_ready{role="prefill",server="prefill-0"} 1.0', False),
-            ('baton_proxy_upstream_in_flight{role="prefill",server="prefill-0"} 0.0', False),
+            (
+                'baton_proxy_upstream_ready{role="prefill",server="prefill-0"} 1.0',
+                False,
+            ),
+            (
+                'baton_proxy_upstream_in_flight{role="prefill",server="prefill-0"} 0.0',
+                False,
+            ),
             ("baton_proxy_requests_in_progress 0.0", False),
             ("baton_proxy_request_seconds_count 2.0", True),
             ("baton_proxy_first_byte_seconds_count 0.0", False),  # nothing was streamed

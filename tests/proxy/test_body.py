@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from protocol.errors import InvalidRequest
+from protocol.errors import PayloadTooLarge, RequestError
+from protocol.http.json_bounds import MAX_MEMBERS, MAX_TOP_MEMBERS
 from protocol.kv_params import REMOTE_DECODE
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
 from tests.proxy.fakes import Rig
@@ -20,7 +21,9 @@ JSON = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -38,8 +41,20 @@ NOT_OBJECTS = [
 
 @pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))
 def test_what_is_not_a_json_object_is_refused(data):
-    with pytest.raises(InvalidRequest, match="the body"):
+    with pytest.raises(RequestError, match="the body"):
         parse_body(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":[' + b"{}," * MAX_MEMBERS + b"0]}",
+        b"{" + b",".join(b'"%d":0' % at for at in range(MAX_TOP_MEMBERS + 1)) + b"}",
+    ],
+)
+def test_too_many_members_are_refused_before_they_are_decoded(body):
+    with pytest.raises(PayloadTooLarge, match="the limit is"):
+        parse_body(body)
 
 
 @examples(40)
@@ -85,7 +100,9 @@ def test_numbers_are_not_rewritten():
     ],
 )
 def test_params_of_clients_are_dropped_and_counted(name, params, counted):
-    clean, stripped = sanitize(parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode()))
+    clean, stripped = sanitize(
+        parse_body(f'{{"seed": 1, "{name}": {params}}}'.encode())
+    )
     assert json.loads(decode_leg(clean, None)) == {"seed": 1}
     assert stripped is counted
 
@@ -100,14 +117,21 @@ async def test_servers_get_a_salt_that_is_derived_from_the_key(given, has_keys):
     if has_keys:
         options["api_key"] = tuple(map(SecretStr, keys))
     salts = []
-    async with Rig(**options, cluster_secret=SecretStr("a secret of the cluster, 32 bytes")) as rig:
+    async with Rig(
+        **options, cluster_secret=SecretStr("a secret of the cluster, 32 bytes")
+    ) as rig:
         for key in (*keys, keys[0]):
             headers = {"authorization": f"Bearer {key}"}
             if len(salts) == 1:  # who may know it, as servers may log it
                 given = {"cache_salt": salts[0]}
             assert (await rig.complete(headers, **given)).status_code == 200
-            told = [fake.calls[-1].body["cache_salt"] for fake in (*rig.prefill, *rig.decode)]
-            assert told[0] == told[1] and not any(part in told[0] for part in (key, key[3:8]))
+            told = [
+                fake.calls[-1].body["cache_salt"]
+                for fake in (*rig.prefill, *rig.decode)
+            ]
+            assert told[0] == told[1] and not any(
+                part in told[0] for part in (key, key[3:8])
+            )
             salts.append(told[0])
     assert len(set(salts)) == 3
 
@@ -125,12 +149,18 @@ def test_of_a_repeated_key_both_servers_see_the_same():
         ({"max_tokens": None}, {"max_tokens": 1}),
         ({"max_tokens": 50}, {"max_tokens": 1}),
         ({"max_completion_tokens": 50}, {"max_completion_tokens": 1}),
-        ({"max_completion_tokens": None}, {"max_completion_tokens": None, "max_tokens": 1}),
+        (
+            {"max_completion_tokens": None},
+            {"max_completion_tokens": None, "max_tokens": 1},
+        ),
         (
             {"max_tokens": 5, "max_completion_tokens": 6},
             {"max_tokens": 1, "max_completion_tokens": 1},
         ),
-        ({"stream": True, "stream_options": {"include_usage": True}}, {"max_tokens": 1}),
+        (
+            {"stream": True, "stream_options": {"include_usage": True}},
+            {"max_tokens": 1},
+        ),
         ({"stream": None}, {"max_tokens": 1}),
         # Wrong ones stay, for the prefill server to refuse.
         ({"max_tokens": 0}, {"max_tokens": 0}),
@@ -166,7 +196,12 @@ def test_params_are_taken_from_the_answer_as_they_are(answer, params):
 
 
 def test_a_response_is_prefilled_with_its_own_limit():
-    for body in ({"input": "a"}, {"input": "a", "max_output_tokens": 9, "stream": True}):
-        leg = json.loads(prefill_leg(parse_body(json.dumps(body).encode()), "/v1/responses"))
+    for body in (
+        {"input": "a"},
+        {"input": "a", "max_output_tokens": 9, "stream": True},
+    ):
+        leg = json.loads(
+            prefill_leg(parse_body(json.dumps(body).encode()), "/v1/responses")
+        )
         assert leg["max_output_tokens"] == 1 and "max_tokens" not in leg
         assert leg.get("stream", False) is False

@@ -23,7 +23,9 @@ TIMEOUT_S = 0.4
 
 def head(length: int, *lines: bytes, version: bytes = b"1.1") -> bytes:
     first = b"POST /v1/completions HTTP/%s" % version
-    return b"\r\n".join([first, b"Host: x", b"Content-Length: %d" % length, *lines, b"", b""])
+    return b"\r\n".join(
+        [first, b"Host: x", b"Content-Length: %d" % length, *lines, b"", b""]
+    )
 
 
 HEAD = head(400)[:-2]
@@ -154,9 +156,15 @@ async def test_a_client_that_reads_nothing_ends_its_request():
 
 @pytest.mark.parametrize("cut", [0, 3, 40, 200])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(protocol, cut):
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
-    data = request(stream=True).replace(b"Host: x\r\n", b"Host: x\r\n" + offer % protocol)
+async def test_offers_of_another_protocol_are_declined_and_the_requests_answered(
+    protocol, cut
+):
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AA\r\n"
+    )
+    data = request(stream=True).replace(
+        b"Host: x\r\n", b"Host: x\r\n" + offer % protocol
+    )
 
     async with connected() as (rig, reader, writer):
         writer.write(data[:cut])
@@ -171,10 +179,14 @@ async def test_offers_of_another_protocol_are_declined_and_the_requests_answered
 # -- bodies, and other versions of HTTP ------------------------------------------------------------
 
 
-async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes], Any]:
+async def read_answer(
+    reader: asyncio.StreamReader,
+) -> tuple[int, dict[bytes, bytes], Any]:
     """Status, headers and JSON body of an answer of known length."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).strip().split(b"\r\n")
-    headers = {name.lower(): value for name, value in (line.split(b": ", 1) for line in lines)}
+    headers = {
+        name.lower(): value for name, value in (line.split(b": ", 1) for line in lines)
+    }
     body = await reader.readexactly(int(headers[b"content-length"]))
     return int(first.split()[1]), headers, json.loads(body)
 
@@ -287,7 +299,11 @@ async def test_nothing_is_sent_in_chunks_to_a_client_of_http_1_0():
     ("raw", "status", "words"),
     [
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "`Host`"),
-        (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"y" * MAX_TARGET_BYTES), 414, "bytes"),
+        (
+            b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"y" * MAX_TARGET_BYTES),
+            414,
+            "bytes",
+        ),
         (b"\x16\x03\x01\r\n\r\n", 400, "HTTP"),
     ],
 )

@@ -18,7 +18,12 @@ async def prefills_100_tokens(call: Call) -> None:
     await call.answer(200, {"kv_transfer_params": params})
 
 
-P, D, LONG, NO = prefills_100_tokens, decodes, answers(400, TOO_LONG), fails(400, "invalid_request")
+P, D, LONG, NO = (
+    prefills_100_tokens,
+    decodes,
+    answers(400, TOO_LONG),
+    fails(400, "invalid_request"),
+)
 CONTEXTS = [(D, 300), (D, 500)]
 ABOVE = [(D, 200), (D, 300)]  # the context of a prefill server of 100
 FEW, MANY = (P, None, 4), (P, None, 64)
@@ -33,8 +38,22 @@ FEW, MANY = (P, None, 4), (P, None, 64)
         ([(P,)], CONTEXTS, {"max_completion_tokens": 201}, 200, [4, 0, 4], None),
         ([(P,)], CONTEXTS, {}, 200, [4, 2, 2], None),
         ([(P,)], CONTEXTS, {"max_tokens": None}, 200, [4, 2, 2], None),
-        ([(P,)], CONTEXTS, {"prompt": ["a", "b"], "max_tokens": 201}, 200, [4, 0, 4], None),
-        ([(P,)], CONTEXTS, {"max_tokens": 10**9}, 200, [4, 2, 2], None),  # any of them says so
+        (
+            [(P,)],
+            CONTEXTS,
+            {"prompt": ["a", "b"], "max_tokens": 201},
+            200,
+            [4, 0, 4],
+            None,
+        ),
+        (
+            [(P,)],
+            CONTEXTS,
+            {"max_tokens": 10**9},
+            200,
+            [4, 2, 2],
+            None,
+        ),  # any of them says so
         # what generates is not scored: it goes through both
         ([(P,)], [(D,)], {"max_tokens": 1}, 200, [4, 4], None),
         ([(P,)], [(D,)], {"max_tokens": 2, "echo": True}, 200, [4, 4], None),
@@ -42,33 +61,88 @@ FEW, MANY = (P, None, 4), (P, None, 64)
         # what is too long for the prefill servers alone is computed by a decode server
         ([(LONG, 100)], ABOVE, {}, 200, [4, 0, 4], "prefill_context"),
         ([(LONG, 100)], ABOVE, {"max_tokens": 0}, 200, [4, 0, 4], "prefill_context"),
-        ([(LONG, 100)], ABOVE, {"max_tokens": 1, "echo": True}, 200, [4, 0, 4], "prefill_context"),
+        (
+            [(LONG, 100)],
+            ABOVE,
+            {"max_tokens": 1, "echo": True},
+            200,
+            [4, 0, 4],
+            "prefill_context",
+        ),
         ([(LONG, 300)], ABOVE, {}, 400, [4, 0, 0], None),
         ([(LONG, 300)], ABOVE, {"max_tokens": 0}, 400, [4, 0, 0], None),
         ([(LONG,)], ABOVE, {}, 400, [4, 0, 0], None),
         # another prefill server has room
         ([(LONG, 100), (P, 200)], [(D, 300)], {}, 200, [..., 4, 4], None),
-        ([(LONG, 100), (D, 200)], [(D, 100)], {"max_tokens": 0}, 200, [..., 4, 0], None),
+        (
+            [(LONG, 100), (D, 200)],
+            [(D, 100)],
+            {"max_tokens": 0},
+            200,
+            [..., 4, 0],
+            None,
+        ),
         # choices go to servers that run so many
-        ([FEW, (P, None, 5)], [(D, None, 4), (D, None, 64)], {"n": 5}, 200, [0, 4, 0, 4], None),
-        ([FEW, (P, None, 5)], [(D, None, 4), (D,)], {"best_of": 5}, 200, [0, 4, 0, 4], None),
-        ([FEW, MANY], [(D, None, 4), (D,)], {"n": 2, "best_of": 5}, 200, [0, 4, 0, 4], None),
-        ([(LONG, 100)], [(D, 500, 4), (D, 300, 8)], {"n": 5}, 200, [4, 0, 4], "prefill_context"),
+        (
+            [FEW, (P, None, 5)],
+            [(D, None, 4), (D, None, 64)],
+            {"n": 5},
+            200,
+            [0, 4, 0, 4],
+            None,
+        ),
+        (
+            [FEW, (P, None, 5)],
+            [(D, None, 4), (D,)],
+            {"best_of": 5},
+            200,
+            [0, 4, 0, 4],
+            None,
+        ),
+        (
+            [FEW, MANY],
+            [(D, None, 4), (D,)],
+            {"n": 2, "best_of": 5},
+            200,
+            [0, 4, 0, 4],
+            None,
+        ),
+        (
+            [(LONG, 100)],
+            [(D, 500, 4), (D, 300, 8)],
+            {"n": 5},
+            200,
+            [4, 0, 4],
+            "prefill_context",
+        ),
         # those that one side does not run are the decode server's matter
         ([FEW], [(D, None, 64)], {"n": 5}, 200, [0, 4], "prefill_choices"),
         ([FEW], [(D, None, 64)], {"n": 4}, 200, [4, 4], None),
         ([MANY], [(NO, None, 4)], {"n": 5}, 400, [0, 4], "decode_choices"),
         ([MANY], [(NO, None, 4)], {"n": 4}, 400, [4, 4], None),
-        ([(P, None, 4, False)], [(D,)], {"n": 5}, 200, [0, 4], "no_prefill_server"),  # not ready
+        (
+            [(P, None, 4, False)],
+            [(D,)],
+            {"n": 5},
+            200,
+            [0, 4],
+            "no_prefill_server",
+        ),  # not ready
     ],
 )
-async def test_requests_go_where_there_is_room(prefill, decode, body, status, calls, reason):
+async def test_requests_go_where_there_is_room(
+    prefill, decode, body, status, calls, reason
+):
     """Four of them; servers are (behaviour, longest context, most sequences, whether ready)."""
 
-    def fake(behave: Any, length: int | None = None, n: int | None = None, up: bool = True) -> Fake:
+    def fake(
+        behave: Any, length: int | None = None, n: int | None = None, up: bool = True
+    ) -> Fake:
         return Fake(behave, max_model_len=length, max_num_seqs=n, ready=up)
 
-    async with Rig([fake(*one) for one in prefill], [fake(*one) for one in decode]) as rig:
+    async with Rig(
+        [fake(*one) for one in prefill], [fake(*one) for one in decode]
+    ) as rig:
         for number in range(1, 5):
             response = await rig.complete(**body)
             assert response.status_code == status
@@ -79,13 +153,19 @@ async def test_requests_go_where_there_is_room(prefill, decode, body, status, ca
             told for told in calls if told is not ...
         ]
         if reason is None:
-            assert all("kv_transfer_params" in c.body for one in rig.decode for c in one.calls)
+            assert all(
+                "kv_transfer_params" in c.body for one in rig.decode for c in one.calls
+            )
         assert rig.in_flight() == 0
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_tokens": 0}])
-async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(asked):
-    async def refuses(call: Call) -> None:  # of another size, and some gateways say it so
+async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alone(
+    asked,
+):
+    async def refuses(
+        call: Call,
+    ) -> None:  # of another size, and some gateways say it so
         await call.start(413, {"content-type": "text/html"})
         await call.write(b"<h1>413</h1>", more=False)
 
@@ -97,7 +177,9 @@ async def test_a_body_too_long_for_a_prefill_server_goes_to_a_decode_server_alon
         rig.decode[0].behave = refuses
         assert (await rig.complete(**asked)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
-        assert (await rig.complete(max_tokens=0)).status_code == 413  # nobody else can be asked
+        assert (
+            await rig.complete(max_tokens=0)
+        ).status_code == 413  # nobody else can be asked
 
 
 # -- scoring
@@ -134,7 +216,9 @@ async def test_the_prefill_server_answers_all_of_it(fields):
         assert call.body == body
         assert rig.metric("baton_proxy_requests", path="prefill", reason="scored") == 1
         assert rig.in_flight() == 0
-        assert (await rig.complete(max_tokens=5)).status_code == 503  # a decode server's
+        assert (
+            await rig.complete(max_tokens=5)
+        ).status_code == 503  # a decode server's
 
 
 async def test_without_a_prefill_server_a_decode_server_scores():

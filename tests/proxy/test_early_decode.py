@@ -30,8 +30,14 @@ BODY = {"prompt": "p", "max_tokens": 7, "temperature": 0}
 
 
 def fake(behave: Behave, name: str = "", **told: Any) -> Fake:
-    own = {"engine_id": name or str(time.monotonic_ns()), "incarnation": "i", "subscribes": 1}
-    return Fake(behave, told={**own, "side_channel_host": "h", "side_channel_port": 5, **told})
+    own = {
+        "engine_id": name or str(time.monotonic_ns()),
+        "incarnation": "i",
+        "subscribes": 1,
+    }
+    return Fake(
+        behave, told={**own, "side_channel_host": "h", "side_channel_port": 5, **told}
+    )
 
 
 def early(prefill: list[Fake], decode: list[Fake], **settings: Any) -> Rig:
@@ -48,7 +54,10 @@ def offer(call: Call) -> Offer | None:
 
 
 def refuses(call: Call) -> Any:
-    error = {"code": "kv_params_rejected", "param": "kv_transfer_params.subscribe.signature"}
+    error = {
+        "code": "kv_params_rejected",
+        "param": "kv_transfer_params.subscribe.signature",
+    }
     return answers(400, {"error": error})(call)
 
 
@@ -64,11 +73,18 @@ async def test_the_decode_server_answers_while_the_prefill_server_has_not():
         assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
         (to_p,), (to_d,) = rig.prefill[0].calls, rig.decode[0].calls
         told = offer(to_d)
-        assert (told.engine_id, told.incarnation, told.host, told.port) == ("P", "i", "h", 5)
+        assert (told.engine_id, told.incarnation, told.host, told.port) == (
+            "P",
+            "i",
+            "h",
+            5,
+        )
         assert told.transfer_id == to_p.body["kv_transfer_params"]["transfer_id"]
         own = {"seed": to_p.body["seed"], "kv_transfer_params": params_of(to_d)}
         assert to_d.body == BODY | own
-        await until(lambda: bool(rig.prefill[0].releases))  # what nobody comes for any more
+        await until(
+            lambda: bool(rig.prefill[0].releases)
+        )  # what nobody comes for any more
         named = rig.prefill[0].releases[0].body["kv_transfer_params"]
         assert named["transfer_id"] == told.transfer_id
         await until(lambda: rig.in_flight() == 0)
@@ -84,7 +100,10 @@ async def test_either_leg_s_refusal_ends_the_other_and_is_the_answer(by_prefill)
         await other.begun.wait()
         refusing.go.set()
         answer = await asked
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400,
+            "invalid_request",
+        )
         await other.left.wait()
         assert len(rig.prefill[0].calls) == len(rig.decode[0].calls) == 1
         await until(lambda: rig.in_flight() == 0)
@@ -101,24 +120,34 @@ async def test_a_prefill_server_that_is_lost_is_replaced_and_named_anew():
         p.go.set()
         assert (await asked).json() == {"text": "onetwo"}
         await first.left.wait()
-        told = [found.engine_id for call in rig.decode[0].calls if (found := offer(call))]
+        told = [
+            found.engine_id for call in rig.decode[0].calls if (found := offer(call))
+        ]
         assert told == ["P0", "P1"]
         await until(lambda: rig.in_flight() == 0)
 
 
 @pytest.mark.parametrize("doubted_s", [0.0, 1e6])
 @pytest.mark.parametrize("refusal", [refuses, fails(502, "lease_gone")])
-async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal, doubted_s, monkeypatch):
+async def test_an_offer_of_no_use_is_followed_by_the_reference(
+    refusal, doubted_s, monkeypatch
+):
     """Who does not believe one is offered nothing until it restarts, or for a while."""
     monkeypatch.setattr(upstream_call, "DOUBTED_S", doubted_s)
-    d, other = fake(lambda call: (refusal if offer(call) else decodes)(call)), fake(decodes)
+    d, other = (
+        fake(lambda call: (refusal if offer(call) else decodes)(call)),
+        fake(decodes),
+    )
     async with early([fake(prefills)], [d, other], routing="round_robin") as rig:
 
         async def offers(num: int) -> list[int]:
             for _ in range(num):
                 response = await rig.client.post("/v1/completions", json=BODY)
                 assert response.json() == {"text": "onetwo"}
-            return [sum(offer(call) is not None for call in each.calls) for each in (d, other)]
+            return [
+                sum(offer(call) is not None for call in each.calls)
+                for each in (d, other)
+            ]
 
         told, begun = await offers(9)
         assert (told, begun) == (1, 8) if refusal is refuses and doubted_s else told > 1
@@ -130,7 +159,9 @@ async def test_an_offer_of_no_use_is_followed_by_the_reference(refusal, doubted_
 @pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
 async def test_a_server_that_is_offered_nothing_goes_on_with_the_reference(fails):
     """Of another version, say, or the prefill server itself."""
-    async with early([fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]) as rig:
+    async with early(
+        [fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]
+    ) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
         assert response.json() == {"text": "onetwo"}
         assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
@@ -157,14 +188,21 @@ async def test_the_old_order_serves_what_cannot_be_begun_early(told, asked):
 def fails_in_turn(*outcomes: Behave) -> list[Fake]:
     """As many decode servers, the first one asked of which behaves as the first, and so on."""
     turns = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
-    return [fake(lambda call: next(turns)(call), str(at)) for at in range(len(outcomes) + 1)]
+    return [
+        fake(lambda call: next(turns)(call), str(at)) for at in range(len(outcomes) + 1)
+    ]
 
 
 @pytest.mark.parametrize(
     ("outcomes", "max_resumes", "offers", "told"),
     [
         ([drops, decodes], 3, [1, 1], "onetwo"),  # another one is given the same offer
-        ([drops, drops], 1, [1, 1], "decode_server_lost"),  # no other is left that may have it
+        (
+            [drops, drops],
+            1,
+            [1, 1],
+            "decode_server_lost",
+        ),  # no other is left that may have it
         ([drops], 0, [1], "decode_server_lost"),
         ([fails(502, "x"), decodes], 3, [1, 0], "onetwo"),
         ([fails(502, "x")], 0, [1], "x"),
@@ -173,7 +211,9 @@ def fails_in_turn(*outcomes: Behave) -> list[Fake]:
         ([drops, fails(502, "x"), drops, decodes], 3, [1, 1, 0, 0], "onetwo"),
     ],
 )
-async def test_so_many_decode_servers_are_given_a_request(outcomes, max_resumes, offers, told):
+async def test_so_many_decode_servers_are_given_a_request(
+    outcomes, max_resumes, offers, told
+):
     """At most 1 + --max-resumes, by an offer or after it; then P has its KV back."""
     p = fake(prefills)
     async with early([p], fails_in_turn(*outcomes), max_resumes=max_resumes) as rig:
@@ -195,7 +235,9 @@ async def test_both_legs_end_well_and_nothing_is_given_back():
         await decodes(call)
 
     async with early([fake(p)], [fake(streams)]) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY | {"stream": True})
+        response = await rig.client.post(
+            "/v1/completions", json=BODY | {"stream": True}
+        )
         assert response.text.endswith("data: [DONE]\n\n")
         await until(lambda: rig.in_flight() == 0)
         assert not rig.prefill[0].releases
@@ -207,7 +249,9 @@ async def test_no_other_prefill_server_works_for_an_answer_that_has_begun(names)
     p, d = Waits(drops), Waits(decodes, sends=b'data: {"text": "one"}\n\n')
     others = [fake(prefills, name) for name in names]
     async with early([fake(p, "P0"), *others], [fake(d)]) as rig:
-        asked = rig.client.stream("POST", "/v1/completions", json=BODY | {"stream": True})
+        asked = rig.client.stream(
+            "POST", "/v1/completions", json=BODY | {"stream": True}
+        )
         async with asked as response:
             lines = response.aiter_lines()
             assert "one" in await anext(lines)

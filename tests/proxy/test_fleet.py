@@ -42,7 +42,9 @@ def test_the_room_of_a_server_is_what_it_said_last():
     told = polled(READY, Said(True, room=Room(300, 8)), 1.0)
     starting = polled(told, STARTING, 2.0)
     assert starting.room == Room(300, 8)
-    assert polled(starting, Said(True, room=Room(max_num_seqs=4)), 3.0).room == Room(None, 4)
+    assert polled(starting, Said(True, room=Room(max_num_seqs=4)), 3.0).room == Room(
+        None, 4
+    )
 
 
 def test_a_connection_error_outweighs_a_health_check_begun_before_it():
@@ -65,11 +67,17 @@ def test_a_server_that_is_merely_slow_to_answer_stays_ready_for_a_while():
 
 def test_failures_in_a_row_open_the_circuit_and_each_failed_trial_doubles_the_cooldown():
     assert admits(failed_times(FAILURES - 1), 0.0)
-    assert admits(failed_times(FAILURES - 1, succeeded(failed_times(FAILURES - 1))), 0.0)
+    assert admits(
+        failed_times(FAILURES - 1, succeeded(failed_times(FAILURES - 1))), 0.0
+    )
     health, now, cooldowns = failed_times(FAILURES), 0.0, []
     for _ in range(6):
-        assert health.open_until is not None and not admits(health, health.open_until - 0.1)
-        assert failed(health, now).open_until == health.open_until  # it was sent earlier
+        assert health.open_until is not None and not admits(
+            health, health.open_until - 0.1
+        )
+        assert (
+            failed(health, now).open_until == health.open_until
+        )  # it was sent earlier
         cooldowns.append(health.open_until - now)
         now = health.open_until
         assert admits(health, now)
@@ -113,7 +121,9 @@ def test_whatever_happened_a_server_that_works_again_is_used_again(events):
      (503, "engine_died", Failure.DIED), (503, "overloaded", Failure.BUSY),
      (500, "engine_died", Failure.ERROR)],
 )  # fmt: skip
-def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(status, code, failure):
+def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(
+    status, code, failure
+):
     assert failure_of(status, b'{"error": {"code": "%s"}}' % code.encode()) is failure
     if failure in (Failure.ERROR, Failure.BUSY):
         assert trips_breaker(failure, status) is (status == 500)
@@ -121,7 +131,9 @@ def test_only_5xx_is_a_failure_and_not_that_of_a_full_server_or_of_its_peer(stat
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_prefill_is_repeated_and_a_decode_only_when_it_costs_the_client_no_second_wait(failure):
+def test_a_prefill_is_repeated_and_a_decode_only_when_it_costs_the_client_no_second_wait(
+    failure,
+):
     assert may_retry(Kind.PREFILL, [failure])
     expected = failure not in (Failure.TIMEOUT, Failure.ERROR)
     assert may_retry(Kind.DECODE, [failure]) is expected
@@ -139,7 +151,10 @@ def test_what_was_not_delivered_may_be_tried_everywhere(kind):
 
 def fleet_of(prefill: str, decode: str = "", ready: str = "", **options: Any) -> Fleet:
     """Servers of one-letter URLs, those of `ready` ready: all, where none is named."""
-    fleet = Fleet({Kind.PREFILL: prefill, Kind.DECODE: decode}, **{"clock": lambda: 0.0, **options})
+    fleet = Fleet(
+        {Kind.PREFILL: prefill, Kind.DECODE: decode},
+        **{"clock": lambda: 0.0, **options},
+    )
     for server in fleet.servers:
         if not ready or server.url in ready:
             fleet.polled(server, YES, 0.0)
@@ -159,7 +174,12 @@ def trip(fleet: Fleet, server: Server) -> None:
         ("c", "abc", "abc", "a"),
         ("a", "ac", "abc", "c"),  # who cannot be used is passed over
         ("a", "a", "abc", "a"),
-        ("a", "abc", "a", "a"),  # an open circuit moves a server to the end, and no further
+        (
+            "a",
+            "abc",
+            "a",
+            "a",
+        ),  # an open circuit moves a server to the end, and no further
         ("a", "abc", "", "b"),
         ("a", "a", "b", "a"),
         ("a", "", "abc", None),
@@ -168,7 +188,9 @@ def trip(fleet: Fleet, server: Server) -> None:
 def test_turns(last, ready, admitted, chosen):
     fleet = fleet_of("abc")
     if last:
-        assert fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
+        assert (
+            fleet.choose(Kind.PREFILL, first=lambda s: s["abc".index(last)]) is not None
+        )
     for server in fleet.servers:
         if server.url not in ready:
             fleet.unreachable(server, "gone")
@@ -202,11 +224,17 @@ def test_kinds_do_not_mix_and_servers_tried_before_are_left_out():
 
 def test_changes_of_readiness_and_of_what_bars_it_are_told_once():
     told: list[tuple[bool, bool, str]] = []
-    watch = Watch(on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason)))
+    watch = Watch(
+        on_change=lambda _, old, new: told.append((old.ready, new.ready, new.reason))
+    )
     fleet = fleet_of("a", watch=watch)
     for reason in ("refused", "refused", "loading"):
         fleet.unreachable(fleet.servers[0], reason)
-    assert told == [(False, True, ""), (True, False, "refused"), (False, False, "loading")]
+    assert told == [
+        (False, True, ""),
+        (True, False, "refused"),
+        (False, False, "loading"),
+    ]
 
 
 def test_a_failing_server_comes_last_until_its_trial():

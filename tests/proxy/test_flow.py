@@ -48,12 +48,16 @@ async def test_headers_travel_both_ways():
         headers = {"X-Request-Id": name.encode("latin-1")} | {
             k: v.encode() for k, v in keys.items()
         }
-        response = await rig.client.post("/v1/completions", content="{}", headers=headers)
+        response = await rig.client.post(
+            "/v1/completions", content="{}", headers=headers
+        )
         for call in (rig.prefill[0].calls[0], rig.decode[0].calls[0]):
             assert call.headers["x-request-id"] == name
             assert keys.items() <= call.headers.items()
             assert call.headers["content-type"] == "application/json"
-        assert response.headers.get_list("x-request-id") == [response.headers["x-request-id"]]
+        assert response.headers.get_list("x-request-id") == [
+            response.headers["x-request-id"]
+        ]
         assert (b"x-request-id", name.encode("latin-1")) in response.headers.raw
         assert D_KV.items() <= response.headers.items()
         assert response.headers["content-type"] == "application/json"
@@ -80,7 +84,10 @@ async def test_both_servers_get_an_id_and_a_seed_of_the_proxy_s(given):
     async with Rig() as rig:
         ids = [(await rig.complete(**given)).headers["x-request-id"] for _ in range(2)]
         calls = [fake.calls for fake in (rig.prefill[0], rig.decode[0])]
-        assert [[call.headers["x-request-id"] for call in each] for each in calls] == [ids, ids]
+        assert [[call.headers["x-request-id"] for call in each] for each in calls] == [
+            ids,
+            ids,
+        ]
         seeds, again = ([call.body["seed"] for call in each] for each in calls)
         assert seeds == again and all(0 <= seed < 2**63 for seed in seeds)
         assert len(set(ids)) == len(set(seeds)) == 2
@@ -123,7 +130,9 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
     async with Rig(decode=[Fake(streams)]) as rig:
         body = {"prompt": "x", "stream": True}
         async with rig.client.stream("POST", "/v1/completions", json=body) as response:
-            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert (
+                response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            )
             received = b""
             async for chunk in response.aiter_raw():
                 if not received:
@@ -132,20 +141,27 @@ async def test_a_stream_is_relayed_byte_for_byte_and_chunk_by_chunk():
                 received += chunk
         text = (await rig.client.get("/metrics")).text
         assert "baton_proxy_first_byte_seconds_count 1.0" in text
-    assert received == (b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n')
+    assert received == (
+        b'data: {"n": 1}\n\n: comment\r\n\r\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
+    )
     assert rig.prefill[0].calls[0].body["stream"] is False
 
 
 @pytest.mark.parametrize(("who", "status"), [("prefill", 400), ("decode", 400)])
 async def test_a_refusal_by_either_server_is_the_answer(who, status):
-    error = {"error": {"message": "temperature must be a number", "param": "temperature"}}
+    error = {
+        "error": {"message": "temperature must be a number", "param": "temperature"}
+    }
     refuses = [Fake(answers(status, error))]
     async with Rig(**{who: refuses}) as rig:
         response = await rig.complete(temperature="hot", stream=True)
         assert (response.status_code, response.json()) == (status, error)
         if who == "prefill":
             assert rig.decode[0].calls == []
-            assert rig.metric("baton_proxy_requests", path="prefill", reason="status_400") == 1
+            assert (
+                rig.metric("baton_proxy_requests", path="prefill", reason="status_400")
+                == 1
+            )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +176,9 @@ async def test_a_refusal_by_either_server_is_the_answer(who, status):
         (None, "no_prefill_server"),  # not ready
     ],
 )
-async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts(behave, reason):
+async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts(
+    behave, reason
+):
     async with Rig(prefill=[Fake(behave or prefills, ready=behave is not None)]) as rig:
         response = await rig.complete()
         assert response.status_code == 200
@@ -168,7 +186,9 @@ async def test_without_a_usable_prefill_the_decode_server_does_all_and_it_counts
         assert rig.decode_only(reason) == 1
 
 
-@pytest.mark.parametrize("behave", [answers(500, {}), answers(503, {}), drops, breaks_off])
+@pytest.mark.parametrize(
+    "behave", [answers(500, {}), answers(503, {}), drops, breaks_off]
+)
 async def test_another_prefill_server_takes_over(behave):
     async with Rig(prefill=[Fake(behave), Fake(prefills)]) as rig:
         assert (await rig.complete()).status_code == 200
@@ -186,7 +206,9 @@ async def test_another_decode_server_gets_the_same_params(behave, fields):
     async with Rig(decode=[Fake(behave), Fake(decodes)]) as rig:
         response = await rig.complete(**fields)
         assert response.status_code == 200 and b"two" in response.content
-        assert [call.raw for call in rig.decode[0].calls] == [rig.decode[1].calls[0].raw]
+        assert [call.raw for call in rig.decode[0].calls] == [
+            rig.decode[1].calls[0].raw
+        ]
         assert rig.decode[1].calls[0].body["kv_transfer_params"] == LENT
         assert len(rig.prefill[0].calls) == 1
     assert rig.prefill[0].releases == []
@@ -223,11 +245,16 @@ async def test_what_no_decode_server_does_ends_in_its_error_and_kv_is_given_back
     options = {"health_interval_s": 60.0, "max_resumes": 2}
     async with Rig([Fake(prefills, on_release=on_release)], decode, **options) as rig:
         response = await rig.complete()
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            status,
+            code,
+        )
         assert sum(len(fake.calls) for fake in decode) == num_asked
         await until(lambda: len(rig.prefill[0].releases) == 1)
     assert len(rig.prefill[0].calls) == 1
-    assert [call.body for call in rig.prefill[0].releases] == [{"kv_transfer_params": KV_PARAMS}]
+    assert [call.body for call in rig.prefill[0].releases] == [
+        {"kv_transfer_params": KV_PARAMS}
+    ]
 
 
 async def test_a_server_that_only_broke_a_connection_is_used_again_at_once():
@@ -264,7 +291,9 @@ async def test_many_requests_at_once_go_round_all_servers():
         assert {answer.status_code for answer in answers} == {200}
         for body, answer in zip(bodies, answers, strict=True):
             assert answer.content.endswith(b"[DONE]\n\n") is body["stream"]
-        assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [40] * 3 + [60] * 2
+        assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [40] * 3 + [
+            60
+        ] * 2
         prompts = [call.body["prompt"] for fake in rig.decode for call in fake.calls]
         assert sorted(prompts) == sorted(str(body["prompt"]) for body in bodies)
 
@@ -278,12 +307,16 @@ async def test_many_requests_at_once_go_round_all_servers():
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
     ],
 )
-async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(method, path, body):
+async def test_what_clients_ask_in_between_takes_no_turn_of_a_completion(
+    method, path, body
+):
     decode = [Fake(answers(200, {})), Fake(answers(200, {}))]
     async with Rig([Fake(prefills), Fake(prefills)], decode) as rig:
         for _ in range(4):
             await rig.client.request(method, path, json=body)
             assert (await rig.complete()).status_code == 200
         for fakes in (rig.prefill, rig.decode):
-            completions = [[c for c in fake.calls if b"hello" in c.raw] for fake in fakes]
+            completions = [
+                [c for c in fake.calls if b"hello" in c.raw] for fake in fakes
+            ]
             assert [len(calls) for calls in completions] == [2, 2]

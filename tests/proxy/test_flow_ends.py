@@ -47,11 +47,19 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(behave, number):
             await until(lambda: rig.is_ready(1))
             response = await rig.client.post(f"/v1/{path}", json={"stream": True})
             assert response.status_code == 200
-            first, *_, event, data = (line for line in response.text.split("\n") if line)
+            first, *_, event, data = (
+                line for line in response.text.split("\n") if line
+            )
             assert (first, event) == ("data: 1", "event: error")
             told = json.loads(data.removeprefix("data: "))
-            assert [told["error"][n] for n in ("code", "phase")] == ["decode_server_lost", "decode"]
-        assert ResponseErrorEvent.model_validate(told, strict=True).sequence_number == number
+            assert [told["error"][n] for n in ("code", "phase")] == [
+                "decode_server_lost",
+                "decode",
+            ]
+        assert (
+            ResponseErrorEvent.model_validate(told, strict=True).sequence_number
+            == number
+        )
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 
 
@@ -89,7 +97,9 @@ async def test_a_silent_server_times_out_and_half_an_answer_is_an_error(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(others):
+async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not_waited_for(
+    others,
+):
     """As a whole server that is stopped: its connections stay, and nothing comes."""
     stopped = Fake(hangs)
     fakes = [stopped, *(Fake(prefills) for _ in range(others))]
@@ -104,7 +114,9 @@ async def test_a_prefill_server_that_does_not_answer_health_checks_either_is_not
 
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_decode_server_without_health_checks_for_long_is_not_waited_for(begun, others):
+async def test_a_decode_server_without_health_checks_for_long_is_not_waited_for(
+    begun, others
+):
     async def stops(call: Call) -> None:
         stopped.silent = True
         await Waits(sends=_ONE if begun else b"")(call)
@@ -173,7 +185,9 @@ async def test_a_client_that_hangs_up_at_done_is_no_disconnect():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused_before", [False, True])
-async def test_kv_is_given_back_when_clients_leave_a_decode_that_hangs(refused_before, stream):
+async def test_kv_is_given_back_when_clients_leave_a_decode_that_hangs(
+    refused_before, stream
+):
     """A stopped decode server cannot tell the prefill server that nobody waits any more; one that
     runs is told first, and loses no lease before it knows. One that has refused has left the lease
     to the proxy."""
@@ -214,8 +228,12 @@ async def _stops_before_the_last_byte(call: Call) -> None:
     await call.gone()
 
 
-@pytest.mark.parametrize("end", ["the client leaves", "time is up", "the connection breaks"])
-@pytest.mark.parametrize("stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte])
+@pytest.mark.parametrize(
+    "end", ["the client leaves", "time is up", "the connection breaks"]
+)
+@pytest.mark.parametrize(
+    "stops", [hangs, _stops_after_the_head, _stops_before_the_last_byte]
+)
 async def test_a_prefill_whose_answer_never_came_whole_is_called_off(stops, end):
     """The prefill server may have leased KV that only its answer tells of."""
     begun = asyncio.Event()
@@ -253,7 +271,9 @@ async def test_nothing_is_given_back_that_was_not_asked_for_or_ended_well():
         await rig.prefill[0].stop()
         for stream in (False, True):
             assert (await rig.complete(stream=stream)).status_code == 200
-        names = {c.body["kv_transfer_params"]["transfer_id"] for c in rig.prefill[1].calls}
+        names = {
+            c.body["kv_transfer_params"]["transfer_id"] for c in rig.prefill[1].calls
+        }
         assert len(names) == 2
     assert rig.prefill[1].releases == []
 
@@ -287,7 +307,9 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, WHOLE])
-async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer, monkeypatch):
+async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(
+    answer, monkeypatch
+):
     monkeypatch.setattr(pd_request, "_READY_WITHIN_S", 0.05)  # there is no other server
 
     async def asks(rig: Rig, dying: Dying) -> None:
@@ -297,11 +319,17 @@ async def test_the_client_gets_one_end_at_whichever_byte_a_server_dies(answer, m
             await until(lambda: rig.is_ready(0))
             response = await rig.complete(stream=answer is STREAM)
             if answer is WHOLE:
-                assert response.status_code == (200 if dying.position == len(answer) else 502)
+                assert response.status_code == (
+                    200 if dying.position == len(answer) else 502
+                )
                 continue
             assert response.status_code == (200 if dying.position >= head else 502)
-            ends = [response.text.count(end) for end in ("data: [DONE]\n\n", '"error":{')]
-            assert ends == ([1, 0] if dying.position >= done else [0, 1]), dying.position
+            ends = [
+                response.text.count(end) for end in ("data: [DONE]\n\n", '"error":{')
+            ]
+            assert ends == ([1, 0] if dying.position >= done else [0, 1]), (
+                dying.position
+            )
 
     dying = Dying(answer)
     async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
@@ -315,7 +343,9 @@ async def test_a_deadline_that_comes_before_the_head_has_room_is_told_once_it_ha
     """As behind an answer on the same connection that its client has not taken yet."""
     text = "x" * (1 << 24)
     body = b'{"model": "m", "prompt": "hello"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(
+        body
+    )
 
     async def answer(call: Call) -> None:
         is_late = "x-request-timeout-s" in call.headers

@@ -16,7 +16,13 @@ KV = {
     "remote_request_id": "chatcmpl-6c2b", "remote_host": "10.0.0.7", "remote_port": 5600,
     "tp_size": 2,
 }  # fmt: skip
-CARD = {"object": "model", "created": 1, "owned_by": "vllm", "parent": None, "permission": []}
+CARD = {
+    "object": "model",
+    "created": 1,
+    "owned_by": "vllm",
+    "parent": None,
+    "permission": [],
+}
 CHUNKS = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":'
     b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n',
@@ -26,18 +32,31 @@ CHUNKS = (
     b'{"prompt_tokens":36,"total_tokens":38,"completion_tokens":2}}\n\n',
     b"data: [DONE]\n\n",
 )
-USER = {"model": "org/m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
+USER = {
+    "model": "org/m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0.5,
+}
 
 
 async def prefills_as_vllm(call: Call) -> None:
     body = call.body
     if body.get("min_tokens", 0) > 1:
-        told = {"message": "min_tokens must be less than or equal to max_tokens=1, got 5."}
-        await call.answer(400, {"error": {**told, "type": "BadRequestError", "code": 400}})
+        told = {
+            "message": "min_tokens must be less than or equal to max_tokens=1, got 5."
+        }
+        await call.answer(
+            400, {"error": {**told, "type": "BadRequestError", "code": 400}}
+        )
         return
     is_asked = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
     message = {"role": "assistant", "content": " Par", "tool_calls": []}
-    choice = {"index": 0, "message": message, "finish_reason": "length", "stop_reason": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     params = KV if is_asked and not body.get("stream") else None
     about = {"id": "chatcmpl-6c2b", "object": "chat.completion", "model": body["model"]}
     await call.answer(200, {**about, "choices": [choice], "kv_transfer_params": params})
@@ -56,7 +75,9 @@ async def healthy(call: Call) -> None:
 
 
 def vllm(behave: Behave, *names: str) -> Fake:
-    cards = [{"id": name, "root": name, "max_model_len": 4096, **CARD} for name in names]
+    cards = [
+        {"id": name, "root": name, "max_model_len": 4096, **CARD} for name in names
+    ]
     pages = {
         "/ready": answers(404, {"detail": "Not Found"}),
         "/health": healthy,
@@ -85,11 +106,18 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
     sent = {**USER, **limits, "stream": True, "stream_options": {"include_usage": True}}
     async with pair() as rig:
         headers = {"x-request-timeout-s": "60"}  # which is the proxy's to keep
-        answer = await rig.client.post("/v1/chat/completions", json=sent, headers=headers)
+        answer = await rig.client.post(
+            "/v1/chat/completions", json=sent, headers=headers
+        )
         assert answer.content == b"".join(CHUNKS)
         (p,), (d,) = rig.prefill[0].calls, rig.decode[0].calls
         assert p.path == d.path == "/v1/chat/completions"
-        assert p.body == {**USER, **of_prefill, "stream": False, "kv_transfer_params": ORDER}
+        assert p.body == {
+            **USER,
+            **of_prefill,
+            "stream": False,
+            "kv_transfer_params": ORDER,
+        }
         assert d.body == {**sent, "kv_transfer_params": KV}
         assert p.headers["x-request-id"] == d.headers["x-request-id"]
         assert not {"x-request-timeout-s"} & {*p.headers, *d.headers}
@@ -100,15 +128,34 @@ async def test_both_legs_are_those_of_vllm_s_own_proxies(limits, of_prefill):
 @pytest.mark.parametrize(
     ("prefill", "decode", "status", "reason"),
     [
-        (answers(200, {"kv_transfer_params": None}), decodes_as_vllm, 200, "no_kv_params"),
-        (answers(500, {"error": {"message": "boom", "code": 500}}), decodes_as_vllm, 200, "error"),
-        (answers(400, {"error": {"message": "no", "code": 400}}), decodes_as_vllm, 400, None),
+        (
+            answers(200, {"kv_transfer_params": None}),
+            decodes_as_vllm,
+            200,
+            "no_kv_params",
+        ),
+        (
+            answers(500, {"error": {"message": "boom", "code": 500}}),
+            decodes_as_vllm,
+            200,
+            "error",
+        ),
+        (
+            answers(400, {"error": {"message": "no", "code": 400}}),
+            decodes_as_vllm,
+            400,
+            None,
+        ),
         (prefills_as_vllm, fails(500, "boom"), 500, None),
     ],
 )
-async def test_what_goes_wrong_is_as_with_ours_but_releases_none(prefill, decode, status, reason):
+async def test_what_goes_wrong_is_as_with_ours_but_releases_none(
+    prefill, decode, status, reason
+):
     async with pair(prefill, decode) as rig:
-        assert (await rig.client.post("/v1/chat/completions", json=USER)).status_code == status
+        assert (
+            await rig.client.post("/v1/chat/completions", json=USER)
+        ).status_code == status
         if reason is not None:
             assert rig.decode_only(reason) == 1
             (call,) = rig.decode[0].calls
@@ -124,7 +171,9 @@ async def test_all_names_of_a_server_are_served_and_others_are_not():
             ("org/m", 4096),
         ]
         for name, status in (("lora", 200), ("org/m", 200), ("gpt-4", 404)):
-            answer = await rig.client.post("/v1/chat/completions", json={**USER, "model": name})
+            answer = await rig.client.post(
+                "/v1/chat/completions", json={**USER, "model": name}
+            )
             assert answer.status_code == status
         assert [call.body["model"] for call in rig.prefill[0].calls] == ["org/m"]
 
@@ -132,7 +181,9 @@ async def test_all_names_of_a_server_are_served_and_others_are_not():
 async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing():
     ours = Fake(decodes_as_vllm, told={"model": "org/m", "kv_digest": "a.b.c"})
     async with Rig([vllm(prefills_as_vllm, "org/m")], [ours]) as rig:
-        assert (await rig.client.post("/v1/chat/completions", json=USER)).status_code == 200
+        assert (
+            await rig.client.post("/v1/chat/completions", json=USER)
+        ).status_code == 200
         assert rig.decode_only("incompatible") == 1 and rig.prefill[0].calls == []
         rig.prefill[0].pages["/health"] = answers(503, {})
         await until(lambda: not rig.is_ready(0))
@@ -140,9 +191,16 @@ async def test_a_server_whose_engine_died_and_one_of_another_kind_get_nothing():
 
 @pytest.mark.parametrize(
     ("status", "body", "is_one"),
-    [(401, b'{"error": "Unauthorized"}', True), (404, b"<html>", False), (200, b"[]", False)],
+    [
+        (401, b'{"error": "Unauthorized"}', True),
+        (404, b"<html>", False),
+        (200, b"[]", False),
+    ],
 )
 def test_what_is_taken_for_one_of_vllm_s(status, body, is_one):
     said = _foreign(200, status, body)
     assert (said.ready, said.is_foreign, said.models) == (is_one, is_one, ())
-    assert is_one or said.reason == "GET /ready answers with status 404, unlike a Baton server"
+    assert (
+        is_one
+        or said.reason == "GET /ready answers with status 404, unlike a Baton server"
+    )

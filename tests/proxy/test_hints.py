@@ -17,7 +17,11 @@ from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
 
 SECRET = "a secret of the cluster, 32 bytes"
 TURN_1 = [{"role": "user", "content": "some words that many have in common " * 60}]
-TURN_2 = [*TURN_1, {"role": "assistant", "content": "an answer " * 50}, {"role": "user"}]
+TURN_2 = [
+    *TURN_1,
+    {"role": "assistant", "content": "an answer " * 50},
+    {"role": "user"},
+]
 
 
 class Clock:
@@ -33,8 +37,15 @@ def ask(messages: Any, answer: int = 400) -> Ask:
 
 def server(kind: Kind, index: int, **health: Any) -> Server:
     channel = SideChannel(f"engine {kind.value}{index}", "1", "", 7000 + index)
-    told = {"ready": True, "kv_digest": "m.f32", "side_channel": channel, "subscribes": True}
-    return Server(kind, f"http://host-{kind.value}{index}:1", index, Health(**{**told, **health}))
+    told = {
+        "ready": True,
+        "kv_digest": "m.f32",
+        "side_channel": channel,
+        "subscribes": True,
+    }
+    return Server(
+        kind, f"http://host-{kind.value}{index}:1", index, Health(**{**told, **health})
+    )
 
 
 class Fleet:
@@ -50,7 +61,9 @@ class Fleet:
             self.knowledge.lends(each, True)
         legs = [(self.p, True, False), (self.d, False, True)]
         for had, computes, generates in legs:
-            work = self.knowledge.begin(had, ask(TURN_1), computes=computes, generates=generates)
+            work = self.knowledge.begin(
+                had, ask(TURN_1), computes=computes, generates=generates
+            )
             self.clock.now += 1.0
             self.knowledge.answered(work)
             self.knowledge.ended(work)
@@ -82,7 +95,9 @@ def test_what_a_server_is_yet_to_compute_it_neither_lends_nor_has():
     knowledge.answered(computed)
     assert fleet.named(fleet.q, prompt) == "engine prefill0"
     pulling = knowledge.begin(fleet.q, ask(prompt), **leg)
-    assert fleet.named(fleet.q, prompt) == "engine prefill0", "it is on its way, for another prompt"
+    assert fleet.named(fleet.q, prompt) == "engine prefill0", (
+        "it is on its way, for another prompt"
+    )
     knowledge.answered(pulling)
     assert fleet.named(fleet.q, prompt) is None
     for busy, idle in ((fleet.p, "engine prefill1"), (fleet.q, "engine prefill0")):
@@ -133,7 +148,10 @@ def test_nobody_is_told_of_servers_that_have_forgotten_or_while_there_is_no_secr
 def test_what_a_server_pulls_does_not_keep_it_busy():
     waits = []
     for lends in (True, False):
-        knowledge, ask = Knowledge("auto", "auto", clock=lambda: 1.0), ask_of(b"", b"x" * 80_000, 9)
+        knowledge, ask = (
+            Knowledge("auto", "auto", clock=lambda: 1.0),
+            ask_of(b"", b"x" * 80_000, 9),
+        )
         knowledge.pulls = True
         knowledge.lends("a", lends)
         knowledge.answered(knowledge.begin("a", ask, computes=True, generates=False))
@@ -157,9 +175,16 @@ def test_the_decode_server_of_a_conversation_appends_the_new_tokens_itself():
 
 
 def fakes(count: int, behave: Any, kind: str) -> list[Fake]:
-    about = {"subscribes": 1, "incarnation": "1", "side_channel_host": "", "side_channel_port": 9}
+    about = {
+        "subscribes": 1,
+        "incarnation": "1",
+        "side_channel_host": "",
+        "side_channel_port": 9,
+    }
     about |= {"kv_digest": "m.f32"}
-    return [Fake(behave, told={**about, "engine_id": f"{kind}{at}"}) for at in range(count)]
+    return [
+        Fake(behave, told={**about, "engine_id": f"{kind}{at}"}) for at in range(count)
+    ]
 
 
 def told(fake: Fake) -> KVHint | None:
@@ -183,7 +208,9 @@ async def test_the_leg_that_computes_carries_a_hint_which_servers_believe():
         assert found is not None and found.engine_id in ("p0", "d0")
         assert (found.host, found.port) == ("127.0.0.1", 9)
         assert rig.prefill[1].calls[0].body["kv_transfer_params"]["do_remote_decode"]
-        assert [told(each) for each in rig.decode] == [None, None], "they compute nothing"
+        assert [told(each) for each in rig.decode] == [None, None], (
+            "they compute nothing"
+        )
         assert rig.metric("baton_proxy_hints", leg="prefill") == 1
     options["disaggregate"] = "never"
     async with Rig(fakes(1, prefills, "p"), fakes(2, decodes, "d"), **options) as rig:
@@ -195,14 +222,25 @@ async def test_the_leg_that_computes_carries_a_hint_which_servers_believe():
 
 
 @pytest.mark.parametrize(("prefix_blocks", "refused"), [(0, 0), (1000, 1)])
-async def test_a_hint_that_is_not_believed_costs_one_more_request(prefix_blocks, refused):
-    wrong = {"error": {"code": "kv_params_rejected", "param": "kv_transfer_params.hint.signature"}}
+async def test_a_hint_that_is_not_believed_costs_one_more_request(
+    prefix_blocks, refused
+):
+    wrong = {
+        "error": {
+            "code": "kv_params_rejected",
+            "param": "kv_transfer_params.hint.signature",
+        }
+    }
 
     async def behave(call: Any) -> None:
         is_hinted = "hint" in (call.body.get("kv_transfer_params") or {})
         await (answers(400, wrong) if is_hinted else decodes)(call)
 
-    options = {"routing": "round_robin", "disaggregate": "never", "cluster_secret": SECRET}
+    options = {
+        "routing": "round_robin",
+        "disaggregate": "never",
+        "cluster_secret": SECRET,
+    }
     options["prefix_blocks"] = prefix_blocks
     async with Rig(fakes(1, prefills, "p"), fakes(2, behave, "d"), **options) as rig:
         await turns(rig, 4)

@@ -32,7 +32,12 @@ def ends(*_: object) -> Any:
 
 def record(url: str, **said: Any) -> Record:
     issued_ms = int(time.time() * 1000) + next(_issued)
-    usual: dict[str, Any] = {"role": "decode", "model": "m", "ttl_s": 60.0, "issued_ms": issued_ms}
+    usual: dict[str, Any] = {
+        "role": "decode",
+        "model": "m",
+        "ttl_s": 60.0,
+        "issued_ms": issued_ms,
+    }
     return Record(url=url, **{**usual, **said})
 
 
@@ -80,10 +85,14 @@ async def test_a_server_that_registers_serves_and_leaves_without_a_lost_stream()
 
 
 @pytest.mark.parametrize("told", [{}, {"model": "m", "kv_digest": "a.b.c"}])
-async def test_a_server_that_joined_while_a_prompt_was_computed_generates_its_answer(told):
+async def test_a_server_that_joined_while_a_prompt_was_computed_generates_its_answer(
+    told,
+):
     """The one that was there before may have left meanwhile."""
     slow, old, new = Waits(prefills), Fake(decodes, told=told), Fake(decodes, told=told)
-    async with Rig([Fake(slow, told=told)], [], cluster_secret=SECRET, fixed_series=False) as rig:
+    async with Rig(
+        [Fake(slow, told=told)], [], cluster_secret=SECRET, fixed_series=False
+    ) as rig:
         for fake in (old, new):
             fake.start()
         await register(rig, record(old.url))
@@ -115,13 +124,18 @@ async def test_a_registration_that_is_not_repeated_lapses_unless_the_proxy_ends(
     assert set(ids) == {None}  # not that of the request that registered it
 
 
-async def test_a_registration_that_is_repeated_while_the_proxy_stands_still_does_not_lapse(caplog):
+async def test_a_registration_that_is_repeated_while_the_proxy_stands_still_does_not_lapse(
+    caplog,
+):
     """As where its machine is suspended: what came meanwhile is in time."""
     async with rig_of(fixed_series=False) as rig:
         await register(rig, record("http://d:1", ttl_s=1.0))
         again = seal(record("http://d:1", ttl_s=60.0), SECRET.encode())
         with socket.create_connection(rig.listener.getsockname()) as client:
-            head = b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(again)
+            head = (
+                b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                % len(again)
+            )
             client.sendall(head + again)
             time.sleep(1.2)
             client.setblocking(False)
@@ -135,9 +149,17 @@ async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(capl
     late_ms = now_ms - int(MAX_AGE_S * 2000)
     async with rig_of(fixed_series=False) as rig:
         for said, secret, words in (
-            (record("http://d:1"), "another secret", "http://d:1 has another cluster secret"),
+            (
+                record("http://d:1"),
+                "another secret",
+                "http://d:1 has another cluster secret",
+            ),
             (record("http://d:2", issued_ms=late_ms), SECRET, "120 s old"),
-            (record("http://d:3", issued_ms=now_ms + 90_000), SECRET, "a clock is wrong"),
+            (
+                record("http://d:3", issued_ms=now_ms + 90_000),
+                SECRET,
+                "a clock is wrong",
+            ),
             (record("http://0.0.0.0:4"), SECRET, "--advertise-url"),
             (record("d:5"), SECRET, "is not a URL"),
         ):
@@ -152,7 +174,10 @@ async def test_what_is_no_registration_of_this_cluster_is_refused_and_named(capl
         assert names(rig) == []
     async with Rig() as without:
         answer = await register(without, record("http://d:1"))
-        assert (answer.status_code, "BATON_CLUSTER_SECRET" in answer.text) == (403, True)
+        assert (answer.status_code, "BATON_CLUSTER_SECRET" in answer.text) == (
+            403,
+            True,
+        )
 
 
 async def test_a_copy_of_a_record_does_nothing_whatever_its_server_said_since():
@@ -186,7 +211,9 @@ async def test_of_two_models_that_claim_a_name_the_first_has_it_until_it_leaves(
     async with rig_of(fixed_series=False) as rig:
 
         async def says(url: str, digest: str, **said: Any) -> int:
-            return (await register(rig, record(url, kv_digest=digest, **said))).status_code
+            return (
+                await register(rig, record(url, kv_digest=digest, **said))
+            ).status_code
 
         first, second = "http://d:1", "http://d:2"
         assert await says(first, "a.b.c") == 200
@@ -203,7 +230,9 @@ async def test_a_server_goes_on_until_a_proxy_takes_it(caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     async with rig_of(fixed_series=False) as rig:
-        told = Registrar([nobody, rig.url], record("http://d:1", ttl_s=1.0), SECRET.encode())
+        told = Registrar(
+            [nobody, rig.url], record("http://d:1", ttl_s=1.0), SECRET.encode()
+        )
         told.start()
         await until(lambda: names(rig) == ["decode-0"])
         await until(lambda: f"not registered with {nobody}" in caplog.text)
@@ -216,8 +245,12 @@ async def test_a_server_registers_with_every_proxy_behind_a_name(monkeypatch):
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        asked.append((writer.get_extra_info("sockname")[0], head.split("host: ")[1].split()[0]))
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        asked.append(
+            (writer.get_extra_info("sockname")[0], head.split("host: ")[1].split()[0])
+        )
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+        )
         writer.close()
 
     async def behind(_: object) -> list[str]:
@@ -231,7 +264,9 @@ async def test_a_server_registers_with_every_proxy_behind_a_name(monkeypatch):
         await until(lambda: len(asked) == 2)
         await told.leave()
         assert sorted(asked) == [("127.0.0.2", name)] * 2 + [("127.0.0.3", name)] * 2
-    assert await addresses_of(URL("http://localhost:1")) == ["localhost"]  # of either family one
+    assert await addresses_of(URL("http://localhost:1")) == [
+        "localhost"
+    ]  # of either family one
 
 
 # -- operators
@@ -259,13 +294,20 @@ async def test_an_operator_drains_a_server_and_takes_it_back():
             (slow.url, "drained"),
             (other.url, "ready"),
         ]
-        assert (await post("/undrain", server=slow.url))[1]["members"][0]["state"] == "ready"
+        assert (await post("/undrain", server=slow.url))[1]["members"][0][
+            "state"
+        ] == "ready"
         added = await post("", role="prefill", url="http://p:1")
         assert added[1]["members"][0]["sources"] == ["operator"]
         assert (await post("/remove", server="http://p:1"))[0] == 200
         assert names(rig) == ["decode-0", "decode-1"]
         for action, body, status, words in (
-            ("/drain", {"server": "decode-7"}, 404, "the members are decode-0, decode-1"),
+            (
+                "/drain",
+                {"server": "decode-7"},
+                404,
+                "the members are decode-0, decode-1",
+            ),
             ("/drain", {"sever": "decode-0"}, 400, "sever"),
             ("", {"role": "both", "url": "http://p:1"}, 400, "role"),
             ("", {"role": "decode", "url": "p:1"}, 400, "is not a URL"),
@@ -273,11 +315,20 @@ async def test_an_operator_drains_a_server_and_takes_it_back():
             found = await post(action, **body)
             assert (found[0], words in found[1]["error"]["message"]) == (status, True)
         assert (await rig.client.get("/admin/members/drain")).status_code == 405
-        for header in ("origin", "x-forwarded-for"):  # of a browser or a proxy on the same machine
+        for header in (
+            "origin",
+            "x-forwarded-for",
+        ):  # of a browser or a proxy on the same machine
             headers = {header: "http://elsewhere"}
-            answer = await rig.client.post("/admin/members/drain", json={}, headers=headers)
+            answer = await rig.client.post(
+                "/admin/members/drain", json={}, headers=headers
+            )
             assert (answer.status_code, "no browser" in answer.text) == (403, True)
-        for host, status in (("127.0.0.1.its.name:1", 403), ("LOCALHOST:1", 200), ("[::1]", 200)):
+        for host, status in (
+            ("127.0.0.1.its.name:1", 403),
+            ("LOCALHOST:1", 200),
+            ("[::1]", 200),
+        ):
             answer = await rig.client.get("/admin/members", headers={"host": host})
             assert answer.status_code == status
 
@@ -311,7 +362,11 @@ async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path, caplog
     file, fakes = tmp_path / "servers.yaml", [Fake(decodes), Fake(decodes)]
     a, b = (fake.url for fake in fakes)
     file.write_text(json.dumps({"decode": [a]}))
-    options = {"servers_file": str(file), "discovery_interval_s": 0.01, "fixed_series": False}
+    options = {
+        "servers_file": str(file),
+        "discovery_interval_s": 0.01,
+        "fixed_series": False,
+    }
     async with rig_of(**options) as rig:
         for fake in fakes:
             fake.start()
@@ -353,7 +408,11 @@ async def test_every_address_of_a_name_is_a_member_and_old_answers_are_kept_for_
     )
     discovery = Discovery(fleet, settings, resolve, clock=lambda: now)
     discovery.start()
-    first, second, third = "http://10.0.0.1:8200", "http://10.0.0.2:8200", "http://[fd00::1]:8200"
+    first, second, third = (
+        "http://10.0.0.1:8200",
+        "http://10.0.0.2:8200",
+        "http://[fd00::1]:8200",
+    )
     assert await looked() == ["http://d:1", first, second, third]
     answer = ["10.0.0.2"]
     assert await looked() == ["http://d:1", second]

@@ -33,7 +33,9 @@ sys.exit(main.main(sys.argv[1:]))
 Events = queue.Queue[lifecycle.Event]
 
 
-def start(*argv: str, command: tuple[str, ...] = ("-m", "proxy")) -> tuple[lifecycle.Child, Events]:
+def start(
+    *argv: str, command: tuple[str, ...] = ("-m", "proxy")
+) -> tuple[lifecycle.Child, Events]:
     events = Events()
     argv = (sys.executable, *command, "--port", "0", *argv)
     return lifecycle.spawn(argv, name="proxy", on_event=events.put), events
@@ -48,7 +50,9 @@ def test_it_reports_its_port_serves_and_ends_with_a_signal():
         assert ready.kind == "ready"
         url = ready.value["url"]
         assert url == f"http://127.0.0.1:{ready.value['port']}"
-        with httpx.Client(base_url=url, trust_env=False, verify=False, timeout=30) as client:
+        with httpx.Client(
+            base_url=url, trust_env=False, verify=False, timeout=30
+        ) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/ready").status_code == 503
             assert client.post("/v1/completions", json={}).status_code == 503
@@ -100,7 +104,9 @@ async def proxy_of(
         ready = await asyncio.to_thread(events.get, timeout=60)
         assert ready.kind == "ready"
         url = ready.value["url"]
-        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
+        async with httpx.AsyncClient(
+            base_url=url, trust_env=False, verify=False
+        ) as client:
             while (await client.get("/ready")).status_code != 200:
                 pass
         reader, writer = await asyncio.open_connection("127.0.0.1", ready.value["port"])

@@ -61,7 +61,9 @@ async def connected(
             writer.close()
 
 
-@pytest.mark.parametrize("connections", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "connections", [200, pytest.param(2000, marks=pytest.mark.slow)]
+)
 async def test_idle_connections_cost_little_and_leave_room(connections):
     async with proxied() as proxy:
         before = proxy.memory_bytes
@@ -90,10 +92,18 @@ async def drip(writer: asyncio.StreamWriter, data: bytes, interval_s: float) -> 
 SLOW = {
     "a head by the byte": HEAD + b"x: " + b"y" * 10_000,
     "a body by the byte": HEAD + b"content-length: 10000\r\n\r\n" + b" " * 10_000,
-    "chunks by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000,
-    "a chunk's size by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"0" * 10_000,
-    "a chunk's extension by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"a" * 9999,
-    "trailers by the byte": HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 2000,
+    "chunks by the byte": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n"
+    + b"1\r\n \r\n" * 2000,
+    "a chunk's size by the byte": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n"
+    + b"0" * 10_000,
+    "a chunk's extension by the byte": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n1;"
+    + b"a" * 9999,
+    "trailers by the byte": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n0\r\n"
+    + b"a: b\r\n" * 2000,
 }
 
 
@@ -124,7 +134,9 @@ async def test_slow_and_deaf_clients_are_let_go_while_others_are_served(each):
     ("idle", "busy", "interval_s"),
     [(60, 20, 0.02), pytest.param(1000, 200, 0.1, marks=pytest.mark.slow)],
 )
-async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(idle, busy, interval_s):
+async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(
+    idle, busy, interval_s
+):
     room_for(idle + busy)
     async with proxied() as proxy:
         before, turn = proxy.memory_bytes, asyncio.Semaphore(20)
@@ -134,7 +146,9 @@ async def test_idle_and_busy_streams_all_end_right_in_bounded_memory(idle, busy,
         assert {len(late) for late in await asyncio.gather(*works)} == {50}
         assert not waiting.done()
         held = proxy.memory_bytes - before
-        print(f"{idle} idle, {busy} busy streams: {held / (idle + busy) / 1024:.1f} KiB each")
+        print(
+            f"{idle} idle, {busy} busy streams: {held / (idle + busy) / 1024:.1f} KiB each"
+        )
         assert held < (32 << 20) + (128 << 10) * (idle + busy)
         async with connected(proxy.fake_port, 1) as ((_, writer),):
             writer.write(b"GET /go HTTP/1.1\r\n\r\n")

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ModelNotFound
-from proxy.health import LONG_SILENCE, MAX_PAUSE, Health, Said, SideChannel, pause_s, polled, silent
+from proxy.health import (
+    LONG_SILENCE,
+    MAX_PAUSE,
+    Health,
+    Said,
+    SideChannel,
+    pause_s,
+    polled,
+    silent,
+)
 from proxy.knowledge import Knowledge, ask_of
 from proxy.membership import Fleet, Kind, Server, Watch
 
@@ -53,7 +62,9 @@ def test_a_member_stays_until_nobody_names_it_and_it_has_nothing_to_do(steps):
         most = max(most, len(members))
         busy = {server.url for server, some in works.items() if some}
         assert {each.url for each in members} == {u for u in named if named[u]} | busy
-        assert {each.url for each in fleet.ready(Kind.DECODE)} == {u for u in named if named[u]}
+        assert {each.url for each in fleet.ready(Kind.DECODE)} == {
+            u for u in named if named[u]
+        }
         assert len({each.index for each in members}) == len(members)
         assert all(each.index < most for each in members)
         assert not set(left) & set(members) & set(knowledge.loads)
@@ -118,7 +129,10 @@ def test_who_answers_nothing_for_a_while_is_asked_less_often():
         pauses.append(pause_s(health, 2.0))
     assert pauses[:LONG_SILENCE] == [2.0] * LONG_SILENCE
     assert pauses == sorted(pauses) and pauses[-1] == 2.0 * MAX_PAUSE
-    assert pause_s(polled(health, Said(False, "refused", answered=False), 1.0), 1.0) == MAX_PAUSE
+    assert (
+        pause_s(polled(health, Said(False, "refused", answered=False), 1.0), 1.0)
+        == MAX_PAUSE
+    )
     assert pause_s(polled(health, Said(False, "it starts"), 1.0), 2.0) == 2.0
 
 
@@ -135,7 +149,9 @@ def test_a_circuit_is_told_when_it_changes():
     assert told == ["open", "half_open", "closed"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz*-")), max_size=30))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz*-")), max_size=30)
+)
 def test_a_pool_is_of_those_that_serve_its_model_now(steps):
     fleet = Fleet({Kind.DECODE: "abc"})
     serves: dict[str, str] = {}  # by URL; none: not ready, or it has not told
@@ -155,7 +171,9 @@ def test_a_pool_is_of_those_that_serve_its_model_now(steps):
                 continue
             if serves:
                 assert {each.url for each in found.of[Kind.DECODE]} == wanted
-            assert found.ready(Kind.DECODE) == [s for s in found.of[Kind.DECODE] if s.accepts]
+            assert found.ready(Kind.DECODE) == [
+                s for s in found.of[Kind.DECODE] if s.accepts
+            ]
 
 
 def test_names_that_clients_make_up_are_not_kept():

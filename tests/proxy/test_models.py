@@ -11,7 +11,10 @@ A, B = {"model": "a", "kv_digest": "1.1.1"}, {"model": "b", "kv_digest": "2.1.1"
 
 
 def two_models() -> Rig:
-    prefill = [Fake(prefills, told=A, max_model_len=90), Fake(prefills, told=B, max_model_len=70)]
+    prefill = [
+        Fake(prefills, told=A, max_model_len=90),
+        Fake(prefills, told=B, max_model_len=70),
+    ]
     decode = [Fake(decodes, told=told, max_model_len=90) for told in (A, B, A)]
     return Rig(prefill, decode)
 
@@ -22,11 +25,18 @@ async def test_the_body_s_model_chooses_the_servers_of_both_legs():
             for _ in range(times):
                 assert (await rig.complete(model=model)).status_code == 200
         assert [len(fake.calls) for fake in rig.prefill] == [4, 3]
-        assert [len(fake.calls) for fake in rig.decode] == [2, 3, 2]  # each model has its turns
+        assert [len(fake.calls) for fake in rig.decode] == [
+            2,
+            3,
+            2,
+        ]  # each model has its turns
         asked = await rig.client.post("/tokenize", json={"model": "b", "prompt": "x"})
         assert (asked.status_code, len(rig.decode[1].calls)) == (200, 4)
         listed = (await rig.client.get("/v1/models")).json()["data"]
-        assert [(each["id"], each["max_model_len"]) for each in listed] == [("a", 90), ("b", 90)]
+        assert [(each["id"], each["max_model_len"]) for each in listed] == [
+            ("a", 90),
+            ("b", 90),
+        ]
         assert (await rig.client.get("/v1/models/b")).json() == listed[1]
 
 
@@ -41,19 +51,29 @@ async def test_the_body_s_model_chooses_the_servers_of_both_legs():
         ("/detokenize", {}, 400, "invalid_request"),
     ],
 )
-async def test_an_unknown_or_missing_name_is_answered_with_those_known(path, body, status, code):
+async def test_an_unknown_or_missing_name_is_answered_with_those_known(
+    path, body, status, code
+):
     async with two_models() as rig:
-        asked = rig.client.get(path) if body is None else rig.client.post(path, json=body)
+        asked = (
+            rig.client.get(path) if body is None else rig.client.post(path, json=body)
+        )
         answer = await asked
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (status, code, "model")
+        assert (answer.status_code, error["code"], error["param"]) == (
+            status,
+            code,
+            "model",
+        )
         assert '"a", "b"' in error["message"]
         assert not any(fake.calls for fake in (*rig.prefill, *rig.decode))
 
 
 async def test_one_model_needs_no_name_and_its_servers_may_be_away():
     async with Rig([], [Fake(decodes, told=A)], fixed_series=False) as rig:
-        assert (await rig.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert (
+            await rig.client.post("/v1/completions", json={"prompt": "x"})
+        ).status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
         rig.decode[0].ready = False
         await until(lambda: not rig.is_ready(0))
@@ -61,7 +81,10 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
         (card,) = (await rig.client.get("/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("a", None)
         assert (await rig.client.get("/v1/models/a")).json() == card
-        silent = {"role": "prefill", "url": "http://127.0.0.1:1"}  # has told no name, and is alone
+        silent = {
+            "role": "prefill",
+            "url": "http://127.0.0.1:1",
+        }  # has told no name, and is alone
         assert (await rig.client.post("/admin/members", json=silent)).status_code == 200
         assert (await rig.complete(model="b")).status_code == 404
 
@@ -84,12 +107,16 @@ async def test_one_model_needs_no_name_and_its_servers_may_be_away():
 async def test_only_servers_whose_kv_means_the_same_are_paired(prefill, decode, pairs):
     def fakes(digests: list[str], kind: str) -> list[Fake]:
         behave = {"p": prefills, "d": decodes}[kind]
-        return [Fake(behave, told={"model": "m", "kv_digest": each}) for each in digests]
+        return [
+            Fake(behave, told={"model": "m", "kv_digest": each}) for each in digests
+        ]
 
     async with Rig(fakes(prefill, "p"), fakes(decode, "d")) as rig:
         found = set()
         for number in range(4):
-            assert (await rig.complete({"x-request-id": f"r{number}"})).status_code == 200
+            assert (
+                await rig.complete({"x-request-id": f"r{number}"})
+            ).status_code == 200
             asked = [
                 [at for at, fake in enumerate(fakes) if _last_id(fake) == f"r{number}"]
                 for fakes in (rig.prefill, rig.decode)
@@ -105,7 +132,9 @@ def _last_id(fake: Fake) -> str:
 
 async def test_kv_goes_back_where_its_only_reader_went_meanwhile():
     slow = Waits(prefills)
-    like, unlike = (Fake(decodes, told={"model": "m", "kv_digest": d}) for d in ("1.1.1", "1.2.1"))
+    like, unlike = (
+        Fake(decodes, told={"model": "m", "kv_digest": d}) for d in ("1.1.1", "1.2.1")
+    )
     p = Fake(slow, told={"model": "m", "kv_digest": "1.1.1"})
     async with Rig([p], [like, unlike]) as rig:
         request = asyncio.create_task(rig.complete())

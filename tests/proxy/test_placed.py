@@ -27,7 +27,9 @@ async def test_a_prompt_goes_where_its_prefix_is_unless_that_server_has_much_to_
         (having,) = (fake for fake in rig.prefill if fake.calls)
         (other,) = (fake for fake in rig.prefill if not fake.calls)
         held = having.behave = Waits(prefills)
-        busy = asyncio.create_task(rig.complete(prompt=LONG + "and much more " * 10_000))
+        busy = asyncio.create_task(
+            rig.complete(prompt=LONG + "and much more " * 10_000)
+        )
         await until(lambda: len(having.calls) == 5)
         await rig.complete(prompt=LONG + "short")
         assert len(other.calls) == 1
@@ -52,12 +54,19 @@ async def test_turns_are_taken_where_servers_are_alike():
         async with Rig(*fakes, routing=routing) as rig:
             for turn in range(4):
                 await rig.complete(prompt=f"{turn} is short")
-            assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [2, 2, 2, 2]
+            assert [len(fake.calls) for fake in (*rig.prefill, *rig.decode)] == [
+                2,
+                2,
+                2,
+                2,
+            ]
 
 
 async def test_the_decode_server_with_less_to_keep_gets_the_next_stream():
     held = Waits(decodes)
-    async with Rig([Fake(prefills)], [Fake(held), Fake(held)], routing="least_loaded") as rig:
+    async with Rig(
+        [Fake(prefills)], [Fake(held), Fake(held)], routing="least_loaded"
+    ) as rig:
         long = asyncio.create_task(rig.complete(prompt=LONG))
         await until(lambda: sum(len(fake.calls) for fake in rig.decode) == 1)
         short = [asyncio.create_task(rig.complete(prompt="short")) for _ in range(3)]
@@ -75,7 +84,10 @@ async def test_a_decode_server_computes_prompts_itself_while_nobody_minds():
         rig.decode[0].behave = held
         beside = asyncio.create_task(rig.complete(prompt=LONG + "1"))
         await until(lambda: len(rig.decode[0].calls) == 2)
-        others = [asyncio.create_task(rig.complete(prompt="new " + LONG + "2")) for _ in range(2)]
+        others = [
+            asyncio.create_task(rig.complete(prompt="new " + LONG + "2"))
+            for _ in range(2)
+        ]
         await until(lambda: len(rig.decode[0].calls) == 4)
         assert len(rig.prefill[0].calls) >= 1
         held.go.set()
@@ -88,7 +100,9 @@ async def test_prompts_that_come_at_the_same_moment_are_not_all_taken_by_one_ser
         host, port = rig.listener.getsockname()
         opened = [await asyncio.open_connection(host, port) for _ in range(64)]
         head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
-        for num, (_, writer) in enumerate(opened):  # all of them are read before any is sent on
+        for num, (_, writer) in enumerate(
+            opened
+        ):  # all of them are read before any is sent on
             body = json.dumps({"model": "m", "prompt": f"{num:02} {LONG}"})
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         await until(lambda: len(rig.prefill[0].calls) + len(rig.decode[0].calls) == 64)
@@ -135,8 +149,13 @@ def test_a_prompt_of_token_ids_and_one_of_text_are_cut_into_blocks_that_chain():
     assert text.tokens == 3 * BLOCK_BYTES // 4
     tokens = ask_of(b"m", b"[" + b"12345, " * 1000 + b"1]", 5)
     assert tokens.tokens == 1001 and len(tokens.hashes) == 7003 // BLOCK_BYTES
-    assert ask_of(b"m", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[:3] == text.hashes
-    assert ask_of(b"other", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[0] != text.hashes[0]
+    assert (
+        ask_of(b"m", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[:3] == text.hashes
+    )
+    assert (
+        ask_of(b"other", b'"' + b"x" * 5 * BLOCK_BYTES + b'"', 5).hashes[0]
+        != text.hashes[0]
+    )
 
 
 def test_the_speed_of_a_server_is_what_its_steps_say():
@@ -146,18 +165,25 @@ def test_the_speed_of_a_server_is_what_its_steps_say():
         knowledge.told("p", 1000, Totals(*done, done[0], done[1], done[3]))
     assert knowledge.loads["p"].token_s == pytest.approx(5e-5, rel=0.01)
     for _ in range(8):
-        work = knowledge.begin("d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True)
+        work = knowledge.begin(
+            "d", ask_of(b"", b"x" * 400, 1), computes=False, generates=True
+        )
         knowledge.answered(work)
     prompts, totals = random.Random(1), Totals()
     for _ in range(60):  # up to 100 tokens of prompts a step beside the streams
         tokens = prompts.randrange(100)
-        streams, even = prompts.choice([2, 14]), 0.012 / (1 + 8 / 96)  # who came and went meanwhile
+        streams, even = (
+            prompts.choice([2, 14]),
+            0.012 / (1 + 8 / 96),
+        )  # who came and went meanwhile
         seconds = even * (1 + streams / 96) + tokens * 4e-4
         steps = [50, 50 * (streams + tokens), 50 * tokens, 50 * seconds]
         steps += [steps[0], steps[1], steps[3]] if tokens else [0, 0, 0]
         alone = [7, 7 * streams, 0, 7 * even * (1 + streams / 96), 0, 0, 0]
         steps = [more + few for more, few in zip(steps, alone, strict=True)]
-        totals = Totals(*(before + more for before, more in zip(totals, steps, strict=True)))
+        totals = Totals(
+            *(before + more for before, more in zip(totals, steps, strict=True))
+        )
         knowledge.told("d", 1000, totals)
     assert step_s(knowledge.loads["d"]) == pytest.approx(0.012, rel=0.01)
     assert knowledge.loads["d"].token_s == pytest.approx(4e-4, rel=0.01)
@@ -177,33 +203,53 @@ def test_short_prompts_do_not_make_a_server_look_slow():
 
 
 def test_a_server_of_both_kinds_is_known_once():
-    knowledge, ask = Knowledge("auto", "auto", clock=lambda: 1.0), ask_of(b"", b"x" * 40_000, 9)
+    knowledge, ask = (
+        Knowledge("auto", "auto", clock=lambda: 1.0),
+        ask_of(b"", b"x" * 40_000, 9),
+    )
     knowledge.are_one("a as d", "a as p")
-    prompts = [knowledge.begin("a as p", ask, computes=True, generates=False) for _ in range(9)]
+    prompts = [
+        knowledge.begin("a as p", ask, computes=True, generates=False) for _ in range(9)
+    ]
     new = ask_of(b"", b"y" * 4000, 9)
     assert knowledge.first(["a as d", "b"], new, computes=True, generates=True) == "b"
     for work in prompts:
         knowledge.answered(work)
         knowledge.ended(work)
-    assert knowledge.first(["b", "a as d"], ask, computes=True, generates=True) == "a as d", "it is"
+    assert (
+        knowledge.first(["b", "a as d"], ask, computes=True, generates=True) == "a as d"
+    ), "it is"
     for _ in range(9):
-        stream = knowledge.begin("a as d", ask_of(b"", b"", 9), computes=False, generates=True)
+        stream = knowledge.begin(
+            "a as d", ask_of(b"", b"", 9), computes=False, generates=True
+        )
         knowledge.answered(stream)
     assert knowledge.first(["a as p", "b"], new, computes=True, generates=False) == "b"
     knowledge.left("a as p")
-    assert knowledge.first(["b", "a as d"], ask, computes=True, generates=False) == "a as d"
+    assert (
+        knowledge.first(["b", "a as d"], ask, computes=True, generates=False)
+        == "a as d"
+    )
 
 
 def test_a_server_that_answers_nothing_is_not_taken_for_idle():
     now = 1.0
-    knowledge, ask = Knowledge("auto", "auto", clock=lambda: now), ask_of(b"", b"x" * 4000, 9)
+    knowledge, ask = (
+        Knowledge("auto", "auto", clock=lambda: now),
+        ask_of(b"", b"x" * 4000, 9),
+    )
     work = knowledge.begin("stuck", ask, computes=True, generates=False)
     now += 5.0
     new = ask_of(b"", b"y" * 4000, 9)
     for generates in (False, True):
-        assert knowledge.first(["stuck", "b"], new, computes=True, generates=generates) == "b"
+        assert (
+            knowledge.first(["stuck", "b"], new, computes=True, generates=generates)
+            == "b"
+        )
     knowledge.answered(work)
-    assert knowledge.first(["stuck", "b"], new, computes=True, generates=False) == "stuck"
+    assert (
+        knowledge.first(["stuck", "b"], new, computes=True, generates=False) == "stuck"
+    )
 
 
 def test_who_has_left_lends_nothing_though_its_twin_stays():
@@ -242,7 +288,9 @@ def test_what_has_ended_in_any_order_leaves_nothing_behind(seed):
         assert found in servers
         if rng.random() < 0.5:
             chosen = rng.choice([found, *SERVERS])
-            works.append((chosen, knowledge.begin(chosen, ask, computes=True, generates=True)))
+            works.append(
+                (chosen, knowledge.begin(chosen, ask, computes=True, generates=True))
+            )
         knowledge.unplaced(ask)
     for _, work in works:
         knowledge.answered(work)
@@ -258,7 +306,8 @@ LIES = st.sampled_from([0.0, -1.0, 1e-320, 0.3, 1.0, 7e5, 1e300, math.inf, math.
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(SERVERS), st.lists(LIES, min_size=7, max_size=7)), max_size=9
+        st.tuples(st.sampled_from(SERVERS), st.lists(LIES, min_size=7, max_size=7)),
+        max_size=9,
     ),
     st.sampled_from([None, -(10**400), -5, 0, 1, 10**400]),
     st.sampled_from([None, 1e-320, 1e300]),
@@ -272,7 +321,10 @@ def test_no_server_is_left_out_for_good_whatever_one_told(lies, capacity, target
         knowledge.told(server, capacity, Totals(*totals), target_s)
         ask = ask_of(b"", b"%d" % len(lies) * 9_000, 9)
         servers = SERVERS[knowledge.goes_alone(ask, SERVERS[:1], SERVERS[1:]) :]
-        for work in [knowledge.begin(each, ask, computes=True, generates=True) for each in servers]:
+        for work in [
+            knowledge.begin(each, ask, computes=True, generates=True)
+            for each in servers
+        ]:
             now += 0.01
             knowledge.answered(work)
             knowledge.ended(work)
@@ -286,7 +338,9 @@ def test_no_server_is_left_out_for_good_whatever_one_told(lies, capacity, target
             works.append(knowledge.begin(found, ask, computes=True, generates=False))
             counts[found] += 1
             took = Totals(1, ask.tokens, ask.tokens, 0.05, 1, ask.tokens, 0.05)
-            honest[found] = Totals(*(a + b for a, b in zip(honest[found], took, strict=True)))
+            honest[found] = Totals(
+                *(a + b for a, b in zip(honest[found], took, strict=True))
+            )
         now += 0.25
         for work in works:
             knowledge.answered(work)

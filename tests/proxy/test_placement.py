@@ -33,8 +33,12 @@ def servers(found: list[Load], first: int) -> list[Load]:
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
     st.tuples(numbers, numbers, numbers),
 )
-@example([], [Load(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0))  # more lent than there is
-def test_any_knowledge_leads_to_a_server_that_may_be_used(prefills, decodes, tokens, depths, ask):
+@example(
+    [], [Load(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0)
+)  # more lent than there is
+def test_any_knowledge_leads_to_a_server_that_may_be_used(
+    prefills, decodes, tokens, depths, ask
+):
     servers(decodes, len(servers(prefills, 0)))
     now, lent, lent_s = ask
     asked = Ask(tokens, range(tokens // 512), now=now, lent=lent, lent_s=lent_s)
@@ -90,8 +94,12 @@ def test_a_short_prompt_waits_for_no_long_one_that_is_not_under_way():
     assert prefill.passed_s == Load(1).passed_s
 
 
-@pytest.mark.parametrize(("running", "waits", "buys"), [(16, 0, 1), (0, 0, 0), (16, 2, 0)])
-def test_an_idle_prefill_server_computes_in_time_what_only_busy_decodes_have(running, waits, buys):
+@pytest.mark.parametrize(
+    ("running", "waits", "buys"), [(16, 0, 1), (0, 0, 0), (16, 2, 0)]
+)
+def test_an_idle_prefill_server_computes_in_time_what_only_busy_decodes_have(
+    running, waits, buys
+):
     """Each prompt alone would go to the decode server, and so would all that follow."""
     prefill = Load(0, prompts=waits, free_at=0.05 * waits)
     decode = Load(1, running=running, held=4000 * running)
@@ -102,7 +110,10 @@ def test_an_idle_prefill_server_computes_in_time_what_only_busy_decodes_have(run
 
 
 def test_a_server_without_room_for_the_kv_is_the_last_choice():
-    full, free = Load(1, running=4, held=9000, capacity=10_000), Load(2, running=40, held=90_000)
+    full, free = (
+        Load(1, running=4, held=9000, capacity=10_000),
+        Load(2, running=40, held=90_000),
+    )
     assert cheapest_decode(Ask(2048), [full, free]) == 1
 
 
@@ -123,7 +134,9 @@ class Caches:
     def depths(self, hashes: list[int]) -> dict[int, int]:
         found = {}
         for server, kept in self.blocks.items():
-            depth = next((i for i, each in enumerate(hashes) if each not in kept), len(hashes))
+            depth = next(
+                (i for i, each in enumerate(hashes) if each not in kept), len(hashes)
+            )
             if depth:
                 found[server] = depth
         return found

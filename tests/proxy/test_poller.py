@@ -34,10 +34,16 @@ async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
     return upstream.asked
 
 
-@pytest.mark.parametrize(("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)])
-async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(error, is_told):
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(TimedOut("1 s"), True), (Exhausted("24"), False)]
+)
+async def test_a_check_that_could_not_be_made_says_nothing_about_a_server(
+    error, is_told
+):
     told: list[bool] = []
-    fleet = Fleet(DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long)))
+    fleet = Fleet(
+        DECODE, Watch(on_silence=lambda _server, is_long: told.append(is_long))
+    )
     (server,) = fleet.servers
     fleet.polled(server, Said(True), 0.0)
     await watch(fleet, Failing(error), LONG_SILENCE)
@@ -63,14 +69,28 @@ def test_something_else_at_the_address_of_a_server_is_told_as_such():
 @pytest.mark.parametrize(
     ("told", "room", "itl_target_s"),
     [
-        (b'{"max_model_len": 300, "max_num_seqs": 8, "itl_target_s": 0.05}', Room(300, 8), 0.05),
+        (
+            b'{"max_model_len": 300, "max_num_seqs": 8, "itl_target_s": 0.05}',
+            Room(300, 8),
+            0.05,
+        ),
         (b'{"max_num_seqs": 8, "itl_target_s": 0}', Room(None, 8), None),
-        (b'{"max_model_len": 0, "max_num_seqs": true, "itl_target_s": -1.5}', None, None),
-        (b'{"max_model_len": "300", "max_num_seqs": 8.5, "itl_target_s": "x"}', None, None),
+        (
+            b'{"max_model_len": 0, "max_num_seqs": true, "itl_target_s": -1.5}',
+            None,
+            None,
+        ),
+        (
+            b'{"max_model_len": "300", "max_num_seqs": 8.5, "itl_target_s": "x"}',
+            None,
+            None,
+        ),
         (b'{"itl_target_s": null}', None, None),
         (b"[]", None, None),
     ],
 )
-def test_a_server_has_the_room_and_the_time_that_it_tells_in_numbers(told, room, itl_target_s):
+def test_a_server_has_the_room_and_the_time_that_it_tells_in_numbers(
+    told, room, itl_target_s
+):
     said = _said(Kind.DECODE, 200, told)
     assert (said.room, said.itl_target_s) == (room, itl_target_s)

@@ -34,12 +34,16 @@ async def known(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("disaggregate", ["always", "auto"])
-async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggregated(disaggregate):
+async def test_ready_waits_for_the_prefill_server_and_then_requests_are_disaggregated(
+    disaggregate,
+):
     late = Fake(prefills, ready=False)
     async with Rig([late], disaggregate=disaggregate) as rig:
         await known(rig)
         assert await probe(rig) == (503, [NO_PREFILL])
-        assert (await rig.complete()).status_code == 200, "a decode server alone can answer"
+        assert (await rig.complete()).status_code == 200, (
+            "a decode server alone can answer"
+        )
         assert late.calls == []
         late.ready = True
         await until(lambda: rig.is_ready(0))
@@ -66,7 +70,9 @@ async def test_ready_stays_though_no_probe_saw_the_prefill_server():
         assert await probe(rig) == (200, [NO_PREFILL]), "its first probe"
 
 
-@pytest.mark.parametrize("settings", [{"disaggregate": "never"}, {"prefill_wait_s": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{"disaggregate": "never"}, {"prefill_wait_s": 0.0}]
+)
 async def test_ready_does_not_wait_for_a_prefill_server_that_is_not_wanted(settings):
     async with Rig([Fake(prefills, ready=False)], **settings) as rig:
         assert (await probe(rig))[0] == 200
@@ -106,7 +112,9 @@ async def test_prefill_servers_whose_kv_no_decode_server_can_read_are_named():
 async def test_a_drained_prefill_server_is_not_waited_for():
     async with Rig([Fake(prefills, ready=False)]) as rig:
         assert (await probe(rig))[0] == 503
-        drained = await rig.client.post("/admin/members/drain", json={"server": "prefill-0"})
+        drained = await rig.client.post(
+            "/admin/members/drain", json={"server": "prefill-0"}
+        )
         assert drained.status_code == 200
         assert (await probe(rig))[0] == 200
 
@@ -160,7 +168,9 @@ async def test_one_that_joins_a_proxy_that_is_ready_changes_nothing():
 
 
 def test_a_name_without_addresses_yet_is_waited_for():
-    settings = ProxySettings(prefill=("dns+http://p.example:1",), decode=("http://d:1",))
+    settings = ProxySettings(
+        prefill=("dns+http://p.example:1",), decode=("http://d:1",)
+    )
     fleet = Fleet()
     readiness = Readiness(fleet, settings, clock=lambda: 0.0)
     fleet.polled(fleet.join(Kind.DECODE, "http://d:1", LISTED), Said(True), 1.0)

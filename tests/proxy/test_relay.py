@@ -46,18 +46,36 @@ _COMPLETED = b"event: response.completed\n"
         (b'data: {"text": "[DONE]"}\n\n', False, False),
         (b"data: 1\n\n" + sse.error_event(EngineDied("gone")), True, True),
         (b'data: 1\n\ndata: {"error": {"message": "x"}}\n\n', True, True),
-        (b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', True, True),  # vLLM's
-        (b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n', True, True),
+        (
+            b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n',
+            True,
+            True,
+        ),  # vLLM's
+        (
+            b'data: {"object":"error",\r\ndata: "error":{"message":"x"}}\r\n\r\n',
+            True,
+            True,
+        ),
         (b'data: {"error": 1}\n\ndata: 2\n\n', False, False),
         (b'data: {"object":"chunk","schema":{"error":{}}}\n\n', False, False),
         (_CREATED + b'data: {"response":{"error":null}}\n\n', False, False),
-        (_CREATED + b'data: {"response":{"schema":{"error":{"type":1}}}}\n\n', False, False),
-        (b"data: 1\n\n" + _COMPLETED + b'data: {"response":{"error":null}}\n\n', True, False),
+        (
+            _CREATED + b'data: {"response":{"schema":{"error":{"type":1}}}}\n\n',
+            False,
+            False,
+        ),
+        (
+            b"data: 1\n\n" + _COMPLETED + b'data: {"response":{"error":null}}\n\n',
+            True,
+            False,
+        ),
         (_COMPLETED + b'data: {"response":{"schema":{"error":{}}}}\n\n', True, False),
         (b'event: response.failed\ndata: {"response":{}}\n\n', True, True),
     ],
 )
-def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(stream, ended, failed):
+def test_a_stream_has_ended_or_failed_when_its_last_event_says_so(
+    stream, ended, failed
+):
     events = EventBuffer()
     for piece in stream.partition(b"data: [DONE]"):
         events.feed(piece)

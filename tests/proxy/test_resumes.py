@@ -38,7 +38,9 @@ def _texts(start: int, stop: int) -> list[Any]:
 def _framed(start: int, stop: int) -> bytes:
     """Events of a stream, with its origin where it begins."""
     origin = resume.frame(json.dumps(_ORIGIN, separators=(",", ":")).encode(), b"")
-    told = [json.dumps(text, separators=(",", ":")).encode() for text in _texts(start, stop)]
+    told = [
+        json.dumps(text, separators=(",", ":")).encode() for text in _texts(start, stop)
+    ]
     frames = map(resume.frame, told, _EVENTS[start:stop])
     return b"".join([*([] if start else [origin]), *frames])
 
@@ -96,9 +98,17 @@ _LOSSES: dict[str, tuple[Behave, int, str]] = {
     # what the first server does, how many frames of it count, and the reason
     "it drops the connection": (_DROPS, 2, "lost"),
     "in the middle of a frame": (_sends(_framed(0, 3)[:-4], drops=True), 2, "lost"),
-    "in the middle of a comment": (_sends(_framed(0, 2) + b":baton 00", drops=True), 2, "lost"),
+    "in the middle of a comment": (
+        _sends(_framed(0, 2) + b":baton 00", drops=True),
+        2,
+        "lost",
+    ),
     "it ends too soon": (_sends(_framed(0, 3)), 3, "error"),
-    "what it sends is no frame": (_sends(_framed(0, 1) + b"data: 1\n\n", at_once=99), 0, "lost"),
+    "what it sends is no frame": (
+        _sends(_framed(0, 1) + b"data: 1\n\n", at_once=99),
+        0,
+        "lost",
+    ),
     "its engine dies": (_sends(_framed(0, 1) + resume.frame(DIED, _ERROR)), 1, "died"),
     "it ends in order": (_sends(_framed(0, 4) + resume.frame(BUSY, _ERROR)), 4, "busy"),
 }
@@ -109,10 +119,14 @@ async def test_another_server_goes_on_and_the_client_does_not_notice(name):
     first, num_frames, reason = _LOSSES[name]
     both = _in_turn(first, _GOES_ON)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
-        answer = await rig.complete(stream=True, **{MEMBER: {"texts": [], "mac": "forged"}})
+        answer = await rig.complete(
+            stream=True, **{MEMBER: {"texts": [], "mac": "forged"}}
+        )
         assert answer.content == b"".join(_EVENTS)
         assert HEADER not in answer.headers
-        calls = sorted((c for fake in rig.decode for c in fake.calls), key=lambda c: len(c.raw))
+        calls = sorted(
+            (c for fake in rig.decode for c in fake.calls), key=lambda c: len(c.raw)
+        )
         assert [len(fake.calls) for fake in rig.decode] == [1, 1]
         assert MEMBER not in calls[0].body, "not even the client's"
         if num_frames:
@@ -126,7 +140,9 @@ async def test_another_server_goes_on_and_the_client_does_not_notice(name):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_is_had_from_another_server_though_no_prefill_server_has_room(stream):
+async def test_an_answer_is_had_from_another_server_though_no_prefill_server_has_room(
+    stream,
+):
     """It had begun: the one that goes on with it computes the prompt itself."""
     full = answers(429, {"error": {"phase": "admission"}})
     both = _in_turn(_DROPS if stream else breaks_off, _GOES_ON if stream else decodes)
@@ -143,7 +159,11 @@ async def test_a_server_that_falls_silent_is_left_if_there_is_another():
         rig.decode[0].silent = True
         await _silent(_framed(0, 3))(call)
 
-    settings = {"health_timeout_s": 0.05, "read_timeout_s": 3600.0, "cluster_secret": _SECRET}
+    settings = {
+        "health_timeout_s": 0.05,
+        "read_timeout_s": 3600.0,
+        "cluster_secret": _SECRET,
+    }
     async with Rig(decode=_of(stops, _GOES_ON), **settings) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert rig.metric("baton_proxy_resumes", reason="lost", outcome="resumed") == 1
@@ -159,7 +179,9 @@ async def test_a_server_that_only_broke_a_connection_goes_on_itself(given, other
     (own,) = _of(_in_turn(drops, _GOES_ON))
     fakes = [own, *(Fake(_REFUSES, told={"kv_digest": each}) for each in others)]
     async with Rig(decode=fakes, cluster_secret=_SECRET, routing="round_robin") as rig:
-        asked = asyncio.create_task(rig.complete(stream=True, headers={"x-request-id": given}))
+        asked = asyncio.create_task(
+            rig.complete(stream=True, headers={"x-request-id": given})
+        )
         await until(lambda: not own.ready and own.polls > 2)
         own.ready = True
         answer = await asked
@@ -168,7 +190,9 @@ async def test_a_server_that_only_broke_a_connection_goes_on_itself(given, other
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-async def test_a_slow_client_is_told_the_end_of_a_server_that_is_lost_behind_it(is_written):
+async def test_a_slow_client_is_told_the_end_of_a_server_that_is_lost_behind_it(
+    is_written,
+):
     """Of an end that could not be written yet, that there is none."""
     reads, end = asyncio.Event(), resume.frame(b"[]", _EVENTS[-1])
     large = resume.frame(b"[]", b"data: %b\n\n" % (b"x" * (1 << 24)))
@@ -182,13 +206,18 @@ async def test_a_slow_client_is_told_the_end_of_a_server_that_is_lost_behind_it(
         await call.gone()
 
     fakes, settings = _of(behave), {"health_timeout_s": 0.05, "read_timeout_s": 3600.0}
-    async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=0, **settings) as rig:
+    async with Rig(
+        decode=fakes, cluster_secret=_SECRET, max_resumes=0, **settings
+    ) as rig:
         asked = {"model": "m", "prompt": "hello", "stream": True}
         async with rig.client.stream("POST", "/v1/completions", json=asked) as answer:
             reads.set()
             await until(lambda: rig.in_flight() == 0)
             told = (await answer.aread())[-1000:]
-        assert (b"[DONE]" in told, b"decode_server_lost" in told) == (is_written, not is_written)
+        assert (b"[DONE]" in told, b"decode_server_lost" in told) == (
+            is_written,
+            not is_written,
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -199,7 +228,9 @@ async def test_losses_have_a_limit(stream):
             await _sends(_framed(start, start + 1), drops=True)(call)
         await breaks_off(call)
 
-    async with Rig(decode=_of(*[breaks] * 6), cluster_secret=_SECRET, max_resumes=2) as rig:
+    async with Rig(
+        decode=_of(*[breaks] * 6), cluster_secret=_SECRET, max_resumes=2
+    ) as rig:
         answer = await rig.complete(stream=stream)
         assert sum(len(fake.calls) for fake in rig.decode) == 3
         assert '"decode_server_lost"' in answer.text
@@ -225,12 +256,17 @@ def _moves(start: int, stop: int) -> Behave:
 
 def _moves_whole() -> Behave:
     """What is told of an answer that is no stream."""
-    told = (json.dumps(each, separators=(",", ":")).encode() for each in (_ORIGIN, *_texts(0, 2)))
+    told = (
+        json.dumps(each, separators=(",", ":")).encode()
+        for each in (_ORIGIN, *_texts(0, 2))
+    )
     frames = [resume.frame(each, b"") for each in told]
     return _sends(b"".join([*frames, resume.frame(_MOVED, _ERROR)]))
 
 
-@pytest.mark.parametrize("others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []])
+@pytest.mark.parametrize(
+    "others", [[_GOES_ON], [fails(503, "resume_refused"), _GOES_ON], []]
+)
 async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others):
     """However many were lost before; where there is no other server, at its own."""
     first = _in_turn(_moves(0, 2), *others, _GOES_ON)
@@ -238,7 +274,9 @@ async def test_a_stream_that_is_handed_over_goes_on_elsewhere_with_its_kv(others
     async with Rig(decode=fakes, cluster_secret=_SECRET, max_resumes=1) as rig:
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
         assert len(rig.prefill[0].calls) == 1, "its KV is there"
-        calls = [call for fake in rig.decode for call in fake.calls if MEMBER in call.body]
+        calls = [
+            call for fake in rig.decode for call in fake.calls if MEMBER in call.body
+        ]
         assert len(calls) == max(1, len(others))
         for call in calls:
             told = call.body["kv_transfer_params"]
@@ -262,7 +300,10 @@ async def test_a_stream_comes_back_to_the_last_server_of_its_model_though_that_h
         await _GOES_ON(call)
 
     told = [{"kv_digest": "a.b.c", "model": name} for name in ("m", "other")]
-    fakes = [Fake(_in_turn(leaves, is_succeeded), told=told[0]), Fake(decodes, told=told[1])]
+    fakes = [
+        Fake(_in_turn(leaves, is_succeeded), told=told[0]),
+        Fake(decodes, told=told[1]),
+    ]
     async with Rig([], fakes, cluster_secret=_SECRET, fixed_series=False) as rig:
         own, other = rig.app.fleet.servers
         assert (await rig.complete(stream=True)).content == b"".join(_EVENTS)
@@ -280,10 +321,15 @@ async def test_so_does_an_answer_that_is_no_stream(is_refused):
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         answer = await rig.complete()
         assert (answer.status_code, answer.json()) == (200, {"text": "onetwo"})
-        calls = [call for fake in rig.decode for call in fake.calls if MEMBER in call.body]
+        calls = [
+            call for fake in rig.decode for call in fake.calls if MEMBER in call.body
+        ]
         assert len(calls) == 1 + is_refused
         for call in calls:
-            assert call.body["kv_transfer_params"] == {**_REFERENCE, "sender_releases": True}
+            assert call.body["kv_transfer_params"] == {
+                **_REFERENCE,
+                "sender_releases": True,
+            }
             assert call.body[MEMBER]["texts"] == [_ORIGIN, *_texts(0, 2)]
         assert len(rig.prefill[0].calls) == 1 + is_refused
         assert rig.metric("baton_proxy_resumes", reason="moved", outcome="resumed") == 1
@@ -296,7 +342,11 @@ async def test_an_answer_of_which_too_much_was_told_begins_anew(monkeypatch):
     both = _in_turn(_moves_whole(), decodes)
     async with Rig(decode=_of(both, both), cluster_secret=_SECRET) as rig:
         assert (await rig.complete()).json() == {"text": "onetwo"}
-        given = [call.body["kv_transfer_params"] for fake in rig.decode for call in fake.calls]
+        given = [
+            call.body["kv_transfer_params"]
+            for fake in rig.decode
+            for call in fake.calls
+        ]
         assert given == [LENT, LENT]
 
 
@@ -307,7 +357,9 @@ async def test_moves_cost_no_resume_and_have_a_limit(num, reason):
         start, num = len(call.body.get(MEMBER, {"texts": [None]})["texts"]) - 1, num - 1
         await (_moves(start, start + (start == 0)) if num >= 0 else _DROPS_LATER)(call)
 
-    async with Rig(decode=_of(moves, moves), cluster_secret=_SECRET, max_resumes=1) as rig:
+    async with Rig(
+        decode=_of(moves, moves), cluster_secret=_SECRET, max_resumes=1
+    ) as rig:
         answer = await rig.complete(stream=True)
         assert answer.content.count(b"event: error") == 1
         assert rig.metric("baton_proxy_resumes", reason=reason, outcome="spent") == 1
@@ -330,7 +382,12 @@ _REFUSES = fails(503, "resume_refused")
         (_DROPS, _REFUSES, "failed", b"decode_server_lost"),
         (_DROPS, decodes, "failed", b"decode_server_lost"),  # not the rest of it
         (_DROPS, fails(400, "resume_rejected"), "failed", b"decode_server_lost"),
-        (_sends(_framed(0, 2) + resume.frame(DIED, _ERROR)), _REFUSES, "failed", _ERROR),
+        (
+            _sends(_framed(0, 2) + resume.frame(DIED, _ERROR)),
+            _REFUSES,
+            "failed",
+            _ERROR,
+        ),
         (_DROPS, _GOES_ON, "unkept", b"decode_server_lost"),
     ],
 )
@@ -358,5 +415,7 @@ async def test_what_cannot_go_on_has_one_error(first, then, outcome, told, monke
         for name in ("resumed", "failed", "unkept"):
             for reason in ("lost", "died"):
                 num = rig.metric("baton_proxy_resumes", reason=reason, outcome=name)
-                assert num == (name == outcome and (reason == "died") == (told == _ERROR))
+                assert num == (
+                    name == outcome and (reason == "died") == (told == _ERROR)
+                )
         assert rig.in_flight() == 0

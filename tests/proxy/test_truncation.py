@@ -14,7 +14,9 @@ AUTO = {"input": "a", "truncation": "auto"}
 
 
 def limited(path: str, body: dict[str, Any], context: int | None = 1000) -> Any:
-    found = with_prompt_limit(parse_body(json.dumps(body).encode()), path, lambda: context)
+    found = with_prompt_limit(
+        parse_body(json.dumps(body).encode()), path, lambda: context
+    )
     told = {name: json.loads(bytes(value)) for name, value in found.items()}
     assert {**told, LIMIT: None} == {**body, LIMIT: None}
     return told.get(LIMIT)
@@ -65,7 +67,9 @@ async def test_both_legs_have_the_same_limit(path, body, contexts, limit):
     """By the shortest context, as any of the servers may be the one that decodes."""
     decode = [Fake(decodes, max_model_len=context) for context in contexts]
     async with Rig([Fake(prefills, max_model_len=800)], decode) as rig:
-        assert (await rig.client.post(path, json={"model": "m", **body})).status_code == 200
+        assert (
+            await rig.client.post(path, json={"model": "m", **body})
+        ).status_code == 200
         (prefill,) = rig.prefill[0].calls
         (call,) = [call for fake in rig.decode for call in fake.calls]
         assert prefill.body[LIMIT] == call.body[LIMIT] == limit

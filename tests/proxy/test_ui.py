@@ -8,9 +8,24 @@ import httpx
 import pytest
 
 from proxy.ui import site, state
-from tests.proxy.fakes import Call, Fake, Rig, answers, decodes, drops, hangs, prefills, until
+from tests.proxy.fakes import (
+    Call,
+    Fake,
+    Rig,
+    answers,
+    decodes,
+    drops,
+    hangs,
+    prefills,
+    until,
+)
 
-GEOMETRY = {"model": "m", "tp": 2, "side_channel_host": "10.1.2.3", "side_channel_port": 9}
+GEOMETRY = {
+    "model": "m",
+    "tp": 2,
+    "side_channel_host": "10.1.2.3",
+    "side_channel_port": 9,
+}
 
 
 def served(number: int, request_id: str, **times: float) -> dict[str, Any]:
@@ -29,12 +44,19 @@ class Tells:
         self.served: list[dict[str, Any]] = []
 
     async def __call__(self, call: Call) -> None:
-        told = {"server": self.server, "values": self.values, "served": self.served, "next": 7}
+        told = {
+            "server": self.server,
+            "values": self.values,
+            "served": self.served,
+            "next": 7,
+        }
         await call.answer(200, told)
 
 
 async def look(rig: Rig, since: int = 0, epoch: str = "") -> dict[str, Any]:
-    response = await rig.client.get(site.STATE_PATH, params={"since": since, "epoch": epoch})
+    response = await rig.client.get(
+        site.STATE_PATH, params={"since": since, "epoch": epoch}
+    )
     assert response.status_code == 200, response.text
     found = response.json()
     assert isinstance(found, dict)
@@ -59,15 +81,23 @@ async def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_d
             got = await rig.client.get(path)
             assert got.status_code == 200
             csp = got.headers["content-security-policy"]
-            assert "default-src 'none'" in csp and "unsafe" not in csp and "http" not in csp
+            assert (
+                "default-src 'none'" in csp
+                and "unsafe" not in csp
+                and "http" not in csp
+            )
             assert got.headers["x-content-type-options"] == "nosniff"
             head = await rig.client.head(path)
             assert (head.status_code, head.content) == (200, b"")
         page = (await rig.client.get("/")).text
         assert not re.search(r"<script>|<style|\son\w+=|\sstyle=|//", page)
         texts = [(await rig.client.get(path)).text for path in site.OPEN_PATHS]
-        linked = {one for text in texts for one in re.findall(r'"(?:/ui|[.])/([\w.]+)"', text)}
-        assert len(linked) > 10 and {f"/ui/{name}" for name in linked} <= site.OPEN_PATHS
+        linked = {
+            one for text in texts for one in re.findall(r'"(?:/ui|[.])/([\w.]+)"', text)
+        }
+        assert (
+            len(linked) > 10 and {f"/ui/{name}" for name in linked} <= site.OPEN_PATHS
+        )
         assert rig.decode[0].looks == [], "the files alone cost servers nothing"
 
 
@@ -83,18 +113,27 @@ async def test_a_request_is_shown_with_its_legs_and_what_the_servers_say_of_it()
         tells = rig.decode[0].on_stats = Tells(baton_requests_running=1.0)
         mine = "é".encode().decode("latin-1")
         await rig.complete(headers={"x-request-id": b"\xe9"}, prompt="SECRET")
-        tells.served = [served(6, mine, admitted=0.1, end=0.4), served(5, "another proxy's")]
+        tells.served = [
+            served(6, mine, admitted=0.1, end=0.4),
+            served(5, "another proxy's"),
+        ]
         found = await looks_until(rig, lambda found: found["requests"][0]["served"])
         (request,) = found["requests"]
         assert [name for name, _ in request["legs"]] == ["prefill-0", "decode-0"]
-        assert (request["id"], request["status"], request["alone"]) == (mine, "200", None)
+        assert (request["id"], request["status"], request["alone"]) == (
+            mine,
+            "200",
+            None,
+        )
         assert request["served"]["decode-0"]["times"] == {"admitted": 0.1, "end": 0.4}
         assert found["points"][-1]["pd"] == 1
         told = dict(zip(found["columns"], found["points"][-1]["decode"], strict=True))
         assert told == {"baton_requests_running": 1.0}
         decode = found["servers"]["decode-0"]
         assert (decode["tp"], decode["state"], decode["reason"]) == (2, "ready", "")
-        assert "404" in found["servers"]["prefill-0"]["reason"], "of a server that has no numbers"
+        assert "404" in found["servers"]["prefill-0"]["reason"], (
+            "of a server that has no numbers"
+        )
         await looks_until(rig, lambda _: "since=7" in rig.decode[0].looks[-1].query)
         hidden = ("SECRET", rig.decode[0].url, "10.1.2.3")
         assert not [text for text in hidden if text in str(found)]
@@ -105,7 +144,11 @@ async def test_a_page_gets_what_is_new_to_it_and_all_of_another_proxys():
         await rig.complete()
         first = await look(rig)
         again = await look(rig, first["number"], first["epoch"])
-        assert again["requests"] == [] and again["servers"] == {} and again["columns"] is None
+        assert (
+            again["requests"] == []
+            and again["servers"] == {}
+            and again["columns"] is None
+        )
         await rig.complete()
         (new,) = (await look(rig, first["number"], first["epoch"]))["requests"]
         assert new["number"] == 2
@@ -118,7 +161,9 @@ async def test_a_running_request_is_shown_until_it_ends_and_a_broken_one_is_call
     async with Rig(decode=[Fake(hangs)]) as rig:
         task = asyncio.create_task(rig.complete())
         await until(lambda: bool(rig.decode[0].calls))
-        found = await looks_until(rig, lambda found: len(found["requests"][0]["legs"]) == 2)
+        found = await looks_until(
+            rig, lambda found: len(found["requests"][0]["legs"]) == 2
+        )
         assert found["running"] == [1] and found["requests"][0]["status"] is None
         assert found["servers"]["decode-0"]["in_flight"] == 1
         task.cancel()
@@ -136,7 +181,9 @@ async def test_a_server_that_takes_either_leg_is_shown_twice_and_counted_once():
     both.on_stats = Tells(baton_requests_running=3.0)
     async with Rig([both], [], fixed_series=False) as rig:
         found = await looks_until(rig, lambda found: "decode-0" in found["names"])
-        found = await looks_until(rig, lambda found: found["servers"]["decode-0"]["values"])
+        found = await looks_until(
+            rig, lambda found: found["servers"]["decode-0"]["values"]
+        )
         last = found["points"][-1]
         assert (len(found["names"]), last["prefill"], last["decode"]) == (2, [0], [3.0])
 
@@ -159,8 +206,12 @@ async def test_rings_are_bounded(monkeypatch):
             task.cancel()
 
 
-@pytest.mark.parametrize("on_stats", [drops, hangs, answers(200, {"values": 1}), answers(503, {})])
-async def test_a_server_without_numbers_keeps_no_page_from_the_others(on_stats, monkeypatch):
+@pytest.mark.parametrize(
+    "on_stats", [drops, hangs, answers(200, {"values": 1}), answers(503, {})]
+)
+async def test_a_server_without_numbers_keeps_no_page_from_the_others(
+    on_stats, monkeypatch
+):
     monkeypatch.setattr(state, "ASK_TIMEOUT_S", 0.05)
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
         rig.decode[0].on_stats, rig.decode[1].on_stats = on_stats, Tells(x=1.0)
@@ -179,7 +230,9 @@ async def test_servers_are_asked_only_while_a_page_asks(monkeypatch):
         for _ in range(2):
             await look(rig)
             rounds.append(0)
-            while len(fake.looks) > rounds[-1]:  # until none comes for some health checks
+            while (
+                len(fake.looks) > rounds[-1]
+            ):  # until none comes for some health checks
                 rounds[-1], polls = len(fake.looks), fake.polls
                 await until(lambda polls=polls: fake.polls > polls + 10)
         assert 0 < rounds[0] < rounds[1]

@@ -8,12 +8,26 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.fakes import Call, Fake, Rig, Waits, answers, decodes, prefills, streams
+from tests.proxy.fakes import (
+    Call,
+    Fake,
+    Rig,
+    Waits,
+    answers,
+    decodes,
+    prefills,
+    streams,
+)
 from tests.proxy.test_ui import Tells, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-playwright = pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="needs the extra `browser`"
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
 STATUS = "Failed to load resource: the server responded"  # which the page shows itself
 WICKED = '<img src=x onerror="document.title=1">'
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
@@ -24,7 +38,9 @@ async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
     """A page of the rig's proxy. It may complain of nothing at the console."""
     complaints: list[str] = []
     async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         page = await (await browser.new_context(**options)).new_page()
         page.on("console", lambda told: complaints.append(told.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -40,7 +56,12 @@ async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
     fakes = [[Fake(behave) for _ in range(25)] for behave in (prefills, decodes)]
     for fake in (*fakes[0], *fakes[1]):
         fake.on_stats = tells = Tells(**{"baton_kv_blocks{state=free}": 9.0})
-        tells.server = {"model": WICKED, "version": WICKED, "kv_layout": WICKED, "block_size": 16}
+        tells.server = {
+            "model": WICKED,
+            "version": WICKED,
+            "kv_layout": WICKED,
+            "block_size": 16,
+        }
     async with Rig(*fakes) as rig:
         await fakes[1][-1].stop()
         for _ in range(4):
@@ -50,14 +71,18 @@ async def test_fifty_servers_fit_and_what_they_and_clients_say_is_text(options):
             await page.wait_for_selector(".request:nth-child(4)")
             assert await page.inner_text("#status") == "degraded: 49 of 50 servers"
             await page.locator(".request summary").first.press("Enter")
-            assert WICKED in await page.inner_text(".request .detail p")  # once it is shown
+            assert WICKED in await page.inner_text(
+                ".request .detail p"
+            )  # once it is shown
             assert WICKED in await page.inner_text("#models")
             assert await page.locator("main img").count() == 0
             widths = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
             wide, screen = await page.evaluate(widths)
             assert wide <= screen, "nothing lies beside the screen"
             await page.fill("#servers-filter", "decode-24 ready")
-            await page.wait_for_selector("#servers-table tr:not([hidden]) >> text=decode-24")
+            await page.wait_for_selector(
+                "#servers-table tr:not([hidden]) >> text=decode-24"
+            )
             assert await page.inner_text("#servers-told") == "1 of 50"
 
 
@@ -67,14 +92,23 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
     async def says(call: Call) -> None:
         heard.append(call)
         tells.served = [
-            served(1, call.headers["x-request-id"], admitted=0.0, read=0.1, pulled=0.2, end=0.3)
+            served(
+                1,
+                call.headers["x-request-id"],
+                admitted=0.0,
+                read=0.1,
+                pulled=0.2,
+                end=0.3,
+            )
         ]
         await asyncio.sleep(0.3)
         thought, *said = [f'content": "{w} "}}}}]}}\n\n' for w in "abc"]
         deltas = ["reasoning_" + thought, *said]
         events = ['data: {"choices": [{"delta": {"' + delta for delta in deltas]
         last = 'data: {"choices": [], "baton_kv": {"transferred": 7, "skipped": 1}}\n\n'
-        await streams(*(event.encode() for event in (*events, last, "data: [DONE]\n\n")))(call)
+        await streams(
+            *(event.encode() for event in (*events, last, "data: [DONE]\n\n"))
+        )(call)
 
     async with Rig(decode=[Fake(says)]) as rig:
         tells = rig.decode[0].on_stats = Tells()
@@ -86,8 +120,12 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             await page.keyboard.press("Enter")
             await page.wait_for_selector(".told >> text=7 / 0 / 1")
             assert await page.inner_text(".answer .message") == "a b c "
-            await page.wait_for_selector('.answer .timeline[aria-label*="decode-0 fence"]')
-            await page.wait_for_selector("#requests-list .timeline[aria-label*=transfer]")
+            await page.wait_for_selector(
+                '.answer .timeline[aria-label*="decode-0 fence"]'
+            )
+            await page.wait_for_selector(
+                "#requests-list .timeline[aria-label*=transfer]"
+            )
             rig.decode[0].behave = answers(400, {"error": {"message": f"no: {WICKED}"}})
             await page.fill("#chat-input", "Again")
             await page.click("#chat-send")
@@ -110,7 +148,9 @@ async def test_a_chat_streams_and_shows_where_its_time_and_its_kv_came_from():
             await page.click("#chat-send")
             await page.wait_for_selector(".answer:nth-child(4) .message >> text=a b c")
         sent = heard[0].body
-        hello, more = ([{"role": "user", "content": text}] for text in ("Hello", "More"))
+        hello, more = (
+            [{"role": "user", "content": text}] for text in ("Hello", "More")
+        )
         assert sent["messages"] == heard[1].body["messages"] == hello
         assert heard[2].body["messages"] == [
             *hello,
@@ -124,7 +164,10 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab():
     async with Rig(api_key=("client's",), admin_key=("operator's",)) as rig:
         async with opened(rig) as page:
             await page.wait_for_selector("#key-dialog[open]")
-            for key, told in (("no key", "API key is unknown"), ("client's", "admin keys")):
+            for key, told in (
+                ("no key", "API key is unknown"),
+                ("client's", "admin keys"),
+            ):
                 await page.fill("#key-input", key)
                 await page.keyboard.press("Enter")
                 await page.wait_for_selector(f"#banner >> text={told}")

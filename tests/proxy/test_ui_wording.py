@@ -13,7 +13,10 @@ from tests.proxy.fakes import Fake, Rig, Waits, decodes, until
 pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
 from tests.proxy.test_ui_browser import CHROMIUM, opened
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
 NEGATIVE = re.compile(r"[-−]\d[\d.]* (?:µs|ms|s)\b")  # noqa: RUF001
 
 
@@ -48,7 +51,9 @@ async def test_times_of_servers_that_do_not_fit_are_cut():
     row = """{at: 100, first_s: null, end_s: null, legs: [["prefill-0", 0.1]],
               served: {"prefill-0": {times: {admitted: -0.2, drawn: 9, end: 9}, generated: 1}}}"""
     async with Rig() as rig, opened(rig) as page:
-        found = await call(page, "requests.js", f"return m.segments({row}, m.elapsed({row}, 99))")
+        found = await call(
+            page, "requests.js", f"return m.segments({row}, m.elapsed({row}, 99))"
+        )
         assert all(0 <= part["from"] < part["to"] for part in found)
         assert await call(page, "requests.js", f"return m.elapsed({row}, 99)") == 0.1
 
@@ -67,7 +72,9 @@ async def test_time_in_which_no_page_was_open_takes_no_room_in_charts():
             await page.wait_for_selector("#charts-note:not([hidden])")
             await page.locator(".plot").first.press("Home")
             label = await page.locator(".plot").first.get_attribute("aria-label")
-            assert label is not None and f"at {old}" in label, "the time shown is the real one"
+            assert label is not None and f"at {old}" in label, (
+                "the time shown is the real one"
+            )
             given = "[{at: 1}, {at: 2}, {at: 3}, {at: 3603, isGap: true}, {at: 3604}]"
             places = await call(page, "charts.js", f"return m.positions({given}, 1)")
             assert places == [3598, 3599, 3600, 3603, 3604]
@@ -77,7 +84,9 @@ async def test_without_keys_the_page_mentions_none():
     async with Rig() as rig, opened(rig) as page:
         await page.wait_for_selector("#servers-table tbody tr:nth-child(2)")
         assert await page.locator("#key-button").is_hidden()
-        code = await page.inner_text("#code-curl") + await page.inner_text("#code-python")
+        code = await page.inner_text("#code-curl") + await page.inner_text(
+            "#code-python"
+        )
         assert "KEY" not in code and "pip install openai" in code
 
 
@@ -89,7 +98,9 @@ async def test_with_keys_the_page_offers_to_take_one_and_commands_send_it(key):
             await page.keyboard.press("Enter")
             await page.wait_for_selector("#key-button:not([hidden])")
             await page.wait_for_selector("#code-curl >> text=Bearer $BATON_API_KEY")
-            assert 'os.environ["BATON_API_KEY"]' in await page.inner_text("#code-python")
+            assert 'os.environ["BATON_API_KEY"]' in await page.inner_text(
+                "#code-python"
+            )
 
 
 async def test_keys_of_servers_that_clients_have_to_send_count_too():

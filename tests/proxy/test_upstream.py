@@ -39,11 +39,17 @@ async def ask(client: HttpUpstream, script: Script) -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", 1),
         (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"ok", 1),
         (OK.replace(b"X-A: 1", b"connection: close"), b"ok", 2),
-        (OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),  # answers no other request
+        (
+            OK + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"),
+            b"ok",
+            2,
+        ),  # answers no other request
         (CHUNKED + OK.replace(b"\r\n\r\nok", b"\r\n\r\nno"), b"ok", 2),
     ],
 )
-async def test_a_body_is_read_and_its_connection_used_if_it_may(answer, body, num_connections):
+async def test_a_body_is_read_and_its_connection_used_if_it_may(
+    answer, body, num_connections
+):
     script = Script(answer, answer)
     async with serving(script) as client:
         for _ in range(2):
@@ -53,7 +59,9 @@ async def test_a_body_is_read_and_its_connection_used_if_it_may(answer, body, nu
         assert script.requests[0].lower().endswith(b"content-length: 2\r\n\r\n{}")
 
 
-@pytest.mark.parametrize("rest", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"x"])
+@pytest.mark.parametrize(
+    "rest", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"x"]
+)
 async def test_half_a_head_after_an_answer_is_none(rest):
     script = Script(OK + rest, OK)
     async with serving(script) as client:
@@ -72,7 +80,9 @@ async def test_a_server_may_die_at_any_byte_of_its_answer(answer, resets):
         await writer.drain()
         if resets:
             link = writer.get_extra_info("socket")
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             writer.transport.abort()
 
     for position in range(len(answer)):
@@ -82,12 +92,16 @@ async def test_a_server_may_die_at_any_byte_of_its_answer(answer, resets):
             with pytest.raises(Lost) as raised:
                 await ask(client, script)
             assert "headers" not in str(raised.value)  # those that have come
-            assert "400" not in str(raised.value)  # which is no status that anybody sent
+            assert "400" not in str(
+                raised.value
+            )  # which is no status that anybody sent
             assert len(script.requests) == 2
             assert await ask(client, script) == b"ok"
 
 
-@pytest.mark.parametrize("sent", [b"garbage\r\n\r\n", b"\x00" * 100, b"HTTP/1.1 200 OK\r\nx: "])
+@pytest.mark.parametrize(
+    "sent", [b"garbage\r\n\r\n", b"\x00" * 100, b"HTTP/1.1 200 OK\r\nx: "]
+)
 async def test_what_is_no_head_is_lost_and_not_quoted(sent):
     """It may be of another client's answer."""
 
@@ -96,7 +110,9 @@ async def test_what_is_no_head_is_lost_and_not_quoted(sent):
 
     script = Script(answer)
     async with serving(script) as client:
-        with pytest.raises(Lost, match="8190 bytes" if sent[:1] == b"H" else None) as raised:
+        with pytest.raises(
+            Lost, match="8190 bytes" if sent[:1] == b"H" else None
+        ) as raised:
             await ask(client, script)
         assert not re.search("garbage|x00|aaa", str(raised.value))
 
@@ -125,12 +141,16 @@ async def test_what_a_server_says_of_itself_is_no_answer_to_the_next_request(tol
 
     script = Script(babbles, OK)
     async with serving(script) as client:
-        first = await client.send(script.url, "POST", "/", headers=[(b"x-request-id", b"1")])
+        first = await client.send(
+            script.url, "POST", "/", headers=[(b"x-request-id", b"1")]
+        )
         assert await first.read() == b"ok"
         babbled.set()
         await asyncio.sleep(0.05)
         with pytest.raises(Lost):
-            await client.send(script.url, "POST", "/", headers=[(b"x-request-id", b"3")])
+            await client.send(
+                script.url, "POST", "/", headers=[(b"x-request-id", b"3")]
+            )
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"x" * 60_000, b"x" * 100_000])
@@ -160,11 +180,15 @@ async def test_a_connection_that_ended_unseen_is_not_used_again(body):
 
 
 @pytest.mark.parametrize("idle_s", [1.0, 0.1])
-async def test_concurrent_requests_have_connections_of_their_own_for_a_while(idle_s, monkeypatch):
+async def test_concurrent_requests_have_connections_of_their_own_for_a_while(
+    idle_s, monkeypatch
+):
     monkeypatch.setattr(upstream, "IDLE_S", idle_s)
     script = Script(*[OK] * 40)
     async with serving(script) as client:
-        responses = await asyncio.gather(*(client.send(script.url, "GET", "/") for _ in range(20)))
+        responses = await asyncio.gather(
+            *(client.send(script.url, "GET", "/") for _ in range(20))
+        )
         assert script.num_connections == 20
         for response in responses:
             await response.read()
@@ -179,7 +203,10 @@ async def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     client = HttpUpstream(connect_timeout_s=5.0, read_timeout_s=5.0)
-    for server in (url, url.replace("127.0.0.1", "localhost")):  # several addresses, often
+    for server in (
+        url,
+        url.replace("127.0.0.1", "localhost"),
+    ):  # several addresses, often
         with pytest.raises(Unreachable, match=f"Errno {errno.ECONNREFUSED}"):
             await client.send(server, "GET", "/")
     with pytest.raises(Unreachable):
@@ -239,7 +266,9 @@ async def test_a_malformed_chunk_ends_the_body_at_once():
     read = asyncio.Event()
 
     async def answer(reader: Reader, writer: Writer) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n"
+        )
         await read.wait()
         writer.write(b"ZZ\r\n")
         await reader.read()  # until the client hangs up
@@ -262,7 +291,9 @@ async def test_what_came_before_a_body_broke_off_is_read():
     script = Script(answer)
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
-        while response._response.content.exception() is None:  # a slow client held up the relay
+        while (
+            response._response.content.exception() is None
+        ):  # a slow client held up the relay
             await asyncio.sleep(0)
         assert await response.next_chunk() == b"all of it"
         with pytest.raises(Lost):
@@ -271,15 +302,21 @@ async def test_what_came_before_a_body_broke_off_is_read():
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb%20c?x=%41&y", "/a//b/../c;d='e'"])
-async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_no_more(path):
+async def test_a_request_carries_its_path_and_the_given_headers_as_they_are_and_no_more(
+    path,
+):
     script = Script(OK.replace(b"X-A: 1", b"set-cookie: a=b"), OK)
     async with serving(script) as client:
         with pytest.raises(InvalidRequest):
-            await client.send(script.url, "GET", "/", headers=[(b"x-request-id", b"a\nb: c")])
+            await client.send(
+                script.url, "GET", "/", headers=[(b"x-request-id", b"a\nb: c")]
+            )
         assert script.requests == []
         for _ in range(2):
             headers = [(b"x-a", "é".encode())]
-            response = await client.send(script.url, "POST", path, headers=headers, body=b"{}")
+            response = await client.send(
+                script.url, "POST", path, headers=headers, body=b"{}"
+            )
             await response.read()
         first, *lines = script.requests[1].split(b"\r\n")
         assert first == b"POST %s HTTP/1.1" % path.encode()
@@ -321,7 +358,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_a_server_behind_tls_is_asked_if_trusted(certificate, monkeypatch, host, trusted):
+async def test_a_server_behind_tls_is_asked_if_trusted(
+    certificate, monkeypatch, host, trusted
+):
     async def breaks(_: Reader, writer: Writer) -> None:
         writer.write(OK[:-1])
         await writer.drain()
@@ -344,7 +383,9 @@ async def test_a_server_behind_tls_is_asked_if_trusted(certificate, monkeypatch,
                 await client.send(url, "GET", "/")
             return
         for _ in range(2):
-            assert await (await client.send(url, "POST", "/", body=b"{}")).read() == b"ok"
+            assert (
+                await (await client.send(url, "POST", "/", body=b"{}")).read() == b"ok"
+            )
         assert script.num_connections == 1
         response = await client.send(url, "GET", "/")
         with pytest.raises(Lost):

@@ -32,7 +32,12 @@ def fresh_prompt(length: int = 150) -> list[int]:
 
 def greedy(prompt: object, max_tokens: int, **members: Any) -> dict[str, Any]:
     """The body of a greedy completion, unless `members` say otherwise, past ends of sequence."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
     return body | {"ignore_eos": True, "return_token_ids": True} | members
 
 
@@ -57,7 +62,9 @@ class Answer:
     kv: dict[str, int]
 
 
-def complete(url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **members: Any) -> Answer:
+def complete(
+    url: str, prompt: Sequence[int] | str, max_tokens: int = 8, **members: Any
+) -> Answer:
     response = post(url, **greedy(prompt, max_tokens, **members))
     assert response.status_code == 200, response.text
     data = response.json()
@@ -78,7 +85,9 @@ def complete_all(
 ) -> list[Answer]:
     """All at once, one connection each."""
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda p: complete(url, p, max_tokens, **members), prompts))
+        return list(
+            pool.map(lambda p: complete(url, p, max_tokens, **members), prompts)
+        )
 
 
 def sse_events(text: str) -> list[tuple[str, str]]:
@@ -89,14 +98,18 @@ def sse_events(text: str) -> list[tuple[str, str]]:
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[str]:
     """The data of a stream's events, as they come."""
-    with http.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
+    with http.stream(
+        "POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S
+    ) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield line.removeprefix("data: ")
 
 
-def stream(url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any) -> list[Any]:
+def stream(
+    url: str, prompt: Sequence[int], max_tokens: int = 8, **members: Any
+) -> list[Any]:
     """The parsed events of a streamed completion; "[DONE]" stays text."""
     events = _events(url, greedy(prompt, max_tokens, stream=True, **members))
     return [event if event == "[DONE]" else json.loads(event) for event in events]
@@ -110,7 +123,9 @@ def streamed_token_ids(events: Sequence[Any]) -> list[int]:
 class Stream(threading.Thread):
     """A streamed completion that is read in a thread; `events` are its data lines."""
 
-    def __init__(self, url: str, prompt: list[int], max_tokens: int, **members: Any) -> None:
+    def __init__(
+        self, url: str, prompt: list[int], max_tokens: int, **members: Any
+    ) -> None:
         super().__init__(daemon=True)
         self.events: list[str] = []
         self.error: Exception | None = None
@@ -136,14 +151,19 @@ class Stream(threading.Thread):
     def assert_says(self, token_ids: list[int]) -> None:
         """The stream ends without an error, and these are its tokens."""
         self.join(60)
-        assert self.error is None and self.events[-1] == "[DONE]", (self.events, self.error)
+        assert self.error is None and self.events[-1] == "[DONE]", (
+            self.events,
+            self.error,
+        )
         assert self.token_ids() == token_ids
 
 
 class Load(threading.Thread):
     """A client that asks for one completion after another, until `done` is set."""
 
-    def __init__(self, url: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    def __init__(
+        self, url: str, prompts: list[list[int]], expected: list[list[int]]
+    ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.num_right = 0
@@ -173,5 +193,7 @@ class Load(threading.Thread):
 def prefill(url: str, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
     """Runs leg 1 by hand and returns the kv_transfer_params that a proxy would relay."""
     asked = {"kv_transfer_params": ASK, "return_token_ids": False, **members}
-    params: dict[str, Any] = answer_of(url, **greedy(prompt, 1, **asked))["kv_transfer_params"]
+    params: dict[str, Any] = answer_of(url, **greedy(prompt, 1, **asked))[
+        "kv_transfer_params"
+    ]
     return params

@@ -69,7 +69,11 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, labels included as written there."""
         text = http.get(f"{self.url}/metrics", timeout=10).text
-        samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        samples = (
+            line.rsplit(" ", 1)
+            for line in text.splitlines()
+            if not line.startswith("#")
+        )
         return {name: float(value) for name, value in samples}
 
 
@@ -82,7 +86,10 @@ def start(
     name = name or module
     variables = {"BATON_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1", **env}
     child = lifecycle.spawn(
-        [*by, sys.executable, "-m", module, *argv], name=name, env=variables, on_event=events.put
+        [*by, sys.executable, "-m", module, *argv],
+        name=name,
+        env=variables,
+        on_event=events.put,
     )
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
@@ -90,7 +97,9 @@ def start(
             event = events.get(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
             child.kill()
-            raise AssertionError(f"{name} was not ready within {START_TIMEOUT_S} s") from None
+            raise AssertionError(
+                f"{name} was not ready within {START_TIMEOUT_S} s"
+            ) from None
         if event.kind == "ready":
             return Server(name, child, int(event.value["port"]), event.value)
         if event.kind == "exited":
@@ -115,7 +124,9 @@ class Cluster:
 
     def wait_until_ready(self, name: str) -> None:
         """Until the proxy has found a server such as "decode-0"."""
-        wait_until(lambda: http.get(f"{self.url}/ready", timeout=10).json()["servers"][name])
+        wait_until(
+            lambda: http.get(f"{self.url}/ready", timeout=10).json()["servers"][name]
+        )
 
 
 ENGINE_ARGV = (
@@ -136,11 +147,15 @@ def start_decode(model: Path, *argv: str, **env: str) -> Server:
     return start("decode_server", "--model", str(model), *ENGINE_ARGV, *argv, **env)
 
 
-def start_proxy(prefill: Sequence[Server], decode: Sequence[Server], *argv: str) -> Server:
+def start_proxy(
+    prefill: Sequence[Server], decode: Sequence[Server], *argv: str
+) -> Server:
     urls = [a for s in prefill for a in ("--prefill", s.url)]
     urls += [a for s in decode for a in ("--decode", s.url)]
     proxy = start("proxy", "--port", "0", "--health-interval-s", "0.2", *urls, *argv)
-    wait_until(lambda: all_ready(proxy))  # its first look at them comes after it is up itself
+    wait_until(
+        lambda: all_ready(proxy)
+    )  # its first look at them comes after it is up itself
     return proxy
 
 

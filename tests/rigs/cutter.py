@@ -48,7 +48,9 @@ class Hold:
         return self.go.wait(HOLD_S)
 
 
-_Asked = list[Hold]  # of what a connection has asked for last; none: it is not to be held up
+_Asked = list[
+    Hold
+]  # of what a connection has asked for last; none: it is not to be held up
 
 
 class Cutter:
@@ -126,19 +128,27 @@ class Cutter:
             with self._lock:
                 self._open -= {near, far}
 
-    def _pass_requests(self, near: socket.socket, far: socket.socket, asked: _Asked) -> None:
+    def _pass_requests(
+        self, near: socket.socket, far: socket.socket, asked: _Asked
+    ) -> None:
         with _ending(near, far):
             while data := near.recv(1 << 16):
                 if data.startswith((b"GET ", b"POST ")):
                     name = _ID.search(data) if data.startswith(b"POST /v1/") else None
-                    asked[:] = [self._holds[name[1]]] if name and name[1] in self._holds else []
+                    asked[:] = (
+                        [self._holds[name[1]]]
+                        if name and name[1] in self._holds
+                        else []
+                    )
                     for hold in asked:
                         hold.asked.set()
                         hold.holds(AT_ANSWER)
                 self._passes.wait()
                 far.sendall(data)
 
-    def _pass_answers(self, far: socket.socket, near: socket.socket, asked: _Asked) -> None:
+    def _pass_answers(
+        self, far: socket.socket, near: socket.socket, asked: _Asked
+    ) -> None:
         num_tokens, held, is_lost = 0, b"", False
 
         def hold_up() -> None:

@@ -19,7 +19,13 @@ from tests.rigs.engines import SECRET, Engine, Group, RealEngine, _names
 from tests.rigs.memory_pair import take_a_round
 from tests.rigs.shadow import MemoryTransport, add
 
-_OF_BOTH = {"depth", "verify", "max_num_seqs", "max_num_batched_tokens", "max_model_len"}
+_OF_BOTH = {
+    "depth",
+    "verify",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+}
 
 
 class Pair(Group):
@@ -40,11 +46,17 @@ class Pair(Group):
         **options: Any,
     ) -> None:
         self._ports, self._make = ExitStack(), make
-        (port,) = self._ports.enter_context(kept_ports(1))  # P's, also after its restart
+        (port,) = self._ports.enter_context(
+            kept_ports(1)
+        )  # P's, also after its restart
         self.now_s = 1000.0  # P's clock, moved by hand
         both = {name: value for name, value in options.items() if name in _OF_BOTH}
-        of_p = {name[2:]: value for name, value in options.items() if name.startswith("p_")}
-        of_d = {name: value for name, value in options.items() if not name.startswith("p_")}
+        of_p = {
+            name[2:]: value for name, value in options.items() if name.startswith("p_")
+        }
+        of_d = {
+            name: value for name, value in options.items() if not name.startswith("p_")
+        }
         common = {"rng": rng or random.Random(0), **both}
         time = {"lease_s": lease_s, "lease_clock": lambda: self.now_s, "port": port}
         self._of_p = {**common, **of_p, **time}
@@ -115,7 +127,9 @@ class Pair(Group):
         asked = {name: value for name, value in members.items() if name in told}
         asked |= {"sampling": p_sampling} if p_sampling else {}
         remote = self.p.offer(transfer_id or names[0], prompt)
-        ours = add(names[0], prompt, 1, retain_kv=True, transfer_id=remote.transfer_id, **asked)
+        ours = add(
+            names[0], prompt, 1, retain_kv=True, transfer_id=remote.transfer_id, **asked
+        )
         theirs = add(names[1], prompt, max_tokens, remote=remote, **members)
         for side in order:
             if side == "p":
@@ -161,14 +175,18 @@ class RealPair(Pair):
     def prefill_and_decode(self, request: AddRequest) -> MemoryTransport:
         """What D sends with P's reference."""
         name = f"p{next(_names)}"
-        self.p.core.round([replace(request, request_id=name, max_tokens=1, retain_kv=True)])
+        self.p.core.round(
+            [replace(request, request_id=name, max_tokens=1, retain_kv=True)]
+        )
         self.until(lambda: len(self.p.out.terminals(name)) == request.num_choices)
         offered = self.p.out.terminals(name)[0].kv_transfer_params
         params = kv_params.parse(offered)
         params.verify(SECRET)
         digest = kv_params.sampling_digest(request.sampling, request.stop_token_ids)
         assert params.sampling_digest == digest
-        return self.decode_alone(replace(request, remote=kv_params.to_remote_prefill(params)))
+        return self.decode_alone(
+            replace(request, remote=kv_params.to_remote_prefill(params))
+        )
 
     def decode_alone(self, request: AddRequest) -> MemoryTransport:
         out = self.d.out = self.d.core.transport = MemoryTransport()
@@ -176,5 +194,7 @@ class RealPair(Pair):
         self.d.core.round([replace(request, request_id=name)])
         self.until(lambda: len(out.terminals(name)) == request.num_choices)
         assert all(end.error is None for end in out.terminals(name))
-        out.deltas = [replace(delta, request_id=request.request_id) for delta in out.deltas]
+        out.deltas = [
+            replace(delta, request_id=request.request_id) for delta in out.deltas
+        ]
         return out

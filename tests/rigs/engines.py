@@ -70,7 +70,11 @@ def make_config(**changes: Any) -> EngineConfig:
 def smallest(groups: KVGroups, step: int, size: int, max_len: int) -> int:
     """The fewest blocks with which an engine takes sequences of so many tokens."""
     config = make_config(max_num_batched_tokens=step, block_size=size)
-    return next(n for n in itertools.count(1) if longest_in(config, groups, n, max_len) >= max_len)
+    return next(
+        n
+        for n in itertools.count(1)
+        if longest_in(config, groups, n, max_len) >= max_len
+    )
 
 
 class PoolExecutor(ShadowExecutor):
@@ -97,10 +101,20 @@ class PoolExecutor(ShadowExecutor):
         table = step.block_tables[row].astype(np.int64)
         for pool, stripe in self._ranks:
             own = at[at // stripe.block_size % stripe.size == stripe.rank]
-            blocks, offsets = table[own // stripe.tokens_per_block], own % stripe.block_size
+            blocks, offsets = (
+                table[own // stripe.tokens_per_block],
+                own % stripe.block_size,
+            )
             rows = torch.from_numpy(blocks), torch.from_numpy(offsets)
-            values = pool.canonical.permute(0, 4, 1, 2, 3, 5)[rows].flatten(1).float().numpy()
-            assert (values == values[:, :1]).all(), "parts of a slot belong to different tokens"
+            values = (
+                pool.canonical.permute(0, 4, 1, 2, 3, 5)[rows]
+                .flatten(1)
+                .float()
+                .numpy()
+            )
+            assert (values == values[:, :1]).all(), (
+                "parts of a slot belong to different tokens"
+            )
             tokens[own] = values[:, 0].astype(np.int64) - 1
         return tokens.tolist()
 
@@ -134,7 +148,9 @@ class Movers:
         return sum(agent.active for agent in self.agents)
 
     def stall(self) -> None:
-        for agent in self.rng.sample(self.agents, self.rng.randint(1, len(self.agents))):
+        for agent in self.rng.sample(
+            self.agents, self.rng.randint(1, len(self.agents))
+        ):
             agent.stall()
         for placer in self.placers:
             placer.stalled = True
@@ -190,7 +206,9 @@ class Engine:
         **limits: Any,
     ) -> None:
         stripes = [Stripe(rank, dcp, block_size) for rank in range(dcp)]
-        self.pools = [self.make_pool(num_blocks, order, block_size, compat) for _ in stripes]
+        self.pools = [
+            self.make_pool(num_blocks, order, block_size, compat) for _ in stripes
+        ]
         self.clock, agents = Clock(), [MemoryAgent() for _ in stripes]
         self.movers = Movers(agents, [], rng or random.Random(0))
         self.config = config = make_config(
@@ -233,9 +251,13 @@ class Engine:
             role=Connector(Lender(config, self.leases), borrower), executor=self.executor, **limits,
         )  # fmt: skip
 
-    def make_pool(self, num_blocks: int, order: str, size: int, compat: CompatRecord) -> KVPool:
+    def make_pool(
+        self, num_blocks: int, order: str, size: int, compat: CompatRecord
+    ) -> KVPool:
         sizes = compat.total_kv_heads, compat.num_layers, compat.num_components
-        return KVPool(KVLayout(order, num_blocks, *sizes, size, compat.head_dim, compat.kv_dtype))
+        return KVPool(
+            KVLayout(order, num_blocks, *sizes, size, compat.head_dim, compat.kv_dtype)
+        )
 
     def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
         return PoolExecutor(self.pools, stripes, depth)
@@ -243,18 +265,30 @@ class Engine:
     def hint(self, num_tokens: int, **changes: Any) -> KVHint:
         """That this engine may have so many tokens of a prompt."""
         host, port = self.leases.address
-        mine = {"engine_id": self.config.engine_id, "incarnation": self.config.incarnation}
-        return KVHint(**{"host": host, "port": port, "num_tokens": num_tokens, **mine, **changes})
+        mine = {
+            "engine_id": self.config.engine_id,
+            "incarnation": self.config.incarnation,
+        }
+        return KVHint(
+            **{"host": host, "port": port, "num_tokens": num_tokens, **mine, **changes}
+        )
 
     def offer(self, transfer_id: str, prompt: Sequence[int]) -> RemotePrefill:
         """That this engine computes the prompt now."""
         host, port = self.leases.address
-        mine = {"engine_id": self.config.engine_id, "incarnation": self.config.incarnation}
-        return Offer(transfer_id=transfer_id, host=host, port=port, **mine).to_remote(0, prompt)
+        mine = {
+            "engine_id": self.config.engine_id,
+            "incarnation": self.config.incarnation,
+        }
+        return Offer(transfer_id=transfer_id, host=host, port=port, **mine).to_remote(
+            0, prompt
+        )
 
     def reference(self, name: str) -> RemotePrefill:
         """To what is lent of a request that has ended."""
-        (told,) = filter(None, (end.kv_transfer_params for end in self.out.terminals(name)))
+        (told,) = filter(
+            None, (end.kv_transfer_params for end in self.out.terminals(name))
+        )
         return kv_params.to_remote_prefill(kv_params.parse(told))
 
     def kv(self, name: str) -> tuple[int, int, int]:
@@ -269,7 +303,9 @@ class Engine:
     def is_home(self) -> bool:
         """Whether every block is."""
         counts = self.core.scheduler.allocator.counts()
-        return counts[0] + counts[2] == self.core.scheduler.allocator.capacity  # FREE, CACHED
+        return (
+            counts[0] + counts[2] == self.core.scheduler.allocator.capacity
+        )  # FREE, CACHED
 
     def end(self) -> None:
         """Its threads end, as if it had been killed."""
@@ -283,11 +319,17 @@ class WindowedEngine(Engine):
 
     def __init__(self, groups: KVGroups, **options: Any) -> None:
         self.groups = groups
-        about = replace(COMPAT, num_layers=2 * groups.count, kv_windows=groups.to_wire())
+        about = replace(
+            COMPAT, num_layers=2 * groups.count, kv_windows=groups.to_wire()
+        )
         super().__init__(compat=about, groups=groups, **{"num_blocks": 400, **options})
 
-    def make_pool(self, num_blocks: int, order: str, size: int, compat: CompatRecord) -> KVPool:
-        layout = KVLayout(order, num_blocks, 2, 2, 2, size, compat.head_dim, compat.kv_dtype)
+    def make_pool(
+        self, num_blocks: int, order: str, size: int, compat: CompatRecord
+    ) -> KVPool:
+        layout = KVLayout(
+            order, num_blocks, 2, 2, 2, size, compat.head_dim, compat.kv_dtype
+        )
         return KVPool(layout, groups=self.groups)
 
     def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
@@ -309,17 +351,29 @@ class RealEngine(Engine):
             num_components=self._model.kv_components, head_dim=self._model.kv_dim,
             rope=self._model.rope_canonical, kv_windows=self.groups.to_wire(),
         )  # fmt: skip
-        limits = {"groups": self.groups, "max_model_len": 400, "max_num_batched_tokens": 150}
-        super().__init__(compat=about, num_blocks=120 * self.groups.count, **limits, **options)
+        limits = {
+            "groups": self.groups,
+            "max_model_len": 400,
+            "max_num_batched_tokens": 150,
+        }
+        super().__init__(
+            compat=about, num_blocks=120 * self.groups.count, **limits, **options
+        )
 
-    def make_pool(self, num_blocks: int, order: str, size: int, compat: CompatRecord) -> KVPool:
+    def make_pool(
+        self, num_blocks: int, order: str, size: int, compat: CompatRecord
+    ) -> KVPool:
         sizes = compat.total_kv_heads, max(map(len, self._dealt)), compat.num_components
-        layout = KVLayout(order, num_blocks, *sizes, size, compat.head_dim, compat.kv_dtype)
+        layout = KVLayout(
+            order, num_blocks, *sizes, size, compat.head_dim, compat.kv_dtype
+        )
         return KVPool(layout, groups=self.groups)
 
     def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
         (pool,) = self.pools
-        config = make_config(model_dir=str(self._folder), block_size=pool.layout.block_size)
+        config = make_config(
+            model_dir=str(self._folder), block_size=pool.layout.block_size
+        )
         runner = ModelRunner(config, self._model, Parallel())
         runner.memory = make_memory(config, self._model, runner.model, pool)
         return SimpleNamespace(depth=0, launch=runner.launch)

@@ -20,7 +20,13 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
     key_of,
 )
-from protocol.errors import BatonError, LeaseGone, PeerUnreachable, PullTimeout, TransferFailed
+from protocol.errors import (
+    BatonError,
+    LeaseGone,
+    PeerUnreachable,
+    PullTimeout,
+    TransferFailed,
+)
 from protocol.messages import RemotePrefill
 
 GARBAGE = 10_000  # no token
@@ -177,7 +183,9 @@ class FakeCoordinator:
         if pull.left:
             return
         if self._rng.random() < 0.1:
-            self._end(pull_id, PullFailed(pull_id, LeaseGone("so says the fence"), True))
+            self._end(
+                pull_id, PullFailed(pull_id, LeaseGone("so says the fence"), True)
+            )
         else:
             self._end(pull_id, PullDone(pull_id, 1, 1, 0.0, "direct"))
 
@@ -205,7 +213,9 @@ class FakeCoordinator:
                 stuck = PullStuck(pull_id)
                 error = pull.error
                 is_ours = pull.is_cancelled or error is None
-                self._events.append(stuck if is_ours else PullFailed(pull_id, error, False))
+                self._events.append(
+                    stuck if is_ours else PullFailed(pull_id, error, False)
+                )
         elif pull.is_cancelled or pull.is_told or pull.error is None:
             self._end(pull_id, PullDrained(pull_id))
         else:

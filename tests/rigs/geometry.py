@@ -82,7 +82,9 @@ class Case:
 
     def pull(self, planner: Planner) -> Transfer:
         tables = self.d.blocks, np.repeat(self.p.blocks, self.p.dcp)
-        return planner.take((self.start, self.stop), *tables, lease_hash=self.lease_hash)
+        return planner.take(
+            (self.start, self.stop), *tables, lease_hash=self.lease_hash
+        )
 
     def plan(self, d_rank: int, costs: CostModel = COSTS, **options) -> TransferPlan:
         planner = self.planner(d_rank, **options)
@@ -111,7 +113,9 @@ def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
     """
     shape = (case.heads, case.layers, case.components, case.stop, case.head_dim)
     assert np.prod(shape) < 2**24
-    numbers = np.arange(np.prod(shape)).reshape(shape)[heads.start : heads.stop, :, :, tokens, :]
+    numbers = np.arange(np.prod(shape)).reshape(shape)[
+        heads.start : heads.stop, :, :, tokens, :
+    ]
     return numbers if case.p.dtype == case.d.dtype == "float32" else numbers % 2039
 
 
@@ -162,7 +166,9 @@ def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
     """The tokens behind the rank's last one that are in the same block as that on both sides."""
     mine = case.d.kept(d_rank, np.arange(case.stop))
     sizes = case.p.block_size, case.d.block_size
-    return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(1, n + 1)
+    return mine[-1:].repeat(n := min(-len(mine) % size for size in sizes)) + np.arange(
+        1, n + 1
+    )
 
 
 def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
@@ -176,7 +182,9 @@ def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
         shared = [h for h in d_heads if h in p_heads]
         if not shared:
             continue
-        theirs = element_map(case, case.p, rank, tokens)[[h - p_heads.start for h in shared]]
+        theirs = element_map(case, case.p, rank, tokens)[
+            [h - p_heads.start for h in shared]
+        ]
         ours = local[[h - d_heads.start for h in shared]]
         mine = owner[[h - d_heads.start for h in shared]] == rank
         mine = np.broadcast_to(mine[:, None, None, :, None], ours.shape)
@@ -207,7 +215,9 @@ def block_tables(draw, block_size: int, tokens: int) -> tuple[tuple[int, ...], i
 def sides(draw, tokens: int) -> Side:
     size = draw(st.one_of(st.sampled_from([1, 8, 16, 24, 64]), st.integers(1, 64)))
     blocks, num_blocks = draw(block_tables(size, tokens))
-    return Side(draw(st.integers(1, 8)), draw(st.sampled_from(ORDERS)), size, blocks, num_blocks)
+    return Side(
+        draw(st.integers(1, 8)), draw(st.sampled_from(ORDERS)), size, blocks, num_blocks
+    )
 
 
 @st.composite
@@ -231,7 +241,9 @@ def cases(draw) -> Case:
         d = dataclasses.replace(d, order=p.order)
     if draw(st.integers(0, 2)) == 0:
         blocks, num_blocks = draw(block_tables(p.block_size, tokens))
-        d = dataclasses.replace(d, block_size=p.block_size, blocks=blocks, num_blocks=num_blocks)
+        d = dataclasses.replace(
+            d, block_size=p.block_size, blocks=blocks, num_blocks=num_blocks
+        )
     if draw(st.integers(0, 2)) == 0:
         d = draw(shared_sides(p, tokens))
     return Case(
@@ -249,7 +261,9 @@ def leased_bytes(case: Case, rank: int) -> np.ndarray:
     return np.repeat(leased, layout.itemsize)
 
 
-DTYPES = st.sampled_from([("float32",) * 2, ("float32", "float16"), ("float16", "float32")])
+DTYPES = st.sampled_from(
+    [("float32",) * 2, ("float32", "float16"), ("float16", "float32")]
+)
 
 
 def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) -> None:
@@ -285,5 +299,8 @@ def staging_for(case: Case, blocks: int) -> int:
 
 
 def with_dtypes(case: Case, p_dtype: str, d_dtype: str) -> Case:
-    p, d = (dataclasses.replace(s, dtype=t) for s, t in ((case.p, p_dtype), (case.d, d_dtype)))
+    p, d = (
+        dataclasses.replace(s, dtype=t)
+        for s, t in ((case.p, p_dtype), (case.d, d_dtype))
+    )
     return dataclasses.replace(case, p=p, d=d)

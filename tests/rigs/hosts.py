@@ -19,7 +19,16 @@ _NETWORK = "10.213.0"
 _CLONE_NEWNET = 0x40000000
 # A process tree that ends with its first process; `sh` gives it shared memory of its own.
 _APART = (
-    *("unshare", "--ipc", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"),
+    *(
+        "unshare",
+        "--ipc",
+        "--pid",
+        "--mount",
+        "--uts",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ),
     *("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"),
 )
 
@@ -65,7 +74,9 @@ class Hosts:
         folder.mkdir(exist_ok=True)
         with self.inside(name):
             env |= {"TMPDIR": str(folder)}
-            server = start(module, "--host", "0.0.0.0", *argv, name=name, by=_APART, **env)
+            server = start(
+                module, "--host", "0.0.0.0", *argv, name=name, by=_APART, **env
+            )
         self._servers.append(server)
         return replace(server, host=self.address(name))
 
@@ -85,7 +96,16 @@ class Hosts:
         that delays."""
         limits = ("rate", rate, "burst", "64kb", "latency", "1s")
         with self.inside(name):
-            argv = ["/usr/sbin/tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits]
+            argv = [
+                "/usr/sbin/tc",
+                "qdisc",
+                "add",
+                "dev",
+                "eth0",
+                "root",
+                "tbf",
+                *limits,
+            ]
             subprocess.run(argv, check=True, capture_output=True)
 
     def sent_bytes(self, name: str) -> int:
@@ -103,7 +123,9 @@ class Hosts:
     def close(self) -> None:
         for server in self._servers:
             if not server.child.exited.is_set():
-                for pid in server.engine_pids():  # unshare's child: it hears no SIGTERM itself
+                for pid in (
+                    server.engine_pids()
+                ):  # unshare's child: it hears no SIGTERM itself
                     os.kill(pid, signal.SIGTERM)
         for server in self._servers:
             if not server.child.exited.wait(20):
@@ -124,7 +146,9 @@ class Hosts:
 
     def _hold(self, name: str) -> subprocess.Popen[bytes]:
         """A process that a network belongs to."""
-        holder = self._holders[name] = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        holder = self._holders[name] = subprocess.Popen(
+            ["unshare", "--net", "sleep", "infinity"]
+        )
         ours, theirs = (Path(f"/proc/{pid}/ns/net") for pid in ("self", holder.pid))
         wait_until(lambda: os.readlink(theirs) != os.readlink(ours))
         return holder

@@ -35,7 +35,9 @@ READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_s
 class Server:
     """The application under uvicorn, the engine's script and the client, on one loop."""
 
-    def __init__(self, engine: ScriptedEngine, http: httpx.AsyncClient, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: ScriptedEngine, http: httpx.AsyncClient, metrics: Metrics
+    ) -> None:
         self.engine = engine
         self.http = http
         self.metrics = metrics
@@ -51,7 +53,9 @@ class Server:
 
     async def chat(self, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "Hi"}]
-        return await self.post("/v1/chat/completions", **{"messages": messages, **fields})
+        return await self.post(
+            "/v1/chat/completions", **{"messages": messages, **fields}
+        )
 
 
 async def connected(server: Server) -> socket.socket:
@@ -66,7 +70,10 @@ async def connected(server: Server) -> socket.socket:
 
 async def ask(client: socket.socket, **fields: Any) -> None:
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
     await asyncio.get_running_loop().sock_sendall(client, head + body)
 
 
@@ -97,7 +104,12 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """`more` are settings."""
     usual = {"model": "folder/model", "served_model_name": "m", "max_num_seqs": 8}
-    usual |= {"max_body_bytes": max_body, "cors_origin": origins, "grammar_timeout_s": 30.0, **more}
+    usual |= {
+        "max_body_bytes": max_body,
+        "cors_origin": origins,
+        "grammar_timeout_s": 30.0,
+        **more,
+    }
     kind = PrefillSettings if role == "prefill" else DecodeSettings
     settings = kind(_cli_parse_args=[], client_timeout_s=client_timeout_s, **usual)
     engine = ScriptedEngine(script, ready, settings)
@@ -125,7 +137,9 @@ async def serving(
 
 
 serving_4k = partial(serving, ready=replace(READY, max_model_len=4096))
-serving_harmony = partial(serving, ready=replace(READY, max_model_len=4096, vocab_size=280))
+serving_harmony = partial(
+    serving, ready=replace(READY, max_model_len=4096, vocab_size=280)
+)
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
@@ -161,7 +175,9 @@ USAGE = KVUsage(transferred=1, recomputed=1, skipped=0, cached_tokens=1)
 def events(response: httpx.Response) -> list[tuple[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
     found = sse_events(response.text)
-    return [(name, text if text == "[DONE]" else json.loads(text)) for name, text in found]
+    return [
+        (name, text if text == "[DONE]" else json.loads(text)) for name, text in found
+    ]
 
 
 def chunks(response: httpx.Response) -> list[dict[str, Any]]:

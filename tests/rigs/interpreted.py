@@ -14,7 +14,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the extra `kernels`")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1, as of `make test-all`", allow_module_level=True)
+    pytest.skip(
+        "needs TRITON_INTERPRET=1, as of `make test-all`", allow_module_level=True
+    )
 
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
@@ -35,14 +37,18 @@ def _numbers(handle: TensorHandle) -> Any:
     dtype = handle.dtype.scalar
     if dtype not in _TORCH:
         return handle.data
-    bits = torch.from_numpy(np.array(handle.data, order="C"))  # a copy, of no broadcast strides
+    bits = torch.from_numpy(
+        np.array(handle.data, order="C")
+    )  # a copy, of no broadcast strides
     return bits.view(_TORCH[dtype][0]).float().numpy()
 
 
 def _converted(data: Any, dtype: Any) -> TensorHandle:
     """Rounded to the nearest; to FP8 saturating, as GPUs do."""
     if dtype not in _TORCH:
-        kept = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}[dtype]
+        kept = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}[
+            dtype
+        ]
         return TensorHandle(np.asarray(data).astype(kept), dtype)
     numbers = torch.from_numpy(np.array(data, np.float32, order="C"))
     if dtype in _LARGEST:
@@ -66,23 +72,32 @@ def _cast_impl(self: Any, src: TensorHandle, dst_type: Any) -> TensorHandle:
     return found
 
 
-def _binary_op(self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
+def _binary_op(
+    self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Any
+) -> TensorHandle:
     if lhs.dtype.scalar in _TORCH:  # which the interpreter would take for integers
         return _converted(op(_numbers(lhs), _numbers(rhs)), lhs.dtype.scalar)
     found: TensorHandle = _binary(self, lhs, rhs, op)
     return found
 
 
-def _dot(self: Any, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *_: Any) -> TensorHandle:
+def _dot(
+    self: Any, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *_: Any
+) -> TensorHandle:
     dtype = acc.data.dtype
     product = np.matmul(_numbers(a).astype(dtype), _numbers(b).astype(dtype))
     return TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
-def _inline_asm(self: Any, asm: str, _: str, values: list[TensorHandle], *__: Any) -> Any:
+def _inline_asm(
+    self: Any, asm: str, _: str, values: list[TensorHandle], *__: Any
+) -> Any:
     """Ours alone: what makes numbers of codes. A GPU's own is held to the same in tests/gpu."""
     codes = values[0].data
-    kind, dtype = asm.rpartition("// ")[2], tl.bfloat16 if "bf16x2" in asm else tl.float16
+    kind, dtype = (
+        asm.rpartition("// ")[2],
+        tl.bfloat16 if "bf16x2" in asm else tl.float16,
+    )
     low, high = codes & 15, codes >> 4
     if kind == "int4":
         found = [half + (128 if dtype == tl.bfloat16 else 1024) for half in (low, high)]
@@ -96,7 +111,9 @@ def _inline_asm(self: Any, asm: str, _: str, values: list[TensorHandle], *__: An
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    _patch_tensor(tensor, scope)  # scalars are arrays of one element, which numpy takes for none
+    _patch_tensor(
+        tensor, scope
+    )  # scalars are arrays of one element, which numpy takes for none
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
@@ -107,7 +124,9 @@ def _call(self: Any, *args: Any, **named: Any) -> Any:
 
 
 InterpreterBuilder.cast_impl = _cast_impl
-InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, _: _cast_impl(self, src, dst_type)
+InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, _: _cast_impl(
+    self, src, dst_type
+)
 InterpreterBuilder.binary_op = _binary_op
 InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _patch_lang_tensor

@@ -16,7 +16,9 @@ from kvcache.stripe import IntArray
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
-_living: dict[str, "MemoryAgent"] = {}  # by unique name: what a network is to real agents
+_living: dict[
+    str, "MemoryAgent"
+] = {}  # by unique name: what a network is to real agents
 _lock = threading.Lock()
 
 
@@ -31,7 +33,9 @@ class _Network:
     failing: int = 0
     spoiling: int = 0
     active: int = 0  # READs posted and not ended
-    late: list[tuple["MemoryAgent", _Runs]] = field(default_factory=list)  # of failed READs
+    late: list[tuple["MemoryAgent", _Runs]] = field(
+        default_factory=list
+    )  # of failed READs
 
 
 class MemoryAgent(TransferAgent):
@@ -76,22 +80,33 @@ class MemoryAgent(TransferAgent):
         self._network.spoiling = count
 
     def register(
-        self, address: int, nbytes: int, *, device_id: int = 0, kind: MemoryKind = "DRAM"
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        device_id: int = 0,
+        kind: MemoryKind = "DRAM",
     ) -> None:
         if address <= 0 or nbytes <= 0:
             raise TransferFailed(f"cannot register {nbytes} bytes at address {address}")
         self._regions.append((address, nbytes))
 
     def metadata(self) -> bytes:
-        return json.dumps({"memory_agent": self.name, "regions": self._regions}).encode()
+        return json.dumps(
+            {"memory_agent": self.name, "regions": self._regions}
+        ).encode()
 
     def add_peer(self, metadata: bytes) -> str:
         try:
             record = json.loads(metadata)
             name = str(record["memory_agent"])
-            regions = [(int(address), int(nbytes)) for address, nbytes in record["regions"]]
+            regions = [
+                (int(address), int(nbytes)) for address, nbytes in record["regions"]
+            ]
         except (ValueError, KeyError, TypeError) as error:
-            raise TransferFailed(f"agent metadata is not a memory agent's: {error}") from error
+            raise TransferFailed(
+                f"agent metadata is not a memory agent's: {error}"
+            ) from error
         with _lock:
             if name not in _living:
                 raise TransferFailed(f"memory agent {name} is not in this process")
@@ -163,9 +178,13 @@ class MemoryAgent(TransferAgent):
         self._count(-self._mine)
 
 
-def _require_inside(regions: list[tuple[int, int]], address: int, length: int, side: str) -> None:
+def _require_inside(
+    regions: list[tuple[int, int]], address: int, length: int, side: str
+) -> None:
     if not any(a <= address and address + length <= a + n for a, n in regions):
-        raise TransferFailed(f"{length} bytes at {side} address {address} are not registered")
+        raise TransferFailed(
+            f"{length} bytes at {side} address {address} are not registered"
+        )
 
 
 def _copy(runs: _Runs) -> None:

@@ -34,7 +34,13 @@ from kvcache.transfer.pulls.messages import (
 from kvcache.transfer.pulls.pull_state import PullState
 from kvcache.transfer.pulls.rank_links import RankLinks
 from protocol.errors import BatonError
-from protocol.handshake import DIGESTS, PROTOCOL_VERSION, CompatRecord, EngineMetadata, RankMetadata
+from protocol.handshake import (
+    DIGESTS,
+    PROTOCOL_VERSION,
+    CompatRecord,
+    EngineMetadata,
+    RankMetadata,
+)
 from protocol.messages import FirstToken, RemotePrefill
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.workers import Workers
@@ -44,7 +50,9 @@ DEADLINE_S = 30.0
 HEADS, LAYERS, HEAD_DIM = 4, 3, 8
 _MOST_HEADS = 8
 ENDINGS = (PullDone, PullFailed, PullDrained)
-PATIENT = {"drain_grace_s": 60.0}  # of a slow machine's READs that are to end before the verdict
+PATIENT = {
+    "drain_grace_s": 60.0
+}  # of a slow machine's READs that are to end before the verdict
 # Of a lease where nobody looks at more than its names.
 REMOTE = RemotePrefill(
     host="h", port=1, engine_id="P", incarnation="i", request_id="r", lease_id="00" * 16,
@@ -57,7 +65,9 @@ def pull_command(
     pull_id: str, remote: RemotePrefill, start: int, stop: int, blocks: list[int]
 ) -> Pull:
     """The order that ranks get."""
-    return Pull(pull_id, key_of(remote), remote.lease_id, start, stop, blocks, remote.block_ids)
+    return Pull(
+        pull_id, key_of(remote), remote.lease_id, start, stop, blocks, remote.block_ids
+    )
 
 
 def layout(
@@ -88,7 +98,9 @@ def metadata(*ranks: RankMetadata, **changes: Any) -> EngineMetadata:
     return EngineMetadata(**{**values, **changes})
 
 
-def value(head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any) -> Any:
+def value(
+    head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any
+) -> Any:
     """What P keeps there; block is P's."""
     number = (
         (((block * _MOST_HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token
@@ -105,7 +117,9 @@ def fill(pool: KVPool, rank: int, tp: int, heads: int = HEADS) -> None:
     pool.canonical.copy_(torch.from_numpy(numbers).to(pool.tensor.dtype))
 
 
-def compat_of(layout: KVLayout, heads: int, scales: tuple[float, ...] = ()) -> CompatRecord:
+def compat_of(
+    layout: KVLayout, heads: int, scales: tuple[float, ...] = ()
+) -> CompatRecord:
     return compat(
         kv_dtype=layout.dtype,
         num_components=layout.num_components,
@@ -214,11 +228,17 @@ class Prefill:
         if cuda:
             torch.cuda.synchronize(pool.device)
         kind: Any = "VRAM" if cuda else "DRAM"
-        agent.register(pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind)
+        agent.register(
+            pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind
+        )
         return describe(pool, rank, agent.metadata())
 
     def lease(
-        self, block_ids: list[int], num_tokens: int, lease_s: float = 60.0, request_id: str = "r"
+        self,
+        block_ids: list[int],
+        num_tokens: int,
+        lease_s: float = 60.0,
+        request_id: str = "r",
     ) -> RemotePrefill:
         host, port = self.server.address
         return replace(
@@ -234,7 +254,9 @@ class Prefill:
         found: list[str] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < count:
-            assert self.ended.wait(max(0.0, deadline - time.monotonic())), "no lease ended"
+            assert self.ended.wait(max(0.0, deadline - time.monotonic())), (
+                "no lease ended"
+            )
             self.ended.clear()
             found += [lease.outcome.value for lease in self.server.drain_ended()]
         return found
@@ -277,11 +299,16 @@ class Decode:
         self.tp, self.dcp, self.heads, self.clock = tp, dcp, heads, Clock()
         self.woken = threading.Event()
         self.events: list[Event] = []
-        self.layouts = [layout(tp, rank, heads=heads, dcp=dcp, **options) for rank in range(tp)]
+        self.layouts = [
+            layout(tp, rank, heads=heads, dcp=dcp, **options) for rank in range(tp)
+        ]
         self.pools = [KVPool(each, device, scales) for each in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         told = compat_of(self.layouts[0], heads, scales)
-        limits, about = PullSettings(**(settings or {})), {"dcp": dcp, "convert": convert}
+        limits, about = (
+            PullSettings(**(settings or {})),
+            {"dcp": dcp, "convert": convert},
+        )
         self._work = Workers(
             self.pools, self.agents, told, secret, limits, clock=self.clock, verify=verify,
             make_placer=make_placer, **about, **of_ranks,
@@ -295,7 +322,10 @@ class Decode:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             for event in self.events:
-                if isinstance(event, kinds) and pull_id in (None, getattr(event, "pull_id", None)):
+                if isinstance(event, kinds) and pull_id in (
+                    None,
+                    getattr(event, "pull_id", None),
+                ):
                     self.events.remove(event)
                     return event
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -316,7 +346,12 @@ class Decode:
         return ending.error
 
     def pull(
-        self, pull_id: str, remote: RemotePrefill, start: int, stop: int, blocks: list[int]
+        self,
+        pull_id: str,
+        remote: RemotePrefill,
+        start: int,
+        stop: int,
+        blocks: list[int],
     ) -> PullDone:
         """A pull that ends well, with every byte as it should be."""
         self.coordinator.pull(pull_id, remote, start, stop, blocks)
@@ -389,19 +424,27 @@ class Decode:
 
 
 def expected(
-    remote: RemotePrefill, start: int, stop: int, heads: int = HEADS, components: int = 2
+    remote: RemotePrefill,
+    start: int,
+    stop: int,
+    heads: int = HEADS,
+    components: int = 2,
 ) -> Any:
     """[token, head, layer, component, element] that P holds for these tokens."""
     tokens = np.arange(start, stop)
     block = np.array(remote.block_ids)[tokens // remote.block_size]
-    shape = np.ix_(tokens, *(np.arange(size) for size in (heads, LAYERS, components, HEAD_DIM)))
+    shape = np.ix_(
+        tokens, *(np.arange(size) for size in (heads, LAYERS, components, HEAD_DIM))
+    )
     token, head, layer, component, element = shape
     where = np.array(block)[:, None, None, None, None]
     numbers = value(head, layer, component, where, token % remote.block_size, element)
     return numbers.astype(np.float32)
 
 
-def assert_pulled(decode: Decode, remote: Any, blocks: list[int], start: int, stop: int) -> None:
+def assert_pulled(
+    decode: Decode, remote: Any, blocks: list[int], start: int, stop: int
+) -> None:
     components = decode.layouts[0].num_components
     wanted = expected(remote, start, stop, decode.heads, components)
     assert np.array_equal(decode.tokens(blocks, start, stop), wanted)

@@ -10,7 +10,12 @@ import torch
 
 from kvcache import fp8
 from kvcache.pool import KVPool
-from kvcache.transfer.move.cuda_placer import NUM_PARAMETERS, kind_of, piece_units, units_of
+from kvcache.transfer.move.cuda_placer import (
+    NUM_PARAMETERS,
+    kind_of,
+    piece_units,
+    units_of,
+)
 from kvcache.transfer.move.peer_memory import Memory, NotMappable, bytes_at, offered
 from kvcache.transfer.move.place import ALL_BYTES, Placer
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
@@ -18,7 +23,9 @@ from kvcache.transfer.plan.endpoint import IntArray
 from protocol.handshake import RankMetadata
 
 
-def locate(copy: BlockCopy, factors: Factors) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
+def locate(
+    copy: BlockCopy, factors: Factors
+) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
     """Units of the source and of the target that a copy pairs, i64[n] each, and what the elements
     of each pair are multiplied by, float32[n]."""
     kind, of_piece, parameters = units_of(copy, factors)

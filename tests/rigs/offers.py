@@ -8,7 +8,10 @@ from protocol.messages import FirstToken, RemotePrefill, SamplingParams
 
 
 def offer(
-    secret: bytes, token_ids: Sequence[int], sampling: SamplingParams | None = None, **changes: Any
+    secret: bytes,
+    token_ids: Sequence[int],
+    sampling: SamplingParams | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Of a prompt in blocks of 4 tokens, from block 3 on, whose first token is 42."""
     fields: dict[str, Any] = {
@@ -20,6 +23,9 @@ def offer(
         "sampling_digest": sampling_digest(sampling or SamplingParams()), "seed": 7,
         "first_tokens": [FirstToken(42)],
     }  # fmt: skip
-    found = {name.removeprefix("remote_"): value for name, value in (fields | changes).items()}
+    found = {
+        name.removeprefix("remote_"): value
+        for name, value in (fields | changes).items()
+    }
     drawn = found.pop("sampling_digest"), found.pop("seed")
     return build(secret, RemotePrefill(**found), *drawn).to_json()

@@ -39,10 +39,14 @@ class Forked:
 
     def __init__(self, work: Callable[..., None], *args: Any, **env: str) -> None:
         is_program = multiprocessing.parent_process() is not None
-        context: Any = multiprocessing.get_context("fork" if is_program else "forkserver")
+        context: Any = multiprocessing.get_context(
+            "fork" if is_program else "forkserver"
+        )
         self._connection, theirs = context.Pipe()
         run = (work, theirs, args, env)
-        self.process = context.Process(target=_run, args=run, daemon=work is not _execute)
+        self.process = context.Process(
+            target=_run, args=run, daemon=work is not _execute
+        )
         self.process.start()
         theirs.close()
         self.greeting = self._connection.recv()
@@ -62,7 +66,10 @@ class Forked:
 
 
 def _run(
-    work: Callable[..., None], connection: Connection, args: tuple[Any, ...], env: dict[str, str]
+    work: Callable[..., None],
+    connection: Connection,
+    args: tuple[Any, ...],
+    env: dict[str, str],
 ) -> None:
     os.environ.update(env)
     try:
@@ -75,10 +82,16 @@ class Child(Forked):
     """A prefill side, or a rank ("worker") of a decode side, of these options."""
 
     def __init__(self, role: str, **options: Any) -> None:
-        super().__init__({"prefill": serve_prefill, "worker": serve_worker}[role], options)
+        super().__init__(
+            {"prefill": serve_prefill, "worker": serve_worker}[role], options
+        )
 
-    def lease(self, block_ids: list[int], num_tokens: int, **options: Any) -> RemotePrefill:
-        remote: RemotePrefill = self.ask(block_ids=block_ids, num_tokens=num_tokens, **options)
+    def lease(
+        self, block_ids: list[int], num_tokens: int, **options: Any
+    ) -> RemotePrefill:
+        remote: RemotePrefill = self.ask(
+            block_ids=block_ids, num_tokens=num_tokens, **options
+        )
         return remote
 
 
@@ -165,4 +178,6 @@ def digest_of(pool: KVPool, blocks: list[int]) -> str:
 
 
 def digest(tokens: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.float32).tobytes()).hexdigest()
+    return hashlib.sha256(
+        np.ascontiguousarray(tokens, dtype=np.float32).tobytes()
+    ).hexdigest()

@@ -16,7 +16,11 @@ BATON = (sys.executable, "-m", "deploy.cli")
 
 def environment() -> dict[str, str]:
     """That of a user who has this checkout's Baton installed and has set no option."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("BATON_")
+    }
     kept.pop("PYTHONSAFEPATH", None)
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -72,9 +76,13 @@ def launched(argv: Sequence[str], cwd: Path = ROOT) -> Iterator[Program]:
 def children(pid: int) -> dict[int, str]:
     """The command lines of a process's children."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    pids = [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    pids = [
+        int(word) for task in tasks for word in (task / "children").read_text().split()
+    ]
     commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in pids}
-    return {each: command.decode().replace("\0", " ") for each, command in commands.items()}
+    return {
+        each: command.decode().replace("\0", " ") for each, command in commands.items()
+    }
 
 
 def child(pid: int, *words: str) -> int:

@@ -7,7 +7,13 @@ from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.core.batch import PendingStep, StepInput, StepOutput, step_from_bytes, step_to_bytes
+from engine.core.batch import (
+    PendingStep,
+    StepInput,
+    StepOutput,
+    step_from_bytes,
+    step_to_bytes,
+)
 from engine.worker.runner import ModelRunner
 from model.config import load_config
 from model.parallel import Parallel
@@ -20,7 +26,9 @@ WAIT_S = 60.0
 class _Step:
     """A launched one, of all ranks."""
 
-    def __init__(self, ranks: "Ranks", own: PendingStep, others: list[Future[StepOutput]]) -> None:
+    def __init__(
+        self, ranks: "Ranks", own: PendingStep, others: list[Future[StepOutput]]
+    ) -> None:
         self._ranks, self._own, self._others = ranks, own, others
         self.draw, self.has_ended = own.draw, own.has_ended
 
@@ -33,17 +41,24 @@ class _Step:
 class Ranks:
     """An executor. As between processes, rank 0 does not wait for the others' results."""
 
-    def __init__(self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]) -> None:
+    def __init__(
+        self, runners: list[ModelRunner], threads: list[ThreadPoolExecutor]
+    ) -> None:
         self.runners, self._threads = runners, threads
         self.depth = runners[0].depth
         self.steps: list[tuple[StepOutput, list[Future[StepOutput]]]] = []
 
     def outputs(self) -> list[list[StepOutput]]:
         """Of each step, by rank."""
-        return [[own, *(one.result(WAIT_S) for one in others)] for own, others in self.steps]
+        return [
+            [own, *(one.result(WAIT_S) for one in others)] for own, others in self.steps
+        ]
 
     def launch(self, step: StepInput) -> PendingStep:
-        data, others = step_to_bytes(step), zip(self._threads[1:], self.runners[1:], strict=True)
+        data, others = (
+            step_to_bytes(step),
+            zip(self._threads[1:], self.runners[1:], strict=True),
+        )
         begun = [
             thread.submit(lambda runner=runner: runner.execute(step_from_bytes(data)))
             for thread, runner in others
@@ -57,9 +72,13 @@ class Ranks:
             runner.allocate(num_blocks)
 
 
-def _runner(rank: int, *, size: int, dcp: int, meeting: str, **options: Any) -> ModelRunner:
+def _runner(
+    rank: int, *, size: int, dcp: int, meeting: str, **options: Any
+) -> ModelRunner:
     model = ensure_model("gqa")
-    config = make_config(model_dir=str(model), role="decode", tp=size, dcp=dcp, **options)
+    config = make_config(
+        model_dir=str(model), role="decode", tp=size, dcp=dcp, **options
+    )
     parallel = Parallel.connect(rank, size, meeting=meeting, dcp=dcp)
     return ModelRunner(config, load_config(model), parallel)
 
@@ -78,6 +97,9 @@ def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
         folder = stack.enter_context(TemporaryDirectory())
         options = {"size": size, "dcp": dcp, "meeting": f"{folder}/group", **options}
-        making = [thread.submit(_runner, rank, **options) for rank, thread in enumerate(threads)]
+        making = [
+            thread.submit(_runner, rank, **options)
+            for rank, thread in enumerate(threads)
+        ]
         runners += [each.result(WAIT_S) for each in making]
         yield Ranks(runners, threads)

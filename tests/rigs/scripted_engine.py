@@ -16,7 +16,9 @@ from protocol.messages import (
 from protocol.settings.options import QueueOptions
 
 
-async def generate(engine: EngineClient, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+async def generate(
+    engine: EngineClient, request: AddRequest
+) -> AsyncGenerator[TokenDelta, None]:
     """One request's deltas, ending after the terminal one; closing it early aborts."""
     subscription = engine.submit([request])
     try:
@@ -49,7 +51,9 @@ async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
     yield TokenDelta(request_id=request.request_id)
 
 
-SMALL_ENGINE = EngineReady(num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000)
+SMALL_ENGINE = EngineReady(
+    num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000
+)
 
 
 class ScriptedEngine(EngineClient):

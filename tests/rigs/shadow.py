@@ -45,7 +45,9 @@ VOCAB = 50
 
 def next_token(context: Sequence[int], choice: int = 0) -> int:
     data = np.asarray([*context, *[choice] * (choice > 0)], dtype=np.int64).tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB
+    return (
+        int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB
+    )
 
 
 def allowed(token: int, banned: Sequence[int]) -> int:
@@ -70,7 +72,9 @@ def expected_score(context: Sequence[int], target: int, num_top: int) -> TokenLo
 
 def expected_scores(prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     """Of every prompt token."""
-    rows = [expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))]
+    rows = [
+        expected_score(prompt[:at], prompt[at], num_top) for at in range(1, len(prompt))
+    ]
     return [None, *rows]
 
 
@@ -83,7 +87,11 @@ def expected_output(
 ) -> list[int]:
     tokens = list(prompt)
     for num_outputs in range(max_tokens):
-        tokens.append(allowed(next_token(tokens, choice), stop if num_outputs < min_tokens else ()))
+        tokens.append(
+            allowed(
+                next_token(tokens, choice), stop if num_outputs < min_tokens else ()
+            )
+        )
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -99,13 +107,18 @@ class _ShadowStep:
 
     def draw(self, masks: Int32s) -> None:
         assert self.step.is_masked and self._masks is None
-        assert self._executor.under_way[-1] is self, "drawn before anything else is launched"
+        assert self._executor.under_way[-1] is self, (
+            "drawn before anything else is launched"
+        )
         self._masks = masks.copy()
 
     @property
     def blocks(self) -> set[int]:
         """What the step reads and writes."""
-        lens = -(-self.step.context_lens // self._executor.block_size) * self._executor.num_groups
+        lens = (
+            -(-self.step.context_lens // self._executor.block_size)
+            * self._executor.num_groups
+        )
         rows = zip(self.step.block_tables, lens.tolist(), strict=True)
         return {int(block) for row, length in rows for block in row[:length]}
 
@@ -113,8 +126,12 @@ class _ShadowStep:
         return self._executor.has_ended()
 
     def result(self) -> StepOutput:
-        assert self._executor.under_way.popleft() is self, "results are asked for in order"
-        assert self.step.is_masked == (self._masks is not None), "it cannot know what to draw"
+        assert self._executor.under_way.popleft() is self, (
+            "results are asked for in order"
+        )
+        assert self.step.is_masked == (self._masks is not None), (
+            "it cannot know what to draw"
+        )
         return self._executor.execute(self.step, self._masks)
 
 
@@ -127,7 +144,9 @@ class ShadowExecutor:
         self.num_steps_ahead = 0
         self._drawn: list[int] = []  # by the last step that ran
         self._setups: dict[int, SamplingRow] = {}  # by state row
-        self._counted: dict[int, list[int]] = {}  # by state row: prompt, then drawn tokens
+        self._counted: dict[
+            int, list[int]
+        ] = {}  # by state row: prompt, then drawn tokens
         self.pool = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.block_size = block_size
         self.num_groups = 1
@@ -138,7 +157,9 @@ class ShadowExecutor:
     def launch(self, step: StepInput) -> _ShadowStep:
         assert len(self.under_way) <= self.depth
         self.num_steps_ahead += bool(self.under_way)
-        launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))  # as other ranks see it
+        launched = _ShadowStep(
+            self, step_from_bytes(step_to_bytes(step))
+        )  # as other ranks see it
         self.under_way.append(launched)
         return launched
 
@@ -150,11 +171,18 @@ class ShadowExecutor:
         return {block for step in self.under_way for block in step.blocks}
 
     def execute(self, step: StepInput, masks: Int32s | None) -> StepOutput:
-        ids = [self._drawn[-1 - token] if token < 0 else token for token in step.token_ids.tolist()]
-        output = self.run(dataclasses.replace(step, token_ids=np.array(ids, dtype=np.int64)))
+        ids = [
+            self._drawn[-1 - token] if token < 0 else token
+            for token in step.token_ids.tolist()
+        ]
+        output = self.run(
+            dataclasses.replace(step, token_ids=np.array(ids, dtype=np.int64))
+        )
         if masks is not None:
             pairs = zip(output.token_ids, masks, strict=True)
-            output = dataclasses.replace(output, token_ids=[_masked(*pair) for pair in pairs])
+            output = dataclasses.replace(
+                output, token_ids=[_masked(*pair) for pair in pairs]
+            )
         self._drawn = output.token_ids
         return output
 
@@ -163,8 +191,12 @@ class ShadowExecutor:
         self.num_tokens += len(step.token_ids)
         self.max_tokens_in_step = max(self.max_tokens_in_step, len(step.token_ids))
         batch = step.attention_batch(self.block_size)
-        assert not (batch.slot_mapping < self.block_size).any(), "wrote to the null block"
-        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "a slot twice"
+        assert not (batch.slot_mapping < self.block_size).any(), (
+            "wrote to the null block"
+        )
+        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), (
+            "a slot twice"
+        )
         self.pool.reshape(-1)[batch.slot_mapping] = step.token_ids
         for setup in step.shapes.setups if step.shapes else []:
             self._setups[setup.row] = setup
@@ -189,7 +221,9 @@ class ShadowExecutor:
 
     def _score(self, step: StepInput, wanted: ScoredRows) -> list[TokenLogprobs]:
         """Each target's "logprob" says what context it was found in, as KV has it."""
-        row = int(np.searchsorted(np.cumsum(step.query_lens), wanted.first_row, side="right"))
+        row = int(
+            np.searchsorted(np.cumsum(step.query_lens), wanted.first_row, side="right")
+        )
         first = int(step.positions[wanted.first_row]) + 1
         context = self.context(step, row)
         return [
@@ -217,7 +251,9 @@ def seen(tokens: Sequence[int], groups: KVGroups) -> list[int]:
     chain: list[int] = []
     for token in tokens:
         before = [
-            v for w in groups.windows for v in chain[max(0, len(chain) + 1 - w) if w else 0 :]
+            v
+            for w in groups.windows
+            for v in chain[max(0, len(chain) + 1 - w) if w else 0 :]
         ]
         chain.append(chained(before, token))
     return [value for window in groups.windows for value in chain[-(window or 0) :]]
@@ -236,7 +272,9 @@ class WindowedExecutor(ShadowExecutor):
     """Of several KV groups: each reads its own blocks, as far back as its window reaches. A slot
     stands for its whole prefix, so that a token drawn after another one's KV is another token."""
 
-    def __init__(self, num_blocks: int, block_size: int, depth: int, groups: KVGroups) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, depth: int, groups: KVGroups
+    ) -> None:
         super().__init__(num_blocks, block_size, depth)
         self.groups, self.num_groups = groups, groups.count
 
@@ -244,7 +282,9 @@ class WindowedExecutor(ShadowExecutor):
         self.num_steps += 1
         self.num_tokens += len(step.token_ids)
         ends = np.cumsum(step.query_lens)
-        for row, (length, stop) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
+        for row, (length, stop) in enumerate(
+            zip(step.query_lens, step.context_lens, strict=True)
+        ):
             for at in range(stop - length, stop):
                 before = self.visible(step, row, at, at + 1)
                 value = chained(before, int(step.token_ids[ends[row] - stop + at]))
@@ -266,7 +306,9 @@ class WindowedExecutor(ShadowExecutor):
 
     def visible(self, step: StepInput, row: int, stop: int, end: int) -> list[int]:
         """What is before `stop` in the window that ends at `end`."""
-        firsts = [max(0, end - window) if window else 0 for window in self.groups.windows]
+        firsts = [
+            max(0, end - window) if window else 0 for window in self.groups.windows
+        ]
         values = [
             int(self.pool[self.slot(step, row, group, at)])
             for group, first in enumerate(firsts)
@@ -299,7 +341,9 @@ class MemoryTransport:
                 self.stats = values
 
     def tokens(self, request_id: str, choice: int = 0) -> list[int]:
-        mine = [d for d in self.deltas if (d.request_id, d.choice) == (request_id, choice)]
+        mine = [
+            d for d in self.deltas if (d.request_id, d.choice) == (request_id, choice)
+        ]
         return [t for d in mine for t in d.token_ids]
 
     def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None]:
@@ -348,13 +392,17 @@ def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
 
     def checked(num_blocks: int) -> list[int]:
         taken = allocate(num_blocks)
-        assert not executor.blocks_under_way().intersection(taken), "a step may still write there"
+        assert not executor.blocks_under_way().intersection(taken), (
+            "a step may still write there"
+        )
         return taken
 
     allocator.allocate = checked  # type: ignore[method-assign]
 
 
-def masks_of(compiler: GrammarCompiler, states: Sequence[GrammarState | None]) -> Int32s:
+def masks_of(
+    compiler: GrammarCompiler, states: Sequence[GrammarState | None]
+) -> Int32s:
     """Of one step, however long they take."""
     for state in states:
         if state is not None:

@@ -32,7 +32,9 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while head := await reader.readuntil(b"\r\n\r\n"):
             lines = (line.partition(b": ") for line in head.lower().split(b"\r\n"))
-            length = next((int(value) for name, _, value in lines if name == b"content-length"), 0)
+            length = next(
+                (int(value) for name, _, value in lines if name == b"content-length"), 0
+            )
             body = json.loads(await reader.readexactly(length) or b"{}")
             if b" /go " in head:
                 _go.set()
@@ -40,11 +42,15 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
                 await _stream(writer, *map(float, body["prompt"].split()))
                 continue
             told = json.dumps(_KV if body else {}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(told), told))
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(told), told)
+            )
     writer.close()
 
 
-async def _stream(writer: asyncio.StreamWriter, num_events: float, interval_s: float) -> None:
+async def _stream(
+    writer: asyncio.StreamWriter, num_events: float, interval_s: float
+) -> None:
     kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked"
     writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n" % kind)
     for _ in range(int(num_events)):
@@ -81,7 +87,15 @@ def proxy_of_fakes(*options: str) -> Iterator[tuple[subprocess.Popen[str], int, 
         port = free.getsockname()[1]
         free.close()
         url = f"http://127.0.0.1:{fake_port}"
-        told = ["--port", str(port), "--log-level", "error", "--disaggregate", "always", *options]
+        told = [
+            "--port",
+            str(port),
+            "--log-level",
+            "error",
+            "--disaggregate",
+            "always",
+            *options,
+        ]
         with _started("proxy", "--prefill", url, "--decode", url, *told) as proxy:
             yield proxy, port, fake_port
 
@@ -109,7 +123,10 @@ async def read_stream(
     if turn is not None:  # to begin
         await turn.acquire()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        % len(data)
+    )
     begun_s, late = time.monotonic(), list[float]()
     writer.write(head + data)
     try:
@@ -119,7 +136,9 @@ async def read_stream(
             if turn is not None and len(late) == 1:
                 turn.release()
     except asyncio.IncompleteReadError as error:
-        raise AssertionError(f"{len(late)} events, then {error.partial[:500]!r}") from None
+        raise AssertionError(
+            f"{len(late)} events, then {error.partial[:500]!r}"
+        ) from None
     finally:
         writer.close()
     return late
@@ -130,7 +149,10 @@ async def _load(port: int, args: argparse.Namespace) -> list[list[float]]:
 
     async def client(at: int) -> list[list[float]]:
         await asyncio.sleep(at / args.streams * args.events * args.interval_s)
-        return [await read_stream(port, args.events, args.interval_s) for _ in range(args.rounds)]
+        return [
+            await read_stream(port, args.events, args.interval_s)
+            for _ in range(args.rounds)
+        ]
 
     found = await asyncio.gather(*(client(at) for at in range(args.streams)))
     return [late for streams in found for late in streams]
@@ -143,7 +165,10 @@ def _cpu_s(pid: int) -> float:
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     found = np.percentile(values, LEVELS) * 1e3
-    return {f"p{level}": round(float(ms), 3) for level, ms in zip(LEVELS, found, strict=True)}
+    return {
+        f"p{level}": round(float(ms), 3)
+        for level, ms in zip(LEVELS, found, strict=True)
+    }
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, object]:
@@ -156,7 +181,9 @@ async def _measure(args: argparse.Namespace) -> dict[str, object]:
     told: dict[str, object] = {"streams": args.streams, "interval_s": args.interval_s}
     for name, late in found.items():
         told[f"{name}_first_event_ms"] = _percentiles([times[0] for times in late])
-        told[f"{name}_event_ms"] = _percentiles([late_s for times in late for late_s in times[1:]])
+        told[f"{name}_event_ms"] = _percentiles(
+            [late_s for times in late for late_s in times[1:]]
+        )
     num_events = args.rounds * args.streams * args.events
     return told | {"proxy_cpu_us_per_event": round(spent_s / num_events * 1e6, 1)}
 
@@ -165,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tests.rigs.streams", description=__doc__)
     parser.add_argument("--streams", type=int, default=64, help="at once")
     parser.add_argument("--events", type=int, default=100, help="of a stream")
-    parser.add_argument("--interval-s", type=float, default=0.02, help="between two of them")
+    parser.add_argument(
+        "--interval-s", type=float, default=0.02, help="between two of them"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="streams of a client")
     parser.add_argument("--serve", action="store_true", help="be the fake servers")
     args = parser.parse_args(argv)

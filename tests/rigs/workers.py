@@ -46,7 +46,13 @@ class Workers:
         about = {"dcp": told_dcp or dcp, "block_size": size, "verify": verify}
         settings, common = settings or PullSettings(), {"convert": convert}
         self.coordinator = PullCoordinator(
-            [ours for ours, _ in pairs], compat, secret, settings, clock=clock, **about, **common
+            [ours for ours, _ in pairs],
+            compat,
+            secret,
+            settings,
+            clock=clock,
+            **about,
+            **common,
         )
         self.ranks = [
             LocalRank(rank, tp, compat.total_kv_heads, agents[rank], pool, dcp=dcp,

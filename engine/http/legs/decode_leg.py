@@ -28,7 +28,9 @@ class DecodeLeg(ServerHooks):
         uses_machine_secret: the secret comes from this machine's file, because none was given.
     """
 
-    def __init__(self, secret: bytes, policy: str, *, uses_machine_secret: bool = False) -> None:
+    def __init__(
+        self, secret: bytes, policy: str, *, uses_machine_secret: bool = False
+    ) -> None:
         self._secret = secret
         self._policy = policy
         self._uses_machine_secret = uses_machine_secret
@@ -47,7 +49,9 @@ class DecodeLeg(ServerHooks):
         references = kv_params.parse_list(params, len(adds))
         sender_releases = kv_params.sender_releases(params)
         return [
-            self._with_reference(add, reference, sender_releases, request.seed, ready.vocab_size)
+            self._with_reference(
+                add, reference, sender_releases, request.seed, ready.vocab_size
+            )
             for add, reference in zip(adds, references, strict=True)
         ]
 
@@ -62,7 +66,9 @@ class DecodeLeg(ServerHooks):
         remote = None
         try:
             reference.verify(self._secret)
-            remote = kv_params.to_remote_prefill(reference, sender_releases=sender_releases)
+            remote = kv_params.to_remote_prefill(
+                reference, sender_releases=sender_releases
+            )
             _check_belongs(reference, add, vocab_size)
         except KVParamsRejected as error:
             message = error.message
@@ -85,14 +91,21 @@ class DecodeLeg(ServerHooks):
 def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
     """The requests of prompts that another server computes at the same time."""
     if adds[0].num_prompt_logprobs is not None:
-        _reject("subscribe", "is of a request for logprobs of the prompt", "offer no KV")
+        _reject(
+            "subscribe", "is of a request for logprobs of the prompt", "offer no KV"
+        )
     remotes = (
-        offer.to_remote(index, add.token_ids, add.cache_salt) for index, add in enumerate(adds)
+        offer.to_remote(index, add.token_ids, add.cache_salt)
+        for index, add in enumerate(adds)
     )
-    return [replace(add, remote=remote) for add, remote in zip(adds, remotes, strict=True)]
+    return [
+        replace(add, remote=remote) for add, remote in zip(adds, remotes, strict=True)
+    ]
 
 
-def _check_belongs(reference: KVTransferParams, add: AddRequest, vocab_size: int) -> None:
+def _check_belongs(
+    reference: KVTransferParams, add: AddRequest, vocab_size: int
+) -> None:
     """Check that a reference is of this request's prompt and model.
 
     Raises:
@@ -104,8 +117,12 @@ def _check_belongs(reference: KVTransferParams, add: AddRequest, vocab_size: int
     if len(add.known) == 1:  # of a stream that was moved here
         ids = [*ids, *add.known[0].token_ids]
     if not len(add.token_ids) <= num_tokens <= len(ids):
-        _reject("remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}")
-    if reference.prompt_digest != kv_params.prompt_digest(ids[:num_tokens], add.cache_salt):
+        _reject(
+            "remote_num_tokens", f"is {num_tokens}, the prompt has {len(add.token_ids)}"
+        )
+    if reference.prompt_digest != kv_params.prompt_digest(
+        ids[:num_tokens], add.cache_salt
+    ):
         _reject("prompt_digest", "is of another prompt or another cache salt")
     _check_logprobs(reference, add.num_prompt_logprobs)
     _check_vocabulary(reference, vocab_size)
@@ -117,7 +134,8 @@ def _check_logprobs(reference: KVTransferParams, num_wanted: int | None) -> None
         return
     if rows is None or any(row and len(row.top_ids) < num_wanted for row in rows):
         _reject(
-            "prompt_logprobs", f"lacks the {num_wanted} of each token that the request asks for"
+            "prompt_logprobs",
+            f"lacks the {num_wanted} of each token that the request asks for",
         )
 
 
@@ -135,7 +153,9 @@ def _check_vocabulary(reference: KVTransferParams, vocab_size: int) -> None:
 
 
 def _reject(
-    field: str, problem: str, fix: str = "the router must ask both servers for the same prompt"
+    field: str,
+    problem: str,
+    fix: str = "the router must ask both servers for the same prompt",
 ) -> NoReturn:
     name = f"kv_transfer_params.{field}"
     raise KVParamsRejected(f"{name} {problem}: {fix}", param=name)

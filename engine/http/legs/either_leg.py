@@ -21,7 +21,10 @@ from protocol.settings.settings import EngineSettings, parse
 
 
 def serve(
-    settings_class: type[EngineSettings], argv: Sequence[str] | None = None, *, prog: str
+    settings_class: type[EngineSettings],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
 ) -> int:
     """Run a server until it is asked to end.
 
@@ -67,7 +70,9 @@ class EitherLeg(ServerHooks):
         self._secret = secret
         self._policy = policy
         self._prefill = PrefillLeg(is_reachable=is_reachable)
-        self._decode = DecodeLeg(secret, policy, uses_machine_secret=uses_machine_secret)
+        self._decode = DecodeLeg(
+            secret, policy, uses_machine_secret=uses_machine_secret
+        )
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
@@ -93,7 +98,10 @@ class EitherLeg(ServerHooks):
         return [replace(add, hint=hint) for add in adds]
 
     def admit(
-        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+        self,
+        adds: Sequence[AddRequest],
+        ready: EngineReady,
+        kv_transfer_params: object = None,
     ) -> Callable[[], None]:
         return self._prefill.admit(adds, ready, kv_transfer_params)
 

@@ -9,7 +9,13 @@ from msgspec.structs import replace
 from engine.http.api import ServerHooks, nothing
 from protocol import kv_params
 from protocol.errors import InvalidRequest, KVParamsRejected, Overloaded
-from protocol.messages import AbortRequest, AddRequest, EngineInput, EngineReady, TokenDelta
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineInput,
+    EngineReady,
+    TokenDelta,
+)
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
@@ -36,7 +42,11 @@ class PrefillLeg(ServerHooks):
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
     ) -> list[AddRequest]:
         if not self._is_reachable or ready.geometry.get("dcp", 1) != 1:
-            fix = "start it without --dcp" if self._is_reachable else "give it --side-channel-host"
+            fix = (
+                "start it without --dcp"
+                if self._is_reachable
+                else "give it --side-channel-host"
+            )
             raise KVParamsRejected(
                 f"other servers cannot read the KV of this one: {fix}, or ask a prefill server",
                 param="kv_transfer_params.do_remote_decode",
@@ -49,14 +59,19 @@ class PrefillLeg(ServerHooks):
                 param="kv_transfer_params.do_remote_decode",
             )
         name = kv_params.transfer_id(request.kv_transfer_params)
-        names = [name and kv_params.prompt_name(name, index) for index in range(len(adds))]
+        names = [
+            name and kv_params.prompt_name(name, index) for index in range(len(adds))
+        ]
         return [
             replace(add, retain_kv=True, transfer_id=name)
             for add, name in zip(adds, names, strict=True)
         ]
 
     def admit(
-        self, adds: Sequence[AddRequest], ready: EngineReady, kv_transfer_params: object = None
+        self,
+        adds: Sequence[AddRequest],
+        ready: EngineReady,
+        kv_transfer_params: object = None,
     ) -> Callable[[], None]:
         """Bound the blocks that requests of several prompts hold together.
 
@@ -92,7 +107,10 @@ class PrefillLeg(ServerHooks):
     def refused(self, kv_transfer_params: object) -> Sequence[EngineInput]:
         """Orders to abort the requests of a transfer whose reference no proxy waits for."""
         name = kv_params.transfer_id(kv_transfer_params)
-        return [AbortRequest(request_id) for request_id in self._transfers.pop(name or "", ())]
+        return [
+            AbortRequest(request_id)
+            for request_id in self._transfers.pop(name or "", ())
+        ]
 
     def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
         params = [final.kv_transfer_params for final in finals]

@@ -16,7 +16,9 @@ from protocol.messages import DemandedCalls
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": OPTIONS["whitespace_pattern"]}
+_JSON_OPTIONS: "JsonCompileOptions" = {
+    "whitespace_pattern": OPTIONS["whitespace_pattern"]
+}
 # What may have "%json" in it without being a schema, and a schema's beginning.
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*(?={)'

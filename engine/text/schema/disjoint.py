@@ -12,7 +12,9 @@ from typing import Any, Final
 from engine.text.schema.references import Schema
 
 _MAX_DEPTH: Final = 12  # of references and properties that are followed
-_MAX_STEPS: Final = 50_000  # of comparisons, for all `oneOf` of a schema: a quarter of a second
+_MAX_STEPS: Final = (
+    50_000  # of comparisons, for all `oneOf` of a schema: a quarter of a second
+)
 
 
 class Disjointness:
@@ -32,7 +34,9 @@ class Disjointness:
         options = schema["oneOf"]
         if self._have_distinct_tags(options):
             return None
-        beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        beside = {
+            keyword: value for keyword, value in schema.items() if keyword != "oneOf"
+        }
         if "$ref" in beside:
             beside["allOf"] = [*beside.get("allOf", ()), self._target(schema)]
             del beside["$ref"]
@@ -51,11 +55,15 @@ class Disjointness:
         """Whether all options are objects that require a property with literals of their own.
         Comparing each with each would take long for hundreds."""
         objects = [self._resolved(option) for option in options]
-        if not all(isinstance(each, dict) and types_of(each) == {"object"} for each in objects):
+        if not all(
+            isinstance(each, dict) and types_of(each) == {"object"} for each in objects
+        ):
             return False
         required = [set(each.get("required", ())) for each in objects]
         return any(
-            _are_all_distinct([literals_of(property_of(each, name)) for each in objects])
+            _are_all_distinct(
+                [literals_of(property_of(each, name)) for each in objects]
+            )
             for name in set.intersection(*required)
         )
 
@@ -78,15 +86,21 @@ class Disjointness:
             return False
         if self._excludes_itself(one, other):
             return True
-        return self._parts_exclude(one, other, depth) or self._parts_exclude(other, one, depth)
+        return self._parts_exclude(one, other, depth) or self._parts_exclude(
+            other, one, depth
+        )
 
     def _parts_exclude(self, whole: Schema, other: Schema, depth: int) -> bool:
         """Whether something that every value of `whole` matches has no value of `other`."""
         if "$ref" in whole and self.are_disjoint(self._target(whole), other, depth + 1):
             return True
-        if any(self.are_disjoint(each, other, depth + 1) for each in whole.get("allOf", ())):
+        if any(
+            self.are_disjoint(each, other, depth + 1) for each in whole.get("allOf", ())
+        ):
             return True
-        alternatives = [whole[keyword] for keyword in ("anyOf", "oneOf") if keyword in whole]
+        alternatives = [
+            whole[keyword] for keyword in ("anyOf", "oneOf") if keyword in whole
+        ]
         return any(
             all(self.are_disjoint(option, other, depth + 1) for option in options)
             for options in alternatives
@@ -107,7 +121,9 @@ class Disjointness:
             return _are_apart(one, other) or _are_apart(other, one)
         return False
 
-    def _may_admit(self, schema: Schema, literals: list[Any] | None, value: Any) -> bool:
+    def _may_admit(
+        self, schema: Schema, literals: list[Any] | None, value: Any
+    ) -> bool:
         """Whether `schema` may match a literal."""
         if literals is not None and not any(equal(value, each) for each in literals):
             return False
@@ -118,7 +134,9 @@ class Disjointness:
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(
-            self.are_disjoint(property_of(one, name), property_of(other, name), depth + 1)
+            self.are_disjoint(
+                property_of(one, name), property_of(other, name), depth + 1
+            )
             for name in one.get("required", ())
         )
 
@@ -147,7 +165,9 @@ def _are_all_distinct(several: list[list[Any] | None]) -> bool:
     """Whether each has strings, numbers or booleans that no other has."""
     seen: set[tuple[bool, Any]] = set()
     for literals in several:
-        if literals is None or any(isinstance(value, dict | list) for value in literals):
+        if literals is None or any(
+            isinstance(value, dict | list) for value in literals
+        ):
             return False
         own = {(isinstance(value, bool), value) for value in literals}
         if not seen.isdisjoint(own):
@@ -187,7 +207,9 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            equal(one[key], other[key]) for key in one
+        )
     return bool(one == other)
 
 
@@ -197,7 +219,11 @@ def admits(schema: Any, value: Any) -> bool | None:
         return schema
     kind = type_of(value)
     types = types_of({"type": schema["type"]}) if "type" in schema else None
-    if types is not None and kind not in types and not (kind == "integer" and "number" in types):
+    if (
+        types is not None
+        and kind not in types
+        and not (kind == "integer" and "number" in types)
+    ):
         return False
     literals = literals_of(schema)
     if literals is not None and not any(equal(value, each) for each in literals):
@@ -220,7 +246,8 @@ _LOOKED_AT_ELSEWHERE: Final[dict[str, set[str]]] = {
     "integer": _COMBINING,
     "number": _COMBINING,
     "string": _COMBINING | {"pattern", "format"},
-    "array": _COMBINING | {"items", "prefixItems", "additionalItems", "minItems", "maxItems"},
+    "array": _COMBINING
+    | {"items", "prefixItems", "additionalItems", "minItems", "maxItems"},
     "object": _COMBINING
     | {"properties", "patternProperties", "additionalProperties", "required"}
     | {"minProperties", "maxProperties"},
@@ -253,7 +280,10 @@ def _have_common_type(types: set[str], others: set[str]) -> bool:
 def _are_apart(lower: Schema, upper: Schema) -> bool:
     """Whether all numbers of `lower` are below those of `upper`."""
     for last, is_last_exclusive in (("maximum", False), ("exclusiveMaximum", True)):
-        for first, is_first_exclusive in (("minimum", False), ("exclusiveMinimum", True)):
+        for first, is_first_exclusive in (
+            ("minimum", False),
+            ("exclusiveMinimum", True),
+        ):
             if last not in lower or first not in upper:
                 continue
             if lower[last] < upper[first]:

@@ -6,7 +6,12 @@ from typing import Any, Final
 
 from engine.text.schema import numbers
 from engine.text.schema.keywords import ENFORCED, FORMATS, CheckedSchema
-from engine.text.schema.references import OF_NAMED_SCHEMAS, OF_SCHEMA, OF_SCHEMAS, Schema
+from engine.text.schema.references import (
+    OF_NAMED_SCHEMAS,
+    OF_SCHEMA,
+    OF_SCHEMAS,
+    Schema,
+)
 
 _DIALECTS: Final = {
     4: "http://json-schema.org/draft-04/schema#",
@@ -16,7 +21,9 @@ _DIALECTS: Final = {
 }
 
 
-def library_json(checked: CheckedSchema, schema: Any, options: Schema | None = None) -> str:
+def library_json(
+    checked: CheckedSchema, schema: Any, options: Schema | None = None
+) -> str:
     """The JSON text of a schema of `checked`, with the definitions that it refers to.
 
     Args:
@@ -59,7 +66,9 @@ class _Copier:
         for keyword, value in schema.items():
             if keyword == "$ref":
                 copied[keyword] = self._name(self._checked.target(schema))
-            elif keyword in ENFORCED and not (keyword == "format" and value not in FORMATS):
+            elif keyword in ENFORCED and not (
+                keyword == "format" and value not in FORMATS
+            ):
                 copied[keyword] = self._value(keyword, value)
         if "oneOf" in copied:
             # Its options exclude each other, so that any of them is exactly one.

@@ -46,7 +46,10 @@ _REWORDED = tuple(
         (r"unknown name: \"?(\w+)", r"the rule `\1` is not defined; define it"),
         (r"Rule '([^']*)' not found", r"the rule `\1` is not defined; define it"),
         (r"duplicate rule: \"?(\w+)", r"the rule `\1` is defined twice; leave one out"),
-        (r"circular reference in token \"?(\w+)", r"the token `\1` refers to itself; write a rule"),
+        (
+            r"circular reference in token \"?(\w+)",
+            r"the token `\1` refers to itself; write a rule",
+        ),
         (r"no start rule found", "it has no rule `start`; define it"),
         (r"No 'root' rule found", "it has no rule `root`; define it"),
         (
@@ -68,8 +71,14 @@ _REWORDED = tuple(
             "`properties` is in `required`; leave them out",
         ),
         (r"nsatisfiable|Regex is empty", NO_VALUE),
-        (r"range end must be >= start", "it has a repetition {m,n} with m above n; correct it"),
-        (r"invalid range order", "it has a range of characters in the wrong order; correct it"),
+        (
+            r"range end must be >= start",
+            "it has a repetition {m,n} with m above n; correct it",
+        ),
+        (
+            r"invalid range order",
+            "it has a range of characters in the wrong order; correct it",
+        ),
         (
             r"schema too large|stack level|circular|too many|too complex|too big|too deeply|limit",
             TOO_COMPLEX,
@@ -77,7 +86,10 @@ _REWORDED = tuple(
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
         # A mistake in the syntax, whose place is all that the library's message is kept for.
         (r"at line (\d+)", r"it has a mistake of syntax in line \1; correct it"),
-        (r"^(?:at )?(\d+)\((\d+)\):", r"it has a mistake of syntax in line \1; correct it"),
+        (
+            r"^(?:at )?(\d+)\((\d+)\):",
+            r"it has a mistake of syntax in line \1; correct it",
+        ),
     )
 )
 
@@ -87,7 +99,10 @@ def reworded(message: str) -> str:
     for pattern, words in _REWORDED:
         if found := pattern.search(message):
             return found.expand(words)
-    logger.debug("a grammar was refused for an unknown reason: %s", " ".join(message.split())[:500])
+    logger.debug(
+        "a grammar was refused for an unknown reason: %s",
+        " ".join(message.split())[:500],
+    )
     return _FALLBACK
 
 

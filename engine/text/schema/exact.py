@@ -37,7 +37,13 @@ _OBJECT_KEYWORDS: Final = (
     "properties", "required", "additionalProperties", "patternProperties", "minProperties",
     "maxProperties",
 )  # fmt: skip
-_ARRAY_KEYWORDS: Final = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
+_ARRAY_KEYWORDS: Final = (
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "minItems",
+    "maxItems",
+)
 
 
 def exact_lark(checked: CheckedSchema) -> str:
@@ -82,8 +88,12 @@ class _ExactGrammar(ContainerRules):
         self._names: dict[int, str | None] = {}
         self._kept: list[Any] = []  # new schemas, whose id() must stay theirs
         self._tokens: dict[str, str] = {}  # for numbers, by their expressions
-        self._leaves: dict[str, str] = {}  # rules for schemas that the library keeps, by their text
-        self._problems: dict[str, str] = {}  # by the text of a schema that the library keeps
+        self._leaves: dict[
+            str, str
+        ] = {}  # rules for schemas that the library keeps, by their text
+        self._problems: dict[
+            str, str
+        ] = {}  # by the text of a schema that the library keeps
 
     def rule(self, schema: Any, path: str) -> str | None:
         """The name of the rule for a schema."""
@@ -102,7 +112,9 @@ class _ExactGrammar(ContainerRules):
             body = None
         if body is None:
             self._names[id(schema)] = None
-            self.lines.append(rf"{name}: /[^\s\S]/")  # a schema within itself may refer to it
+            self.lines.append(
+                rf"{name}: /[^\s\S]/"
+            )  # a schema within itself may refer to it
             return None
         self.lines.append(f"{name}: {body}")
         return name
@@ -150,7 +162,9 @@ class _ExactGrammar(ContainerRules):
         """The options of all unions, each combined with the keywords beside them."""
         combinations: list[list[Any]] = [[base] if base else []]
         for options in unions:
-            combinations = [[*some, option] for some in combinations for option in options]
+            combinations = [
+                [*some, option] for some in combinations for option in options
+            ]
             if len(combinations) > _MAX_OPTIONS:
                 fail(
                     below(path, "anyOf"),
@@ -179,9 +193,15 @@ class _ExactGrammar(ContainerRules):
                 )
             if is_admitted:
                 values.append(value)
-        kept = [value for value in values if not (is_number(value) or literal_changes(value))]
+        kept = [
+            value
+            for value in values
+            if not (is_number(value) or literal_changes(value))
+        ]
         parts: list[str | None] = [
-            self._literal(value) for value in values if is_number(value) or literal_changes(value)
+            self._literal(value)
+            for value in values
+            if is_number(value) or literal_changes(value)
         ]
         if kept:
             parts.append(self._leaf({"enum": kept}, path))
@@ -196,11 +216,17 @@ class _ExactGrammar(ContainerRules):
                 for name, each in value.items()
             ]
             return (
-                f"(OPEN_OBJECT {' COMMA '.join(pairs)} CLOSE_OBJECT)" if pairs else "EMPTY_OBJECT"
+                f"(OPEN_OBJECT {' COMMA '.join(pairs)} CLOSE_OBJECT)"
+                if pairs
+                else "EMPTY_OBJECT"
             )
         if isinstance(value, list):
             items = [self._literal(each) for each in value]
-            return f"(OPEN_ARRAY {' COMMA '.join(items)} CLOSE_ARRAY)" if items else "EMPTY_ARRAY"
+            return (
+                f"(OPEN_ARRAY {' COMMA '.join(items)} CLOSE_ARRAY)"
+                if items
+                else "EMPTY_ARRAY"
+            )
         if value is None or isinstance(value, bool | str):
             return lark_string(json.dumps(value, ensure_ascii=False))
         return lark_string(str(value))

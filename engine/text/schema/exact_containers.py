@@ -49,7 +49,9 @@ class ContainerRules(ABC):
         additional = schema.get("additionalProperties", True)
         pairs: list[tuple[str, bool]] = []
         for name in dict.fromkeys([*properties, *schema.get("required", ())]):
-            value = self.rule(properties.get(name, additional), below(path, f"properties.{name}"))
+            value = self.rule(
+                properties.get(name, additional), below(path, f"properties.{name}")
+            )
             if value is None and name in required:
                 return None
             if value is not None:
@@ -64,7 +66,9 @@ class ContainerRules(ABC):
             return None
         name = f"NAME_{len(self.lines)}"
         excluded = " | ".join(_quoted(one) for one in dict.fromkeys(taken))
-        self.lines.append(f"{name}: {_ANY_NAME}" + (f" & ~({excluded})" if excluded else ""))
+        self.lines.append(
+            f"{name}: {_ANY_NAME}" + (f" & ~({excluded})" if excluded else "")
+        )
         return self._define(f"{name} COLON {value}")
 
     def _object_of(self, pairs: list[tuple[str, bool]], more: str | None) -> str | None:

@@ -22,7 +22,9 @@ TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "obje
 FORMATS: Final = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"
 )  # fmt: skip
-MAX_COUNT: Final = 2**31 - 1  # of characters, items or properties: no answer has as many
+MAX_COUNT: Final = (
+    2**31 - 1
+)  # of characters, items or properties: no answer has as many
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
@@ -64,15 +66,21 @@ def load(text: str) -> Schema:
         GrammarError: it is not the text of a JSON object.
     """
     try:
-        document = json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
+        document = json.loads(
+            text, parse_float=Decimal, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise GrammarError("it is nested too deeply; send a flatter one") from None
     except ArithmeticError:
-        raise GrammarError("it has an exponent that is too large; send a smaller one") from None
+        raise GrammarError(
+            "it has an exponent that is too large; send a smaller one"
+        ) from None
     except json.JSONDecodeError as error:
         raise GrammarError(f"it is not JSON ({error}); send a JSON object") from None
     except ValueError:
-        raise GrammarError("it has an integer of too many digits; send a smaller one") from None
+        raise GrammarError(
+            "it has an integer of too many digits; send a smaller one"
+        ) from None
     if not isinstance(document, dict):
         raise GrammarError(f"it is {short_repr(document)}; send a JSON object")
     return document
@@ -134,13 +142,17 @@ class CheckedSchema:
         return self.paths.get(id(schema), "")
 
     def _walk(self) -> None:
-        waiting: list[tuple[str, Any, Resource]] = [("", self.document, self._references.root)]
+        waiting: list[tuple[str, Any, Resource]] = [
+            ("", self.document, self._references.root)
+        ]
         while waiting:
             path, schema, resource = waiting.pop()
             if isinstance(schema, bool):
                 continue
             if not isinstance(schema, dict):
-                fail(path, f"is {short_repr(schema)}; it must be an object or a boolean")
+                fail(
+                    path, f"is {short_repr(schema)}; it must be an object or a boolean"
+                )
             if id(schema) in self.paths:
                 continue
             self.paths[id(schema)] = path
@@ -149,14 +161,18 @@ class CheckedSchema:
             self._check_keywords(schema, path)
             if has_changing_numbers(schema):
                 self.exact.add(id(schema))
-            found = [(below(path, key), each, resource) for key, each in children(schema)]
+            found = [
+                (below(path, key), each, resource) for key, each in children(schema)
+            ]
             if "$ref" in schema:
                 found.append(self._follow(schema, path, resource))
             for _, each, _ in found:
                 self._parents.setdefault(id(each), []).append(id(schema))
             waiting += reversed(found)
 
-    def _follow(self, schema: Schema, path: str, resource: Resource) -> tuple[str, Any, Resource]:
+    def _follow(
+        self, schema: Schema, path: str, resource: Resource
+    ) -> tuple[str, Any, Resource]:
         """The schema that a `$ref` leads to, its path and its resource."""
         reference = schema["$ref"]
         where = below(path, "$ref")
@@ -180,7 +196,10 @@ class CheckedSchema:
             current: Any = schema
             while id(current) in self._targets and id(current) not in ends:
                 if id(current) in followed:
-                    fail(below(self.path(schema), "$ref"), "leads back to itself; refer to another")
+                    fail(
+                        below(self.path(schema), "$ref"),
+                        "leads back to itself; refer to another",
+                    )
                 followed[id(current)] = None
                 current = self._targets[id(current)]
             ends.update(followed)
@@ -197,14 +216,19 @@ class CheckedSchema:
                 count = _count(value, below(path, keyword))
                 schema[keyword] = count
                 if count == MAX_COUNT and keyword.startswith("max"):
-                    del schema[keyword]  # always fulfilled, and the library would count up to it
+                    del schema[
+                        keyword
+                    ]  # always fulfilled, and the library would count up to it
                 elif count == MAX_COUNT:
                     must_be = f"it must be below {MAX_COUNT}"
                     fail(below(path, keyword), f"is {short_repr(value)}; {must_be}")
             elif keyword in _MUST_BE:
                 is_right, must_be = _MUST_BE[keyword]
                 if not is_right(value):
-                    fail(below(path, keyword), f"is {short_repr(value)}; it must be {must_be}")
+                    fail(
+                        below(path, keyword),
+                        f"is {short_repr(value)}; it must be {must_be}",
+                    )
         _check_types(schema, path)
         _normalise_bounds(schema, path)
         for keyword in (*BOUNDS, "multipleOf", "const", "enum"):
@@ -275,7 +299,9 @@ class CheckedSchema:
 
 def has_changing_numbers(schema: Schema) -> bool:
     """Whether the library would change a number of this schema, apart from those below it."""
-    if any(not numbers.library_keeps(schema[name]) for name in BOUNDS if name in schema):
+    if any(
+        not numbers.library_keeps(schema[name]) for name in BOUNDS if name in schema
+    ):
         return True
     literals = [schema["const"]] if "const" in schema else []
     return any(literal_changes(value) for value in [*literals, *schema.get("enum", ())])
@@ -311,12 +337,18 @@ def _check_types(schema: Schema, path: str) -> None:
         if name not in TYPES:
             near = suggestion(name, TYPES) if isinstance(name, str) else ""
             allowed = ", ".join(TYPES)
-            fail(below(path, "type"), f"is {short_repr(name)}{near}; it must be one of {allowed}")
+            fail(
+                below(path, "type"),
+                f"is {short_repr(name)}{near}; it must be one of {allowed}",
+            )
 
 
 def _normalise_bounds(schema: Schema, path: str) -> None:
     """Turns the booleans that draft 4 has for exclusive bounds into numbers."""
-    for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+    for exclusive, inclusive in (
+        ("exclusiveMinimum", "minimum"),
+        ("exclusiveMaximum", "maximum"),
+    ):
         if isinstance(schema.get(exclusive), bool):
             is_exclusive = schema.pop(exclusive)
             if is_exclusive and inclusive in schema:

@@ -80,7 +80,9 @@ def _common_types(one: Any, other: Any) -> list[str]:
     types = set(one if isinstance(one, list) else [one])
     others = set(other if isinstance(other, list) else [other])
     common = types & others
-    if ("integer" in types and "number" in others) or ("number" in types and "integer" in others):
+    if ("integer" in types and "number" in others) or (
+        "number" in types and "integer" in others
+    ):
         common.add("integer")
     if not common:
         raise Unsatisfiable

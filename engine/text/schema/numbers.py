@@ -18,7 +18,9 @@ EXACT_BELOW = 2**53
 # Of one number, written without an exponent. The largest float64 has 309, the smallest 324.
 MAX_DIGITS = 400
 
-_MAX_LIBRARY_COEFFICIENT = 2**32  # of a `multipleOf`, which the library keeps as uint32 * 10**-k
+_MAX_LIBRARY_COEFFICIENT = (
+    2**32
+)  # of a `multipleOf`, which the library keeps as uint32 * 10**-k
 _ANY_FRACTION = r"(\.[0-9]+)?"
 _NOT_ZERO = "[0-9]*[1-9][0-9]*"
 
@@ -112,7 +114,9 @@ def has_multiple(multiple: Number, lower: Bound | None, upper: Bound | None) -> 
     first = math.ceil(start)
     if lower.is_exclusive and first == start:
         first += 1
-    return first * step < upper.value or (first * step == upper.value and not upper.is_exclusive)
+    return first * step < upper.value or (
+        first * step == upper.value and not upper.is_exclusive
+    )
 
 
 def integer_pattern(lower: Bound | None, upper: Bound | None) -> str | None:
@@ -257,7 +261,9 @@ def _with_fractions(
         yield rf"{whole}\.{_either(parts)}"
     is_above = whole > lower.value or (whole == lower.value and not lower.is_exclusive)
     is_below = upper is None or whole < upper.value
-    is_below = is_below or (upper is not None and whole == upper.value and not upper.is_exclusive)
+    is_below = is_below or (
+        upper is not None and whole == upper.value and not upper.is_exclusive
+    )
     if is_above and is_below:
         yield str(whole)
 

@@ -74,7 +74,9 @@ class References:
             return parent
         return Resource(urldefrag(urljoin(parent.base, own))[0], schema)
 
-    def resolve(self, reference: str, resource: Resource) -> tuple[Any, Resource] | None:
+    def resolve(
+        self, reference: str, resource: Resource
+    ) -> tuple[Any, Resource] | None:
         """The schema that a `$ref` within `resource` names, and its resource; None where the
         document has no such schema."""
         uri, fragment = urldefrag(reference)

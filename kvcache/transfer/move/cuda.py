@@ -72,7 +72,12 @@ def open_handle(handle: bytes) -> int:
     """
     address = c_uint64()
     record = _IpcHandle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))
-    _call("cuIpcOpenMemHandle_v2", byref(address), record, c_uint(_LAZY_ENABLE_PEER_ACCESS))
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        byref(address),
+        record,
+        c_uint(_LAZY_ENABLE_PEER_ACCESS),
+    )
     return address.value
 
 
@@ -117,4 +122,6 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError(f"the CUDA driver's library cannot be loaded: {error}") from error
+        raise CudaError(
+            f"the CUDA driver's library cannot be loaded: {error}"
+        ) from error

@@ -36,8 +36,12 @@ logger = get_logger(__name__)
 UNIT_BYTES = 16  # the most that a thread moves at once
 NUM_PARAMETERS = 3 + 4 * 6  # before the factors, if any
 MAX_UNITS = (1 << 31) - 1  # of one launch: their numbers are 32-bit
-NUM_PROGRAMS = 48  # thread blocks of one launch: more are hardly faster, and leave less to others
-_STAGING_PROGRAMS = 132  # all multiprocessors, for a tenth of the time that reading takes
+NUM_PROGRAMS = (
+    48  # thread blocks of one launch: more are hardly faster, and leave less to others
+)
+_STAGING_PROGRAMS = (
+    132  # all multiprocessors, for a tenth of the time that reading takes
+)
 LONG_RUN_BYTES = 2 << 20  # shorter ones are slower than the kernel
 # While a batch runs. The kernel costs the batch some 1 ms per GiB, however many multiprocessors it
 # uses: so it is paced, and copy engines do what they can do at a third of its speed or more.
@@ -99,12 +103,17 @@ def units_of(copy: BlockCopy, factors: Factors) -> Units:
     of_piece = copy.source.head_dim // kind.unit_elements
     values = [*divisor(of_piece)]
     for axis in reversed(copy.source.order.replace("B", "").replace("D", "")):
-        strides = (reads[axis] // kind.unit_elements, writes[axis] // kind.unit_elements)
+        strides = (
+            reads[axis] // kind.unit_elements,
+            writes[axis] // kind.unit_elements,
+        )
         factor = {"L": copy.source.num_components, "C": 1}.get(axis, 0)
         values += [*divisor(sizes[axis]), *strides, factor]
         of_piece *= sizes[axis]
     if of_piece > MAX_UNITS:
-        raise PlanError(f"a block of the peer has {of_piece} units to gather; use smaller blocks")
+        raise PlanError(
+            f"a block of the peer has {of_piece} units to gather; use smaller blocks"
+        )
     bits = np.array(factors or (), np.float32).view(np.int32).astype(np.int64)
     return Units(kind, of_piece, np.concatenate((np.array(values, np.int64), bits)))
 
@@ -157,7 +166,9 @@ class CudaPlacer(Placer):
         self._long_run_bytes = long_run_bytes
         self._busy = busy
         self._paced_until = 0.0  # the kernel has had its share until then
-        self._failed: dict[Kind, str] = {}  # kinds that no kernel can be compiled for, and why
+        self._failed: dict[
+            Kind, str
+        ] = {}  # kinds that no kernel can be compiled for, and why
 
     def compile(self, *, convert: bool) -> None:
         """Before the first peer is met: has every kernel that one may need, see kinds_into."""
@@ -169,7 +180,9 @@ class CudaPlacer(Placer):
                 self._failed[kind] = repr(error)
         if self._failed:
             reasons = "; ".join(sorted(set(self._failed.values())))
-            logger.warning("not every kernel that places KV can be compiled: %s", reasons)
+            logger.warning(
+                "not every kernel that places KV can be compiled: %s", reasons
+            )
 
     def open(self, rank: RankMetadata) -> Memory:
         theirs, ours = KVLayout.from_record(rank.layout), self._pool.layout
@@ -186,7 +199,9 @@ class CudaPlacer(Placer):
         now = time.perf_counter()
         if now < self._paced_until:
             return 0
-        late_s = _PACED_BYTES / PACED_BYTES_PER_S  # looked at too late by so much is made up for
+        late_s = (
+            _PACED_BYTES / PACED_BYTES_PER_S
+        )  # looked at too late by so much is made up for
         self._paced_until = max(self._paced_until + late_s, now)
         return _PACED_BYTES
 
@@ -194,7 +209,9 @@ class CudaPlacer(Placer):
         long_bytes = self._long_run_bytes
         if self._busy():
             long_bytes = min(long_bytes, _BUSY_RUN_BYTES)
-        return run_bytes_of(copy, factors) >= max(long_bytes, 1) and cuda.copies_batches()
+        return (
+            run_bytes_of(copy, factors) >= max(long_bytes, 1) and cuda.copies_batches()
+        )
 
     def _place(self, copy: BlockCopy, source: Memory, factors: Factors) -> None:
         assert self._stream is not None
@@ -209,10 +226,15 @@ class CudaPlacer(Placer):
         if units.kind in self._failed:
             super()._place(copy, source, factors)
             return
-        parts, pieces = (units.parameters, *piece_units(copy, units.kind)), len(copy.sources)
+        parts, pieces = (
+            (units.parameters, *piece_units(copy, units.kind)),
+            len(copy.sources),
+        )
         host = torch.from_numpy(np.concatenate(parts)).pin_memory()
         # Freed at once: what else gets this memory comes later on this stream.
-        table = torch.split(host.to(self._pool.device, non_blocking=True), list(map(len, parts)))
+        table = torch.split(
+            host.to(self._pool.device, non_blocking=True), list(map(len, parts))
+        )
         ends = source.address, self._pool.base_address
         places = (part.data_ptr() for part in table)
         self._launch(units.kind, *ends, *places, pieces * units.of_piece)

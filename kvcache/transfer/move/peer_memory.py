@@ -29,7 +29,9 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 EXTRA_KEY = "mapped"  # in RankMetadata.extra
-_PROCESS = secrets.token_bytes(16)  # this and what it forks: ids are equal in two containers
+_PROCESS = secrets.token_bytes(
+    16
+)  # this and what it forks: ids are equal in two containers
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
@@ -39,7 +41,9 @@ class MappableRecord(msgspec.Struct, kw_only=True):
     handle: bytes = b""  # of CUDA IPC; empty for host memory
     offset: int = 0  # bytes from the allocation's base to the pool
     fd: int = -1  # the owner's, of a pool in host memory that others may map
-    token: bytes = b""  # proves the identity of host memory; for a GPU's, of the owner's process
+    token: bytes = (
+        b""  # proves the identity of host memory; for a GPU's, of the owner's process
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,9 @@ class Memory:
 
     address: int
     bytes: torch.Tensor | None = None  # u8[n], a view of it if torch is to read it
-    close: Callable[[], None] = lambda: None  # to be called after the last copy out of it
+    close: Callable[[], None] = lambda: (
+        None
+    )  # to be called after the last copy out of it
 
 
 @cache
@@ -71,7 +77,9 @@ def offer(pool: KVPool) -> dict[str, Any]:
             with torch.cuda.device(pool.device):
                 record.handle, record.offset = cuda.export_handle(pool.base_address)
         except cuda.CudaError as error:
-            logger.warning("the KV pool cannot be mapped by others, only read by NIXL: %s", error)
+            logger.warning(
+                "the KV pool cannot be mapped by others, only read by NIXL: %s", error
+            )
             return {}
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
@@ -124,7 +132,9 @@ def open_host(rank: RankMetadata) -> Memory:
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
     """u8[nbytes] of host memory, which lives for as long as its owner lets it."""
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8
+    )
 
 
 def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:

@@ -110,7 +110,9 @@ class StagingBuffer:
             raise ValueError(message) from None
         self._placer = placer
         self._queue: deque[str] = deque()  # pull ids; the first one owns the slots
-        self._placing: list[deque[Any]] = [deque() for _ in range(_MOST_SLOTS)]  # launches by slot
+        self._placing: list[deque[Any]] = [
+            deque() for _ in range(_MOST_SLOTS)
+        ]  # launches by slot
 
     def bind_thread(self) -> None:
         """To be called once by the thread that uses this memory."""
@@ -146,8 +148,12 @@ class StagingBuffer:
     def place(self, step: Step, slot: int, slot_bytes: int) -> None:
         """Begins to copy the slot's KV into the pool; `is_free` says when it has ended."""
         start = slot * slot_bytes
-        memory = Memory(self.base_address + start, self._memory[start : start + slot_bytes])
-        for copy in step.copies:  # if a launch raises, earlier ones are known and waited for
+        memory = Memory(
+            self.base_address + start, self._memory[start : start + slot_bytes]
+        )
+        for (
+            copy
+        ) in step.copies:  # if a launch raises, earlier ones are known and waited for
             token = self._placer.launch(copy, memory, step.transfer.factors)
             self._placing[slot].append(token)
 
@@ -182,8 +188,12 @@ def place(
     else:
         source = _as(source, getattr(torch, copy.source.dtype))
     for first, count, steps in _stretches(copy):
-        read = _view(copy.source, copy, source, count, int(copy.sources[first]), steps[0])
-        write = _view(copy.target, copy, into, count, int(copy.targets[first]), steps[1])
+        read = _view(
+            copy.source, copy, source, count, int(copy.sources[first]), steps[0]
+        )
+        write = _view(
+            copy.target, copy, into, count, int(copy.targets[first]), steps[1]
+        )
         write.copy_(convert(read))
 
 
@@ -194,7 +204,12 @@ def _as(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def axes_of(copy: BlockCopy) -> dict[str, int]:
     """The sizes of a piece."""
     layout = copy.source
-    return {"H": copy.heads, "L": layout.num_layers, "C": layout.num_components, "N": copy.tokens}
+    return {
+        "H": copy.heads,
+        "L": layout.num_layers,
+        "C": layout.num_components,
+        "N": copy.tokens,
+    }
 
 
 def _converter(
@@ -202,16 +217,25 @@ def _converter(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Converts a view of the source before it is copied into the pool. Nothing is to do where the
     copy itself converts the dtype, which it does but for FP8's largest numbers and for factors."""
-    if factors is None and (pool.dtype is not fp8.DTYPE or copy.source.dtype == copy.target.dtype):
+    if factors is None and (
+        pool.dtype is not fp8.DTYPE or copy.source.dtype == copy.target.dtype
+    ):
         return lambda part: part
     layers, components = copy.target.num_layers, copy.target.num_components
     scale = torch.tensor(factors or [1.0] * (layers * components), device=pool.device)
-    scale = scale.view(layers, components, 1, 1)  # then come a view's tokens and elements
+    scale = scale.view(
+        layers, components, 1, 1
+    )  # then come a view's tokens and elements
     return lambda part: fp8.stored_as(part.float() * scale, pool.dtype)
 
 
 def _view(
-    layout: KVLayout, copy: BlockCopy, words: torch.Tensor, count: int, start: int, step: int
+    layout: KVLayout,
+    copy: BlockCopy,
+    words: torch.Tensor,
+    count: int,
+    start: int,
+    step: int,
 ) -> torch.Tensor:
     """A view of `count` pieces from byte `start` on, `step` bytes apart."""
     size, sizes = words.element_size(), axes_of(copy)

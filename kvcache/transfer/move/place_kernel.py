@@ -14,7 +14,13 @@ from protocol.handshake import ITEMSIZE
 TILE_UNITS = 2048  # 32 KiB
 CONVERTED_TILE_UNITS = 512
 NUM_WARPS = 8
-_WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+_WORDS = {
+    16: (tl.int32, 4),
+    8: (tl.int32, 2),
+    4: (tl.int32, 1),
+    2: (tl.int16, 1),
+    1: (tl.int8, 1),
+}
 _DTYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
@@ -24,7 +30,12 @@ _DTYPES = {
 
 
 def launch(
-    source: str, target: str, unit_elements: int, scaled: bool, num_programs: int, *numbers: int
+    source: str,
+    target: str,
+    unit_elements: int,
+    scaled: bool,
+    num_programs: int,
+    *numbers: int,
 ) -> None:
     """Queues the kernel on the current stream; compiles it first if it has to.
 
@@ -34,7 +45,13 @@ def launch(
             where pieces begin on either side, and the number of units.
     """
     if scaled or source != target:
-        constants = _DTYPES[source], _DTYPES[target], unit_elements, CONVERTED_TILE_UNITS, scaled
+        constants = (
+            _DTYPES[source],
+            _DTYPES[target],
+            unit_elements,
+            CONVERTED_TILE_UNITS,
+            scaled,
+        )
     else:
         word, width = _WORDS[unit_elements * ITEMSIZE[source]]
         constants = word, word, width, TILE_UNITS, False
@@ -44,7 +61,11 @@ def launch(
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _divisor(p):  # type: ignore[no-untyped-def]
     """The constant whose (d, magic, shift) lie at p."""
-    return tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.uint64), tl.load(p + 2).to(tl.uint64)
+    return (
+        tl.load(p).to(tl.int32),
+        tl.load(p + 1).to(tl.uint64),
+        tl.load(p + 2).to(tl.uint64),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -79,10 +100,18 @@ def _walk(  # type: ignore[no-untyped-def]
     source = unit.to(tl.int64)
     target = source
     factor = unit * 0
-    number, source, target, factor = _step(number, source, target, factor, size_0, axis_0)
-    number, source, target, factor = _step(number, source, target, factor, size_1, axis_1)
-    number, source, target, factor = _step(number, source, target, factor, size_2, axis_2)
-    number, source, target, factor = _step(number, source, target, factor, size_3, axis_3)
+    number, source, target, factor = _step(
+        number, source, target, factor, size_0, axis_0
+    )
+    number, source, target, factor = _step(
+        number, source, target, factor, size_1, axis_1
+    )
+    number, source, target, factor = _step(
+        number, source, target, factor, size_2, axis_2
+    )
+    number, source, target, factor = _step(
+        number, source, target, factor, size_3, axis_3
+    )
     return number, source, target, factor
 
 
@@ -135,7 +164,9 @@ def _kernel(  # type: ignore[no-untyped-def]
         value = tl.load(source_base + (source * WIDTH + lanes), mask=wanted)
         if SCALED:
             bits = tl.load(p + 27 + factor, mask=wanted, other=0).to(tl.int32)
-            value = (value.to(tl.float32) * bits.to(tl.float32, bitcast=True)).to(TARGET)
+            value = (value.to(tl.float32) * bits.to(tl.float32, bitcast=True)).to(
+                TARGET
+            )
         elif SOURCE != TARGET:
             value = value.to(tl.float32).to(TARGET)
         tl.store(target_base + (target * WIDTH + lanes), value, mask=wanted)

@@ -26,7 +26,9 @@ import numpy as np
 from kvcache.layout import KVLayout
 from kvcache.transfer.plan.endpoint import Endpoint, HeadGroup, IntArray, PlanError
 
-Factors = tuple[float, ...] | None  # of the elements, by layer and component, if they change
+Factors = (
+    tuple[float, ...] | None
+)  # of the elements, by layer and component, if they change
 
 
 class Side(NamedTuple):
@@ -59,7 +61,9 @@ class BlockCopy(NamedTuple):
     @property
     def piece_bytes(self) -> int:
         """Bytes of one piece, in the source's dtype."""
-        return self.tokens * self.heads * self.source.token_bytes // self.source.num_heads
+        return (
+            self.tokens * self.heads * self.source.token_bytes // self.source.num_heads
+        )
 
     @property
     def nbytes(self) -> int:
@@ -112,18 +116,29 @@ class _Runs(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the chunks of a pull, and of the next one
-def pieces(start: int, stop: int, *block_sizes: int) -> tuple[tuple[int, IntArray], ...]:
+def pieces(
+    start: int, stop: int, *block_sizes: int
+) -> tuple[tuple[int, IntArray], ...]:
     """Tokens [start, stop), cut at every block border: (length, starts) of pieces of one length."""
     if start >= stop:
         return ()
-    borders = (np.arange(start - start % size + size, stop, size) for size in block_sizes)
+    borders = (
+        np.arange(start - start % size + size, stop, size) for size in block_sizes
+    )
     cuts = np.unique(np.concatenate([[start, stop], *borders]))
     starts, lengths = cuts[:-1], np.diff(cuts)
-    return tuple((length, starts[lengths == length]) for length in np.unique(lengths).tolist())
+    return tuple(
+        (length, starts[lengths == length]) for length in np.unique(lengths).tolist()
+    )
 
 
 def cut(
-    owner: int, source: Side, target: Side, heads: int, tokens: range, turn: IntArray | None = None
+    owner: int,
+    source: Side,
+    target: Side,
+    heads: int,
+    tokens: range,
+    turn: IntArray | None = None,
 ) -> Iterator[BlockCopy]:
     """Tokens of a sequence as copies between two paged memories.
 
@@ -162,12 +177,18 @@ class Transfer:
     @property
     def remote_ordinals(self) -> range:
         """The tokens' blocks, as indices into P's block table."""
-        return range(self.tokens.start // self.block_size, -(-self.tokens.stop // self.block_size))
+        return range(
+            self.tokens.start // self.block_size,
+            -(-self.tokens.stop // self.block_size),
+        )
 
     @property
     def converts(self) -> bool:
         """Whether the two sides differ in dtype or scales."""
-        return self.local.layout.dtype != self.remote[0].layout.dtype or self.factors is not None
+        return (
+            self.local.layout.dtype != self.remote[0].layout.dtype
+            or self.factors is not None
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -194,7 +215,9 @@ class Transfer:
     def target(self, group: HeadGroup) -> Side:
         """The place of a group's heads in D's pool."""
         first = self.local.heads(self.total_kv_heads).start
-        return Side(self.local.layout, self.local_blocks, head=group.heads.start - first)
+        return Side(
+            self.local.layout, self.local_blocks, head=group.heads.start - first
+        )
 
     def copies_from(
         self, group: HeadGroup, heads: range, target: Side, tokens: range
@@ -202,7 +225,9 @@ class Transfer:
         """Copies of `heads` into `target`; the group's owners take turns, block by block."""
         dcp = self.remote[0].dcp
         count, turn = len(group.owners) // dcp, None
-        whose = (np.arange(len(self.remote_blocks)) + self.shift) % count * dcp + self.lanes
+        whose = (
+            np.arange(len(self.remote_blocks)) + self.shift
+        ) % count * dcp + self.lanes
         for index, owner in enumerate(group.owners):
             end = self.remote[owner]
             head = heads.start - end.heads(self.total_kv_heads).start
@@ -258,15 +283,26 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
     """An upper bound, a few above the number, of the runs in `descriptors(copies)`."""
-    return sum(len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies)
+    return sum(
+        len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies
+    )
 
 
 @lru_cache(maxsize=4096)
 def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
     """The runs of a piece, for sides of the same dtype."""
     reads, writes = source.byte_strides, target.byte_strides
-    sizes = {"H": heads, "L": source.num_layers, "C": source.num_components, "N": tokens}
-    axes = [Axis(size, reads[name], writes[name]) for name, size in sizes.items() if size > 1]
+    sizes = {
+        "H": heads,
+        "L": source.num_layers,
+        "C": source.num_components,
+        "N": tokens,
+    }
+    axes = [
+        Axis(size, reads[name], writes[name])
+        for name, size in sizes.items()
+        if size > 1
+    ]
     axes.sort(key=lambda axis: axis.target_stride)
     run = source.head_dim * source.itemsize
     left: list[Axis] = []
@@ -288,7 +324,10 @@ def _expand(copy: BlockCopy) -> _Runs:
     """The copy's runs: an outer product, in the target's order if it has one."""
     pieces, axes = _joined_pieces(copy), copy.shape.axes
     reach = int(pieces.targets[-1] - pieces.targets[0])
-    grid = [_Runs(*(np.arange(axis.size) * step for step in (*axis[1:], 0))) for axis in axes]
+    grid = [
+        _Runs(*(np.arange(axis.size) * step for step in (*axis[1:], 0)))
+        for axis in axes
+    ]
     grid.insert(sum(axis.target_stride > reach for axis in axes), pieces)
     return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*grid, strict=True)))
 

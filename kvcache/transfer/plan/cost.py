@@ -26,7 +26,9 @@ class CostModel:
     per_descriptor_s: float
     bytes_per_s: float
     reformat_bytes_per_s: float
-    overlaps: bool = True  # one chunk is read while another is placed; not if READs are CPU copies
+    overlaps: bool = (
+        True  # one chunk is read while another is placed; not if READs are CPU copies
+    )
 
     def __str__(self) -> str:
         read, place = self.bytes_per_s / 1e9, self.reformat_bytes_per_s / 1e9
@@ -50,7 +52,9 @@ class CostModel:
         """Seconds to read `nbytes` in `descriptors` pieces."""
         return descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
-    def staged_s(self, read_s: float, place_s: float, chunks: int, last_share: float) -> float:
+    def staged_s(
+        self, read_s: float, place_s: float, chunks: int, last_share: float
+    ) -> float:
         """Seconds of a staged transfer whose reading and placing take so long alone.
 
         Args:
@@ -78,7 +82,10 @@ class Sample(NamedTuple):
 
 
 def measure_link(
-    remote: Endpoint, room: int, most_bytes: int, read: Callable[[ReadDescriptors], Sample]
+    remote: Endpoint,
+    room: int,
+    most_bytes: int,
+    read: Callable[[ReadDescriptors], Sample],
 ) -> tuple[Sample, Sample]:
     """A probe of few long runs and one of many short runs.
 
@@ -87,10 +94,15 @@ def measure_link(
         most_bytes: bound of the long probe.
         read: carries out a probe; local offsets count from the start of that memory.
     """
-    many, nbytes = probe(remote, room, _SHORT_RUNS * _SHORT_BYTES, _SHORT_BYTES), _FIRST_BYTES
+    many, nbytes = (
+        probe(remote, room, _SHORT_RUNS * _SHORT_BYTES, _SHORT_BYTES),
+        _FIRST_BYTES,
+    )
     read(many)  # connects, and makes memory resident
     short, long = read(many), read(probe(remote, room, min(nbytes, most_bytes)))
-    while long.seconds < _ENOUGH_S and nbytes < most_bytes * _GROWTH:  # the last one twice: it was
+    while (
+        long.seconds < _ENOUGH_S and nbytes < most_bytes * _GROWTH
+    ):  # the last one twice: it was
         nbytes *= _GROWTH  # the first use of some of the memory
         long = read(probe(remote, room, min(nbytes, most_bytes)))
     return long, short
@@ -106,11 +118,15 @@ def probe(
         run_bytes: bound of a run.
     """
     layout, start = remote.layout, np.zeros(1, np.int64)
-    block = BlockCopy(0, layout, layout, layout.num_heads, layout.block_size, start, start)
+    block = BlockCopy(
+        0, layout, layout, layout.num_heads, layout.block_size, start, start
+    )
     (runs,) = descriptors([block])
     length = int(runs.lengths[0])
     size = min(run_bytes or length, length, nbytes, room)
-    starts = np.add.outer(runs.remote_offsets, np.arange(0, length - size + 1, size)).reshape(-1)
+    starts = np.add.outer(
+        runs.remote_offsets, np.arange(0, length - size + 1, size)
+    ).reshape(-1)
     starts = np.resize(starts, max(1, nbytes // size))
     local = np.arange(len(starts)) * size % (room - size + 1)
     return ReadDescriptors(remote.rank, starts, local, np.full(len(starts), size))
@@ -125,9 +141,15 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     """
     determinant = long.descriptors * short.nbytes - short.descriptors * long.nbytes
     if determinant == 0:
-        raise ValueError(f"probes {long} and {short} are alike; use runs of two lengths")
-    per_descriptor = (long.seconds * short.nbytes - short.seconds * long.nbytes) / determinant
-    per_byte = (long.descriptors * short.seconds - short.descriptors * long.seconds) / determinant
+        raise ValueError(
+            f"probes {long} and {short} are alike; use runs of two lengths"
+        )
+    per_descriptor = (
+        long.seconds * short.nbytes - short.seconds * long.nbytes
+    ) / determinant
+    per_byte = (
+        long.descriptors * short.seconds - short.descriptors * long.seconds
+    ) / determinant
     bytes_per_s = 1 / max(per_byte, 1e-13)
     copies = long.at_once and short.at_once
     place = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s

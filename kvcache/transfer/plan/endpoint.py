@@ -27,7 +27,9 @@ def scale_factors(source: "Endpoint", target: "Endpoint") -> tuple[float, ...] |
     layers outermost; None if all are 1."""
     count = max(len(source.scales), len(target.scales))
     of_source, of_target = (end.scales or (1.0,) * count for end in (source, target))
-    factors = tuple(theirs / ours for theirs, ours in zip(of_source, of_target, strict=True))
+    factors = tuple(
+        theirs / ours for theirs, ours in zip(of_source, of_target, strict=True)
+    )
     return factors if any(factor != 1.0 for factor in factors) else None
 
 
@@ -38,8 +40,12 @@ class Endpoint:
     layout: KVLayout
     rank: int
     tp: int
-    scales: tuple[float, ...] = ()  # as in KVPool: empty, or one of each layer and component
-    dcp: int = 1  # number of neighbouring ranks that share a sequence's tokens; divides tp
+    scales: tuple[
+        float, ...
+    ] = ()  # as in KVPool: empty, or one of each layer and component
+    dcp: int = (
+        1  # number of neighbouring ranks that share a sequence's tokens; divides tp
+    )
     groups: KVGroups = ONE_GROUP  # the layout has the layers of one group
 
     def heads(self, total_kv_heads: int) -> range:
@@ -93,7 +99,11 @@ def head_groups(
 
 
 def check_endpoints(
-    local: Endpoint, remote: Sequence[Endpoint], total_kv_heads: int, *, convert: bool = False
+    local: Endpoint,
+    remote: Sequence[Endpoint],
+    total_kv_heads: int,
+    *,
+    convert: bool = False,
 ) -> None:
     """Refuses geometries that no plan bridges. The peer's has passed check_consistent.
 
@@ -105,11 +115,16 @@ def check_endpoints(
     local.stripe.check_remote(theirs.block_size)
     for name in ("num_layers", "num_components", "head_dim"):
         if (here := getattr(ours, name)) != (there := getattr(theirs, name)):
-            raise PlanError(f"{name} is {here} here and {there} on the peer; it must be equal")
+            raise PlanError(
+                f"{name} is {here} here and {there} on the peer; it must be equal"
+            )
     if local.groups != remote[0].groups:
         pair = f"{local.groups.windows} here and {remote[0].groups.windows} on the peer"
         raise PlanError(f"the windows of KV groups are {pair}; they must be equal")
-    elements = ("dtype", ours.dtype, theirs.dtype), ("scales", local.scales, remote[0].scales)
+    elements = (
+        ("dtype", ours.dtype, theirs.dtype),
+        ("scales", local.scales, remote[0].scales),
+    )
     for name, mine, peers in elements:
         if mine != peers and not convert:
             raise PlanError(
@@ -127,7 +142,16 @@ def check_endpoints(
 
 def _check_peer(remote: Sequence[Endpoint]) -> None:
     for rank, end in enumerate(remote):
-        for name in ("order", "num_layers", "num_components", "block_size", "head_dim", "dtype"):
+        for name in (
+            "order",
+            "num_layers",
+            "num_components",
+            "block_size",
+            "head_dim",
+            "dtype",
+        ):
             first, value = getattr(remote[0].layout, name), getattr(end.layout, name)
             if first != value:
-                raise PlanError(f"peer's ranks 0 and {rank} differ in {name}: {first} and {value}")
+                raise PlanError(
+                    f"peer's ranks 0 and {rank} differ in {name}: {first} and {value}"
+                )

@@ -67,7 +67,9 @@ _MAX_CACHED_CHUNKS = 32
 # eighth of all placing. At least four slots keep the link busy while a copy is launched.
 _PIPELINE_CHUNKS = 8
 _PIPELINE_SLOTS = 4
-_MIN_PIPELINE_CHUNK_S = 0.1e-3  # of reading: about what posting and placing a chunk takes
+_MIN_PIPELINE_CHUNK_S = (
+    0.1e-3  # of reading: about what posting and placing a chunk takes
+)
 _LEAST_RUN_S = 3e-6  # of a run between GPUs; a probe of few runs may measure less
 _SECONDS = attrgetter("seconds")
 _MAX_DECISIONS = 1024  # remembered; there are a few dozen kinds of pulls from a peer
@@ -79,13 +81,17 @@ class Way(NamedTuple):
     staged: bool  # else direct
     whole: bool  # read whole blocks where a part is wanted
     wider: bool = False  # read all heads of the owners, not only the wanted ones
-    pipelined: bool = False  # read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible
+    pipelined: bool = (
+        False  # read in _PIPELINE_CHUNKS chunks, not in chunks as large as possible
+    )
 
 
 class Slot(NamedTuple):
     """The layout of a slot of some blocks, the same for all pulls between two engines."""
 
-    memories: tuple[tuple[range, KVLayout, int], ...]  # by head group: heads, layout, byte offset
+    memories: tuple[
+        tuple[range, KVLayout, int], ...
+    ]  # by head group: heads, layout, byte offset
     nbytes: int
     token_bytes: int  # bytes read for each token
 
@@ -116,7 +122,9 @@ class Step:
     transfer: Transfer  # of these tokens
     read: range  # these tokens, and unwanted ones that are read along
     slot: Slot | None = None  # None: READs go straight into the pool
-    slot_blocks: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the sequence
+    slot_blocks: IntArray = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # of the sequence
 
     @cached_property
     def reads(self) -> tuple[ReadDescriptors, ...]:
@@ -138,8 +146,12 @@ class Step:
         if self.slot is None:
             return ()
         transfer, copies = self.transfer, list[BlockCopy]()
-        for group, (heads, layout, base) in zip(transfer.groups, self.slot.memories, strict=True):
-            source = Side(layout, self.slot_blocks, group.heads.start - heads.start, base)
+        for group, (heads, layout, base) in zip(
+            transfer.groups, self.slot.memories, strict=True
+        ):
+            source = Side(
+                layout, self.slot_blocks, group.heads.start - heads.start, base
+            )
             target = transfer.target(group)
             copies += cut(0, source, target, len(group.heads), transfer.tokens)
         return tuple(copies)
@@ -210,17 +222,23 @@ def staged(transfer: Transfer, costs: CostModel, staging_bytes: int) -> Estimate
         for pipelined in ((False, True) if costs.overlaps else (False,))
     )
     per_run = max(_LEAST_RUN_S - costs.per_descriptor_s, 0.0) if costs.overlaps else 0.0
-    return min(options, key=lambda option: option.seconds + per_run * option.descriptors)
+    return min(
+        options, key=lambda option: option.seconds + per_run * option.descriptors
+    )
 
 
-def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Estimate:
+def _estimate(
+    transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
+) -> Estimate:
     step = Step(transfer, _read_tokens(transfer, way))
     if way.staged:
         borders = _borders(transfer, way, costs, staging_bytes)
         chunks = len(borders) - 1
         # Count as if one slot took all chunks, with a gap between two, which no run crosses.
         ordinals, length = np.arange(borders[-1]), borders[-1] - borders[0]
-        blocks = ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
+        blocks = (
+            ordinals - borders[0] + np.searchsorted(borders[1:], ordinals, side="right")
+        )
         heads = _heads(transfer, way.wider)
         one = slot_of(transfer.remote[0].layout, heads, length + chunks)
         step = replace(step, slot=one, slot_blocks=blocks)
@@ -233,7 +251,9 @@ def _estimate(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
     return Estimate(way, number, nbytes, seconds)
 
 
-def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> Iterator[Step]:
+def steps(
+    transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
+) -> Iterator[Step]:
     """The steps of a transfer that is moved in one way."""
     if not way.staged:
         yield Step(transfer, _read_tokens(transfer, way))
@@ -243,13 +263,17 @@ def steps(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) ->
     slot = slot_of(transfer.remote[0].layout, _heads(transfer, way.wider), most)
     tokens, size = transfer.tokens, transfer.block_size
     for first, last in chunks:
-        part = transfer.part(max(tokens.start, first * size), min(tokens.stop, last * size))
+        part = transfer.part(
+            max(tokens.start, first * size), min(tokens.stop, last * size)
+        )
         ordinals = part.remote_ordinals
         blocks = np.arange(-ordinals.start, len(ordinals))
         yield Step(part, _read_tokens(part, way), slot, blocks)
 
 
-def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int) -> list[int]:
+def _borders(
+    transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int
+) -> list[int]:
     """The chunks' borders, as indices into P's block table.
 
     A chunk takes at most half the staging memory. It ends where blocks of both sides end, if such
@@ -257,7 +281,9 @@ def _borders(transfer: Transfer, way: Way, costs: CostModel, staging_bytes: int)
     """
     layout = transfer.remote[0].layout
     wanted = transfer.remote_ordinals
-    period = lcm(layout.block_size, transfer.local.layout.block_size) // layout.block_size
+    period = (
+        lcm(layout.block_size, transfer.local.layout.block_size) // layout.block_size
+    )
     max_blocks = _max_chunk_blocks(transfer, way, costs, staging_bytes, period)
     if period > max_blocks:
         period = 1
@@ -275,15 +301,21 @@ def _max_chunk_blocks(
         period: blocks of P after which blocks of both sides end; a pipelined chunk has at least
             this many.
     """
-    block_bytes = slot_of(transfer.remote[0].layout, _heads(transfer, way.wider), 1).nbytes
+    block_bytes = slot_of(
+        transfer.remote[0].layout, _heads(transfer, way.wider), 1
+    ).nbytes
     total_bytes = len(transfer.remote_ordinals) * block_bytes
     max_bytes = staging_bytes // 2
     if not costs.overlaps:
         cached_bytes = int(_CACHED_CHUNK_S * costs.bytes_per_s)
         max_bytes = min(max_bytes, max(cached_bytes, total_bytes // _MAX_CACHED_CHUNKS))
     elif way.pipelined:
-        share_bytes = min(-(-total_bytes // _PIPELINE_CHUNKS), staging_bytes // _PIPELINE_SLOTS)
-        min_bytes = max(period * block_bytes, int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s))
+        share_bytes = min(
+            -(-total_bytes // _PIPELINE_CHUNKS), staging_bytes // _PIPELINE_SLOTS
+        )
+        min_bytes = max(
+            period * block_bytes, int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s)
+        )
         max_bytes = min(max_bytes, max(share_bytes, min_bytes))
     return max(1, max_bytes // block_bytes)
 
@@ -293,7 +325,9 @@ def _heads(transfer: Transfer, wider: bool) -> tuple[range, ...]:
     if not wider:
         return tuple(group.heads for group in transfer.groups)
     total = transfer.total_kv_heads
-    return tuple(transfer.remote[group.owners[0]].heads(total) for group in transfer.groups)
+    return tuple(
+        transfer.remote[group.owners[0]].heads(total) for group in transfer.groups
+    )
 
 
 @dataclass(frozen=True)
@@ -442,7 +476,9 @@ class Planner:
         way, seconds_per_token, reason = self._decide(transfer, costs)
         plan = tuple(steps(transfer, way, costs, self._staging_bytes or 0))
         path = "staged" if way.staged else "direct"
-        return TransferPlan(path, transfer, plan, seconds_per_token * len(transfer.tokens), reason)
+        return TransferPlan(
+            path, transfer, plan, seconds_per_token * len(transfer.tokens), reason
+        )
 
     def _decide(self, transfer: Transfer, costs: CostModel) -> tuple[Way, float, str]:
         """The cheapest way, weighed once for each kind of pull: pulls that begin and end at equal
@@ -461,7 +497,11 @@ class Planner:
         kind = (*ends, length, _neighbours(ours), _neighbours(theirs))
         if kind not in self._decisions:
             best, reason = self._weigh(transfer, costs)
-            self._decisions[kind] = best.way, best.seconds / len(transfer.tokens), reason
+            self._decisions[kind] = (
+                best.way,
+                best.seconds / len(transfer.tokens),
+                reason,
+            )
         return self._decisions[kind]
 
     def _weigh(self, transfer: Transfer, costs: CostModel) -> tuple[Estimate, str]:
@@ -479,10 +519,17 @@ class Planner:
         if room is None:
             return straight, "there is no staging memory"
         try:
-            best, other_way = sorted((straight, staged(transfer, costs, room)), key=_SECONDS)
-        except PlanError as error:  # the peer's blocks are too large for the staging memory
+            best, other_way = sorted(
+                (straight, staged(transfer, costs, room)), key=_SECONDS
+            )
+        except (
+            PlanError
+        ) as error:  # the peer's blocks are too large for the staging memory
             return straight, str(error)
-        return best, f"{'direct' if best.way.staged else 'staged'} would read {other_way}"
+        return (
+            best,
+            f"{'direct' if best.way.staged else 'staged'} would read {other_way}",
+        )
 
 
 def _neighbours(blocks: IntArray) -> int:

@@ -67,7 +67,9 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2
-_MAX_ENDED = 16384  # pulls remembered after their end, so that a late cancel is answered once
+_MAX_ENDED = (
+    16384  # pulls remembered after their end, so that a late cancel is answered once
+)
 _NEVER = float("inf")
 
 
@@ -121,18 +123,26 @@ class PullCoordinator:
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
         self._peers = PeerTable(compat, self._settings, convert, stripe)
-        self._lookups = Lookups(self._settings, self._peers, self._leases.post, self._emit)
+        self._lookups = Lookups(
+            self._settings, self._peers, self._leases.post, self._emit
+        )
         self._compat, self._verify = compat, verify
         self._digests: dict[str, tuple[Scope, Sums, list[DigestPart | None]]] = {}
         self._pulls: dict[str, PullState] = {}
         self._attempts: dict[str, PullState] = {}  # by attempt id, which answers carry
-        self._planned: list[tuple[float, str]] = []  # heap of (when to tick it, pull id)
-        self._ended: OrderedDict[str, bool] = OrderedDict()  # pull id -> PullDrained was emitted
+        self._planned: list[
+            tuple[float, str]
+        ] = []  # heap of (when to tick it, pull id)
+        self._ended: OrderedDict[str, bool] = (
+            OrderedDict()
+        )  # pull id -> PullDrained was emitted
 
     def knows(self, remote: RemotePrefill) -> bool:
         """Whether a handshake with its engine is done, so that pulls may begin."""
         peer = self._peers.get(key_of(remote))
-        return peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
+        return (
+            peer is not None and bool(peer.metadata) and not peer.refuses(self._clock())
+        )
 
     def connect(self, remote: RemotePrefill) -> None:
         """Shakes hands unless that was done. Ends in PeerDecided."""
@@ -164,7 +174,9 @@ class PullCoordinator:
             reach: as in KVGroups.spans.
         """
         about, span = (key_of(remote), remote.lease_id), (token_start, token_stop)
-        order = Pull(pull_id, *about, *span, list(local_block_ids), remote.block_ids, reach)
+        order = Pull(
+            pull_id, *about, *span, list(local_block_ids), remote.block_ids, reach
+        )
         self._call(lambda: self._do_pull(remote, order))
 
     def cancel(self, pull_id: str, *, lend: bool = False) -> None:
@@ -254,7 +266,9 @@ class PullCoordinator:
                     error = InternalError("the pull coordinator failed")
                     self._perform(state, state.fail(error, self._clock()))
                 except Exception:
-                    logger.exception("pull coordinator, giving up pull %s", state.pull_id)
+                    logger.exception(
+                        "pull coordinator, giving up pull %s", state.pull_id
+                    )
 
     def _tick(self) -> None:
         now = self._clock()
@@ -278,13 +292,19 @@ class PullCoordinator:
         lost_s = self._settings.connection_timeout_s
         lost = [since + lost_s for since in self._leases.unconnected().values()]
         planned = [at for at, _ in self._planned[:1]]
-        waits = self._peers.deadline(), self._leases.deadline(), self._lookups.deadline()
+        waits = (
+            self._peers.deadline(),
+            self._leases.deadline(),
+            self._lookups.deadline(),
+        )
         self._due = min(*waits, *planned, *lost)
 
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        if len(self._events) == 1:  # else it was called, and `drain` has not followed yet
+        if (
+            len(self._events) == 1
+        ):  # else it was called, and `drain` has not followed yet
             self.on_event()
 
     def _broadcast(self, command: Command) -> None:
@@ -403,7 +423,9 @@ class PullCoordinator:
             peer.is_announced = True
             self._broadcast(AddPeer(metadata))
             if verified in UNVERIFIED:
-                logger.warning("KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified])
+                logger.warning(
+                    "KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified]
+                )
         is_converted = self._is_converted(metadata)
         self._perform(state, state.peer_ready(now, verified, is_converted=is_converted))
 
@@ -421,7 +443,9 @@ class PullCoordinator:
         return (ours.kv_dtype, ours.kv_scales) != (theirs.kv_dtype, theirs.kv_scales)
 
     def _reading_from(self, key: PeerKey) -> list[PullState]:
-        return [state for state in self._pulls.values() if state.reads and state.key == key]
+        return [
+            state for state in self._pulls.values() if state.reads and state.key == key
+        ]
 
     def _withheld(self, remote: RemotePrefill) -> PullWithheld | None:
         """Why nothing is pulled from there now; None if it may be. A pull that hangs as well would
@@ -434,7 +458,9 @@ class PullCoordinator:
         if not hangs and not peer.refuses(self._clock(), busy=bool(others)):
             return None
         why = "READs from it hang" if hangs else "the latest pulls failed"
-        return PullWithheld(f"nothing is pulled from prefill server {peer.key[0]} for now: {why}")
+        return PullWithheld(
+            f"nothing is pulled from prefill server {peer.key[0]} for now: {why}"
+        )
 
     # -- actions
 
@@ -458,7 +484,9 @@ class PullCoordinator:
 
     def _send(self, state: PullState, action: Action) -> None:
         peer = self._peers.of(state.remote)
-        if isinstance(action, SuspectPeer | PullStuck):  # the next pull shakes hands anew
+        if isinstance(
+            action, SuspectPeer | PullStuck
+        ):  # the next pull shakes hands anew
             if peer.pull_failed(self._clock()):
                 logger.warning(DISTRUSTED, peer.key[0], *state.address)
         elif isinstance(action, PullDone):  # trusted again, unless another pull hangs

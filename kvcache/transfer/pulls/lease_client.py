@@ -15,7 +15,15 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector
 
 from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
-from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, framed, tune
+from protocol.ipc.wire import (
+    Waker,
+    Wire,
+    WireClosed,
+    await_room,
+    exchange,
+    framed,
+    tune,
+)
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -70,7 +78,9 @@ class LeaseClient:
         """Addresses without a connection, after at least one failed attempt, and since when: since
         the loss or, if nothing was to be sent then, since the first unsent request. Shows a killed
         process at once, not after the timeout of a request."""
-        lost = [link for link in self._links.values() if link.wire is None and link.attempts]
+        lost = [
+            link for link in self._links.values() if link.wire is None and link.attempts
+        ]
         return {link.address: link.since for link in lost}
 
     def deadline(self) -> float:
@@ -132,9 +142,14 @@ class LeaseClient:
         try:
             sock = socket.create_connection(link.address, _CONNECT_S)
             tune(sock)
-            if sock.getsockname() == sock.getpeername():  # the system chose the port it connects to
+            if (
+                sock.getsockname() == sock.getpeername()
+            ):  # the system chose the port it connects to
                 raise OSError("connected to itself")
-        except (OSError, UnicodeError):  # the latter for a name with an empty or too long part
+        except (
+            OSError,
+            UnicodeError,
+        ):  # the latter for a name with an empty or too long part
             if sock is not None:
                 sock.close()
             sock = None
@@ -153,8 +168,12 @@ class LeaseClient:
             elif sock is None:
                 self._lost(link)
             else:
-                link.wire = Wire(sock, _MAX_REPLY_BYTES, link.unsent, read_bytes=_READ_BYTES)
-                self._selector.register(link.wire, EVENT_READ, partial(self._serve, link))
+                link.wire = Wire(
+                    sock, _MAX_REPLY_BYTES, link.unsent, read_bytes=_READ_BYTES
+                )
+                self._selector.register(
+                    link.wire, EVENT_READ, partial(self._serve, link)
+                )
                 self._flush(link, link.wire)
 
     def _lost(self, link: _Link) -> None:

@@ -35,7 +35,13 @@ UNVERIFIED = {
     "converted": "its bytes are others by design: it has another KV dtype or other KV scales",
     "peer": "it computes no digests, or others; use the same version of Baton",
 }
-PATHS = ("direct", "staged", "mapped", "mixed", "none")  # mixed: several; none: nothing was read
+PATHS = (
+    "direct",
+    "staged",
+    "mapped",
+    "mixed",
+    "none",
+)  # mixed: several; none: nothing was read
 
 
 def key_of(remote: RemotePrefill | KVHint) -> PeerKey:
@@ -53,11 +59,15 @@ class PullSettings:
     handshake_timeout_s: float = 5.0
     pull_timeout_s: float = 30.0  # from the order to read to the last READ's end
     fence_timeout_s: float = 5.0
-    lookup_timeout_s: float = 1.0  # first contact included; the prompt is computed after it
+    lookup_timeout_s: float = (
+        1.0  # first contact included; the prompt is computed after it
+    )
     connection_timeout_s: float = 2.0  # without a connection to the side channel
     fence_retry_s: float = 1.0  # COMPLETE is repeated, with the same attempt id
     renew_interval_s: float | None = None  # a third of the lease
-    drain_grace_s: float = 0.25  # a failed pull's READs may end before its verdict is told
+    drain_grace_s: float = (
+        0.25  # a failed pull's READs may end before its verdict is told
+    )
     backoff_min_s: float = 1.0  # after a failed handshake, doubling
     backoff_max_s: float = 60.0
 
@@ -154,7 +164,9 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     token_stop: int
     local_block_ids: list[int]  # from token 0 of the sequence on
     remote_block_ids: list[int]
-    reach: int = 0  # the fewest tokens that the engine may go on from, as in KVGroups.spans
+    reach: int = (
+        0  # the fewest tokens that the engine may go on from, as in KVGroups.spans
+    )
     scope: Scope | None = None  # of the digest to report with the end; None: no digest
 
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvcache.stripe import PlanError, Stripe
-from kvcache.transfer.pulls.messages import LookedUp, PeerKey, PullSettings, address_of, key_of
+from kvcache.transfer.pulls.messages import (
+    LookedUp,
+    PeerKey,
+    PullSettings,
+    address_of,
+    key_of,
+)
 from protocol.errors import BatonError, LeaseGone, PeerIncompatible, PeerUnreachable
 from protocol.handshake import (
     AbortLease,
@@ -29,7 +35,9 @@ from protocol.messages import KVHint, RemotePrefill
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _MAX_FAILURES = 2  # of pulls in a row, before a peer gets none for a while
-_MAX_IDLE = 1024  # peers remembered; the references that name them are signed: this is ample
+_MAX_IDLE = (
+    1024  # peers remembered; the references that name them are signed: this is ample
+)
 # To be filled in: engine id, host, port.
 DISTRUSTED = (
     "pulls from prefill server %s (%s:%d) fail one after the other: its prompts are computed here, "
@@ -62,7 +70,9 @@ class Peer:
     error: BatonError | None = None
     failures: int = 0  # handshakes, in a row
     is_asked: bool = False
-    deadline: float = 0.0  # when asked: of the handshake; after an error: end of the back-off
+    deadline: float = (
+        0.0  # when asked: of the handshake; after an error: end of the back-off
+    )
     next_ask: float = 0.0
     nonce: str = ""  # of the question; this and the next two are set by the coordinator
     is_awaited: bool = False  # PeerDecided is to be emitted
@@ -81,24 +91,34 @@ class Peer:
             return False
         self.pulls_failed += 1
         over = self.pulls_failed - _MAX_FAILURES
-        self.no_pulls_until = now + (_backoff_s(self.settings, over) if over >= 0 else 0.0)
+        self.no_pulls_until = now + (
+            _backoff_s(self.settings, over) if over >= 0 else 0.0
+        )
         return over == 0
 
     def refuses(self, now: float, *, busy: bool = False) -> bool:
         """Whether a pull shall not be tried now; `busy`: another one is under way."""
-        return self.pulls_failed >= _MAX_FAILURES and (busy or now < self.no_pulls_until)
+        return self.pulls_failed >= _MAX_FAILURES and (
+            busy or now < self.no_pulls_until
+        )
 
 
 class PeerTable:
     """All peers. `stripe`: the tokens of a sequence that one rank of this engine reads."""
 
     def __init__(
-        self, local: CompatRecord, settings: PullSettings, allow_convert: bool, stripe: Stripe
+        self,
+        local: CompatRecord,
+        settings: PullSettings,
+        allow_convert: bool,
+        stripe: Stripe,
     ) -> None:
         self._local, self._settings = local, settings
         self._allow_convert, self._stripe = allow_convert, stripe
         self._peers: dict[PeerKey, Peer] = {}
-        self.outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))  # of handshakes
+        self.outcomes: Counter[str] = Counter(
+            dict.fromkeys(_OUTCOMES, 0)
+        )  # of handshakes
 
     def of(self, remote: RemotePrefill | KVHint) -> Peer:
         """The peer's record; a new one evicts the oldest idle ones beyond the bound."""
@@ -158,8 +178,12 @@ class PeerTable:
         """Decides whether the peer is usable."""
         try:
             if peer.key != (metadata.engine_id, metadata.incarnation):
-                restarted = f"prefill server {peer.key[0]} was restarted: {metadata.engine_id}"
-                raise LeaseGone(f"{restarted} is at {peer.address[0]}:{peer.address[1]} now")
+                restarted = (
+                    f"prefill server {peer.key[0]} was restarted: {metadata.engine_id}"
+                )
+                raise LeaseGone(
+                    f"{restarted} is at {peer.address[0]}:{peer.address[1]} now"
+                )
             check_consistent(metadata)
             check_compatible(self._local, metadata.compat, self._allow_convert)
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
@@ -174,12 +198,18 @@ class PeerTable:
 
 def _backoff_s(settings: PullSettings, failures: int) -> float:
     """The wait after a failure that `failures` others preceded."""
-    return min(settings.backoff_min_s * 2.0 ** min(failures, 30), settings.backoff_max_s)
+    return min(
+        settings.backoff_min_s * 2.0 ** min(failures, 30), settings.backoff_max_s
+    )
 
 
-def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatible | None:
+def misfit_of(
+    remote: RemotePrefill, metadata: EngineMetadata
+) -> PeerIncompatible | None:
     """Why a reference does not fit the engine it names; None if it fits."""
-    if remote.transfer_id is not None:  # an offer: its blocks come from the engine itself
+    if (
+        remote.transfer_id is not None
+    ):  # an offer: its blocks come from the engine itself
         return None
     layout = metadata.ranks[0].layout
     for name, ours, theirs in (
@@ -192,7 +222,9 @@ def misfit_of(remote: RemotePrefill, metadata: EngineMetadata) -> PeerIncompatib
     largest, name = max(remote.block_ids), "remote_block_ids"
     if largest < layout.num_blocks:
         return None
-    message = f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
+    message = (
+        f"{name} names block {largest}; the prefill server has {layout.num_blocks}"
+    )
     return PeerIncompatible(message, param=f"kv_transfer_params.{name}")
 
 
@@ -209,7 +241,9 @@ class Lookups:
     ) -> None:
         self._timeout_s = settings.lookup_timeout_s
         self._peers, self._post, self._tell = peers, post, tell
-        self._asking: dict[str, tuple[str, KVHint, Lookup, float]] = {}  # by nonce, oldest first
+        self._asking: dict[
+            str, tuple[str, KVHint, Lookup, float]
+        ] = {}  # by nonce, oldest first
 
     def begin(self, pull_id: str, hint: KVHint, asked: Lookup, now: float) -> None:
         self._asking[asked.nonce] = pull_id, hint, asked, now
@@ -232,22 +266,31 @@ class Lookups:
             self._end(nonce, "none", now)
 
     def deadline(self) -> float:
-        return min((a[-1] for a in self._asking.values()), default=float("inf")) + self._timeout_s
+        return (
+            min((a[-1] for a in self._asking.values()), default=float("inf"))
+            + self._timeout_s
+        )
 
     def tick(self, now: float) -> None:
-        for nonce in [n for n, a in self._asking.items() if now >= a[-1] + self._timeout_s]:
+        for nonce in [
+            n for n, a in self._asking.items() if now >= a[-1] + self._timeout_s
+        ]:
             self._end(nonce, "late", now)
 
     def answered(self, address: tuple[str, int], reply: Found, now: float) -> None:
         """Takes an answer. A reference that comes too late is given back."""
         asking, remote = self._asking.get(reply.nonce), reply.remote
-        if asking is not None and (remote is None or key_of(remote) == key_of(asking[1])):
+        if asking is not None and (
+            remote is None or key_of(remote) == key_of(asking[1])
+        ):
             self._end(reply.nonce, "found" if remote else "none", now, remote)
         elif remote is not None:
             about = {"incarnation": remote.incarnation, "lease_id": remote.lease_id}
             self._post(address, AbortLease(nonce="abort-unwanted", **about))
 
-    def _end(self, nonce: str, how: str, now: float, remote: RemotePrefill | None = None) -> None:
+    def _end(
+        self, nonce: str, how: str, now: float, remote: RemotePrefill | None = None
+    ) -> None:
         pull_id, hint, _, since = self._asking.pop(nonce)
         if remote is not None:  # the engine may not know the address it is reached at
             remote = replace(remote, host=hint.host, port=hint.port)

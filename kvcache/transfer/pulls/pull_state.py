@@ -57,7 +57,10 @@ from protocol.handshake import (
 )
 from protocol.messages import RemotePrefill
 
-_MIN_RENEW_S, _SUBSCRIBE_S = 0.02, 1.0  # between renewals at least, of subscriptions at most
+_MIN_RENEW_S, _SUBSCRIBE_S = (
+    0.02,
+    1.0,
+)  # between renewals at least, of subscriptions at most
 _NO_FAULTS = InternalError.code, PullWithheld.code, PeerIncompatible.code  # of the peer
 _NEVER = float("inf")
 
@@ -116,7 +119,9 @@ class PullState:
         self._scope: Scope | None = None  # of the cut that is not verified yet
         self._parts: list[DigestPart] = []  # this engine's digest of it, by rank
         self._sums: bytes | None = None  # P's digest of it
-        self._doubts = False  # digests differed; P is asked again, as the lease may have ended
+        self._doubts = (
+            False  # digests differed; P is asked again, as the lease may have ended
+        )
         self._error: BatonError | None = None
         self._failure_told = self._cancelled = False
         self._began = now
@@ -151,11 +156,16 @@ class PullState:
 
     @property
     def _lease(self) -> dict[str, str]:
-        return {"incarnation": self.remote.incarnation, "lease_id": self.remote.lease_id}
+        return {
+            "incarnation": self.remote.incarnation,
+            "lease_id": self.remote.lease_id,
+        }
 
     def deadline(self) -> float:
         """When `tick` next has something to do; infinity for never."""
-        renewal = min(self._next_renewal, self._silent_until) if self._renews else _NEVER
+        renewal = (
+            min(self._next_renewal, self._silent_until) if self._renews else _NEVER
+        )
         return min(renewal, self._timeout, self._next_retry)
 
     def pull(self, order: Pull, now: float) -> None:
@@ -179,7 +189,12 @@ class PullState:
     def _read_on(self, now: float) -> list[Action]:
         """Orders the next cut unless one is being read or verified: all tokens that P has, down to
         a multiple of this engine's blocks. After the last cut, asks for the fence."""
-        if self.phase is not Phase.READING or self._reading or self._scope or self._order is None:
+        if (
+            self.phase is not Phase.READING
+            or self._reading
+            or self._scope
+            or self._order is None
+        ):
             return []
         order, stop = self._order, self._order.token_stop
         if self._grows:
@@ -210,7 +225,9 @@ class PullState:
             self.remote = replace(self.remote, lease_id=progress.lease_id, **known)
             actions.append(PullBegun(self.pull_id, progress.lease_id))
         elif progress.lease_id != self.remote.lease_id:
-            return self.fail(LeaseGone("the prompt is computed anew, under another lease"), now)
+            return self.fail(
+                LeaseGone("the prompt is computed anew, under another lease"), now
+            )
         self._blocks[progress.first :] = progress.block_ids
         if self.phase is Phase.READING:
             self._timeout = now + self._settings.pull_timeout_s
@@ -253,13 +270,17 @@ class PullState:
             return []
         if scope is not None and self._sums is not None:
             if not self._sums:
-                message = f"{self.remote.engine_id} could not compute the digest of its KV"
+                message = (
+                    f"{self.remote.engine_id} could not compute the digest of its KV"
+                )
                 return self._failed(TransferFailed(message), now)
             if where := scope.faults(self._parts, self._sums):
                 if not self._doubts:
                     self._doubts, self._sums = True, None
                     return [self._ask(scope, now)]
-                message = f"the KV from {self.remote.engine_id} is not what it holds: {where}"
+                message = (
+                    f"the KV from {self.remote.engine_id} is not what it holds: {where}"
+                )
                 return self._failed(KVCorrupt(message), now)
             self._scope = None
         return self._read_on(now)
@@ -283,12 +304,18 @@ class PullState:
         if self.phase is Phase.DRAINING:
             return [] if self._reading else self._drained()
         if not report.complete:
-            error = report.error.to_error() if report.error else TransferFailed("READ stopped")
+            error = (
+                report.error.to_error()
+                if report.error
+                else TransferFailed("READ stopped")
+            )
             return self._failed(error, now)
         self._parts += [report.part] if report.part else []
         return self._checked(now)
 
-    def answered(self, reply: Ok | Gone | Progress | Digest, now: float) -> list[Action]:
+    def answered(
+        self, reply: Ok | Gone | Progress | Digest, now: float
+    ) -> list[Action]:
         """Takes P's answer to a message of this pull."""
         if self._grows and self._renews:
             self._silent_until = now + self._settings.fence_timeout_s
@@ -301,7 +328,9 @@ class PullState:
             return self._checked(now)
         asked = "subscribe" if self._grows else "renew"
         asks = f"{asked}-{self.attempt_id}", self._digest_nonce
-        is_fence = reply.nonce == f"complete-{self.attempt_id}" and self.phase is Phase.FENCING
+        is_fence = (
+            reply.nonce == f"complete-{self.attempt_id}" and self.phase is Phase.FENCING
+        )
         if not is_fence and not (reply.nonce in asks and self._renews):
             return []
         if isinstance(reply, Gone):
@@ -333,13 +362,20 @@ class PullState:
             renew = Renew(nonce=f"renew-{self.attempt_id}", **self._lease)
             actions.append(self._subscribe() if self._grows else renew)
         if self._renews and now >= self._silent_until:
-            peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.fence_timeout_s
-            error = PeerUnreachable(f"{peer} said nothing of the prompt for {limit_s} s")
+            peer, limit_s = (
+                f"{self.remote.host}:{self.remote.port}",
+                self._settings.fence_timeout_s,
+            )
+            error = PeerUnreachable(
+                f"{peer} said nothing of the prompt for {limit_s} s"
+            )
             return actions + self._failed(error, now)
         if now >= self._timeout:
             return actions + self._timed_out(now)
         if now >= self._next_retry:
-            actions.append(self._ask(self._scope, now) if self._scope else self._complete(now))
+            actions.append(
+                self._ask(self._scope, now) if self._scope else self._complete(now)
+            )
         return actions
 
     @property
@@ -349,7 +385,9 @@ class PullState:
     @property
     def _renew_s(self) -> float:
         interval_s = self._settings.renew_interval_s or self.remote.lease_s / 3
-        return max(min(interval_s, _SUBSCRIBE_S) if self._grows else interval_s, _MIN_RENEW_S)
+        return max(
+            min(interval_s, _SUBSCRIBE_S) if self._grows else interval_s, _MIN_RENEW_S
+        )
 
     def _subscribe(self) -> Subscribe:
         assert self.remote.transfer_id is not None
@@ -364,14 +402,19 @@ class PullState:
     def _complete(self, now: float) -> Complete:
         self._next_retry = now + self._settings.fence_retry_s
         attempt_id = self.attempt_id
-        return Complete(nonce=f"complete-{attempt_id}", attempt_id=attempt_id, **self._lease)
+        return Complete(
+            nonce=f"complete-{attempt_id}", attempt_id=attempt_id, **self._lease
+        )
 
     def _failed(self, error: BatonError, now: float) -> list[Action]:
         """Fails the pull and, unless the error is none of the peer's, suspects the peer."""
         return [SuspectPeer()] * (error.code not in _NO_FAULTS) + self.fail(error, now)
 
     def _timed_out(self, now: float) -> list[Action]:
-        peer, limit_s = f"{self.remote.host}:{self.remote.port}", self._settings.pull_timeout_s
+        peer, limit_s = (
+            f"{self.remote.host}:{self.remote.port}",
+            self._settings.pull_timeout_s,
+        )
         if self.phase is Phase.READING and not (self._reading or self._scope):
             message = f"{peer} computed no more of the prompt for {limit_s} s"
             return self.fail(PullTimeout(message), now)
@@ -384,7 +427,11 @@ class PullState:
             message = f"{peer} did not confirm the lease within {self._settings.fence_timeout_s} s"
             return self._failed(PeerUnreachable(message), now)
         self._timeout = _NEVER  # DRAINING: the grace is over
-        return [PullStuck(self.pull_id)] if self._cancelled else [self._tell_failure(drained=False)]
+        return (
+            [PullStuck(self.pull_id)]
+            if self._cancelled
+            else [self._tell_failure(drained=False)]
+        )
 
     def _stop(self, now: float) -> list[Action]:
         """Ends at once when no READ can be active, else drains."""
@@ -398,8 +445,12 @@ class PullState:
     def _drained(self) -> list[Action]:
         # The lease is aborted only now: while READs go on, P must not unmap its memory or give it
         # to others. (For D late bytes are harmless: nothing uses them.)
-        abort: list[Action] = [] if isinstance(self._error, LeaseGone) else [self.abort()]
-        if self._grows and abort and not self.remote.lease_id:  # P may not know the offer yet
+        abort: list[Action] = (
+            [] if isinstance(self._error, LeaseGone) else [self.abort()]
+        )
+        if (
+            self._grows and abort and not self.remote.lease_id
+        ):  # P may not know the offer yet
             abort.insert(0, self._subscribe())
         if self._cancelled or self._failure_told:
             return self._ended(self._tell_drained(), *abort)
@@ -425,7 +476,9 @@ class PullState:
         path, *others = {report.path for report in self._reports} - {"none"} or {"none"}
         path = "mixed" if others else path
         fence_s = now - (self._timeout - self._settings.fence_timeout_s)
-        num_tokens = self._order.token_stop - self._order.token_start if self._order else 0
+        num_tokens = (
+            self._order.token_stop - self._order.token_start if self._order else 0
+        )
         return PullDone(
             pull_id=self.pull_id,
             nbytes=nbytes,

@@ -6,8 +6,21 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from socket import socket
 
-from kvcache.transfer.pulls.messages import Command, Report, command_decoder, encode, report_decoder
-from protocol.ipc.wire import Waker, Wire, WireClosed, await_room, exchange, nap_if_short
+from kvcache.transfer.pulls.messages import (
+    Command,
+    Report,
+    command_decoder,
+    encode,
+    report_decoder,
+)
+from protocol.ipc.wire import (
+    Waker,
+    Wire,
+    WireClosed,
+    await_room,
+    exchange,
+    nap_if_short,
+)
 
 _MAX_BYTES = 1 << 30  # of a message: engines believe their own ranks
 
@@ -31,7 +44,9 @@ class WorkerLink:
             return []
         try:
             frames = exchange(self._selector, self._wire)
-        except WireClosed:  # rank 0 is gone, and with it the engine: nothing to do but end
+        except (
+            WireClosed
+        ):  # rank 0 is gone, and with it the engine: nothing to do but end
             self._selector.unregister(self._wire)
             self._wire.close()
             self._wire = None
@@ -61,7 +76,10 @@ class RankLinks:
     """
 
     def __init__(
-        self, ends: Iterable[socket], selector: BaseSelector, on_report: Callable[[Report], None]
+        self,
+        ends: Iterable[socket],
+        selector: BaseSelector,
+        on_report: Callable[[Report], None],
     ) -> None:
         self._selector, self._on_report = selector, on_report
         self._wires = [Wire(end, _MAX_BYTES) for end in ends]

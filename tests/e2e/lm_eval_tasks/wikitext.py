@@ -15,11 +15,15 @@ def detokenized(document: dict[str, Any]) -> str:
     return str(preprocess_wikitext.wikitext_detokenizer(document))
 
 
-def measured(document: dict[str, Any], results: list[float]) -> dict[str, tuple[float, int]]:
+def measured(
+    document: dict[str, Any], results: list[float]
+) -> dict[str, tuple[float, int]]:
     """The article's loglikelihood (nats) with what each metric divides it by."""
     from lm_eval.tasks.wikitext import preprocess_wikitext
 
-    metrics: dict[str, tuple[float, int]] = preprocess_wikitext.process_results(document, results)
+    metrics: dict[str, tuple[float, int]] = preprocess_wikitext.process_results(
+        document, results
+    )
     return metrics
 
 
@@ -28,7 +32,11 @@ def load(**_: Any) -> dict[str, Any]:
     from datasets import Dataset
 
     path = Path(os.environ["BATON_EVAL_DATA"]) / "wikitext2_test.txt"
-    return {"test": Dataset.from_list([{"page": page} for page in articles(path.read_text())])}
+    return {
+        "test": Dataset.from_list(
+            [{"page": page} for page in articles(path.read_text())]
+        )
+    }
 
 
 def articles(text: str) -> list[str]:

@@ -18,7 +18,9 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 
         def make(**options: Any) -> Pair:
             pair = stack.enter_context(Pair(depth=request.param, **options))
-            stack.callback(pair.d.movers.resume)  # P's clock stands still: no lease has to expire
+            stack.callback(
+                pair.d.movers.resume
+            )  # P's clock stands still: no lease has to expire
             return pair
 
         yield make

@@ -47,18 +47,24 @@ def test_a_stream_begins_before_the_rest_of_its_kv_is_there(pair):
     pair.d.movers.stall()
     pair.until(lambda: len(pair.d.out.tokens(theirs)) == 1)
     (first,) = [delta for delta in pair.d.out.deltas if delta.request_id == theirs]
-    assert first.usage is not None and first.usage.prefill_recomputed == 45  # as its head tells
+    assert (
+        first.usage is not None and first.usage.prefill_recomputed == 45
+    )  # as its head tells
     assert pair.p.out.terminals(name)
     pair.d.movers.resume()
     assert pair.answer(theirs) == expected_output(PROMPT, 6)
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_of_a_token_drawn_otherwise_or_told_unreadably_the_kv_is_used(pair, monkeypatch, is_read):
+def test_of_a_token_drawn_otherwise_or_told_unreadably_the_kv_is_used(
+    pair, monkeypatch, is_read
+):
     """A router has changed P's body. Or P has another version, which must not end all streams."""
     changed = {"p_sampling": SamplingParams(temperature=0.0, repetition_penalty=2.0)}
     if not is_read:
-        monkeypatch.setattr("engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"})
+        monkeypatch.setattr(
+            "engine.kv.lender.Lender._params", lambda *_: {"remote_port": "http"}
+        )
     _, name = pair.both(PROMPT, **(changed if is_read else {}))
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name) == (44, 1, 0)
@@ -109,7 +115,10 @@ def test_what_d_will_not_read_comes_home_unless_another_d_may(make_pair, policy,
 
 def test_what_is_lent_by_half_goes_before_who_does_not_fit_beside_it(make_pair):
     """In a pool of one sequence: a stream has preempted it, and then itself."""
-    pair, prompt = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3), PROMPT[:40]
+    pair, prompt = (
+        make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3),
+        PROMPT[:40],
+    )
     ours, theirs = pair.both(prompt, order="d")
     pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
     for messages in ([add("stream", [5] * 9, 55)], [], [], []):
@@ -148,14 +157,22 @@ def test_preemption_of_half_a_prompt_keeps_what_is_leased(make_pair):
     assert pair.d.kv(theirs) == (45, 0, 0)
 
 
-def test_a_lease_that_ends_before_its_prompt_does_leaves_a_reference_that_holds(make_pair):
+def test_a_lease_that_ends_before_its_prompt_does_leaves_a_reference_that_holds(
+    make_pair,
+):
     """D hung, and P's answer serves another one."""
     pair = make_pair(max_num_batched_tokens=8, policy="fail")
     ours, theirs = pair.both(PROMPT, order="d")
     pair.until(lambda: pair.leases._offers.wanted(f"{ours}-0") == 0)
-    for messages in ([add(ours, PROMPT, 1, retain_kv=True, transfer_id=f"{ours}-0")], []):
+    for messages in (
+        [add(ours, PROMPT, 1, retain_kv=True, transfer_id=f"{ours}-0")],
+        [],
+    ):
         pair.p.core.round(messages)
     pair.now_s += 31
     assert pair.end(theirs).error.code == "lease_gone"
     asked = pair.ask(PROMPT, pair.end_of(pair.p, ours).kv_transfer_params)
-    assert (pair.answer(asked), pair.d.kv(asked)) == (expected_output(PROMPT, 6), (45, 0, 0))
+    assert (pair.answer(asked), pair.d.kv(asked)) == (
+        expected_output(PROMPT, 6),
+        (45, 0, 0),
+    )

@@ -21,7 +21,13 @@ from protocol import kv_params
 from protocol.messages import AbortRequest, ReleaseRemote, SamplingParams
 from tests.rigs.engine_pair import Pair
 from tests.rigs.engines import Engine, WindowedEngine
-from tests.rigs.shadow import VOCAB, add, expected_output, expected_scores, windowed_output
+from tests.rigs.shadow import (
+    VOCAB,
+    add,
+    expected_output,
+    expected_scores,
+    windowed_output,
+)
 
 SAMPLING = [
     SamplingParams(temperature=0.0),
@@ -31,7 +37,12 @@ SAMPLING = [
 
 
 # D has few blocks, and few tokens in a step; P has room beside what stalled pulls lease.
-SMALL = {"num_blocks": 17, "p_num_blocks": 400, "max_num_seqs": 4, "max_num_batched_tokens": 7}
+SMALL = {
+    "num_blocks": 17,
+    "p_num_blocks": 400,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 7,
+}
 SMALL["max_model_len"] = 30
 
 
@@ -52,7 +63,9 @@ class Chaos:
         if dcp > 1:  # P's blocks divide D's
             p_sizes, d_sizes = [2], [2, 4, 8]
         pull_s = 0.03 if stays_hung else pick([0.03, 0.2, 5.0])
-        limits = PullSettings(pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0)
+        limits = PullSettings(
+            pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0
+        )
         self.pair = Pair(
             make=partial(WindowedEngine, groups) if groups else Engine,
             depth=pick([0, 1]), p_block_size=pick(p_sizes), block_size=pick(d_sizes),
@@ -62,7 +75,9 @@ class Chaos:
         self.series = self.pair.d.core.stats().keys()
         self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
         self.max_len = sizes.get("max_model_len", 64)
-        self.asked: dict[str, tuple[list[int], int, dict[str, Any]]] = {}  # prompt, max_tokens, ...
+        self.asked: dict[
+            str, tuple[list[int], int, dict[str, Any]]
+        ] = {}  # prompt, max_tokens, ...
         self.aborted: set[str] = set()
         self.ours: dict[str, str] = {}  # P's names of what was asked of both at once
 
@@ -70,7 +85,9 @@ class Chaos:
         """Of a pull whose READs hang: P gives its blocks to others before they go on. They hold up
         nobody else."""
         pair = self.pair
-        config = pair.d.config  # each rank keeps some of the prompt: any of them may be what hangs
+        config = (
+            pair.d.config
+        )  # each rank keeps some of the prompt: any of them may be what hangs
         num_tokens = 14 + config.block_size * (config.dcp - 1)
         prompt = [self._token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)
@@ -103,11 +120,15 @@ class Chaos:
         for name, ours in self.ours.items():
             ends = self.pair.d.out.terminals(name)
             if not any(end.usage and end.usage.transferred for end in ends):
-                self.pair.p.core.round([AbortRequest(ours)])  # as the proxy's: nobody comes for it
+                self.pair.p.core.round(
+                    [AbortRequest(ours)]
+                )  # as the proxy's: nobody comes for it
         self.pair.settle()  # nothing has to expire for that
 
     def close(self) -> None:
-        assert self.pair.d.core.stats().keys() == self.series  # as they were before any event
+        assert (
+            self.pair.d.core.stats().keys() == self.series
+        )  # as they were before any event
         self.pair.d.movers.resume()
         self.pair.close()
 
@@ -120,10 +141,14 @@ class Chaos:
             self._ask()
         elif dice < 0.55 and self.asked:
             name = self.random.choice(list(self.asked))
-            pair.d.core.round([AbortRequest(name, self.random.choice([None, None, 0, 1]))])
+            pair.d.core.round(
+                [AbortRequest(name, self.random.choice([None, None, 0, 1]))]
+            )
             self.aborted.add(name)
         elif dice < 0.57 and self.ours:
-            pair.p.core.round([AbortRequest(self.random.choice(list(self.ours.values())))])
+            pair.p.core.round(
+                [AbortRequest(self.random.choice(list(self.ours.values())))]
+            )
         elif dice < 0.6:
             pair.d.movers.stall()
         elif dice < 0.68:
@@ -139,11 +164,15 @@ class Chaos:
             for _ in range(self.random.randrange(1, 6)):
                 pair.p.core.round([])
                 pair.d.core.round([])
-                threading.Event().wait(self.random.choice([0.0, 0.005]))  # the threads' turn
+                threading.Event().wait(
+                    self.random.choice([0.0, 0.005])
+                )  # the threads' turn
 
     def _prompt(self) -> list[int]:
         stem = self.random.choice(self.stems)
-        prompt = stem[: self.random.randrange(1, self.max_len - 15 if self.max_len < 64 else 30)]
+        prompt = stem[
+            : self.random.randrange(1, self.max_len - 15 if self.max_len < 64 else 30)
+        ]
         return prompt + [self._token() for _ in range(self.random.randrange(5))]
 
     def _ask(self) -> None:
@@ -162,7 +191,9 @@ class Chaos:
             self.pair.d.core.round([add(name, prompt, max_tokens, **members)])
         else:
             if self.pair.p.core.scheduler.allocator.num_available < 20:
-                self.pair.now_s += 1e4  # leases of READs that hang end by P's clock alone
+                self.pair.now_s += (
+                    1e4  # leases of READs that hang end by P's clock alone
+                )
             if members["num_prompt_logprobs"] is None and self.random.random() < 0.5:
                 order = pick(["pd", "dp", "pd", "dp", "p", "d"])
                 ours, name = self.pair.both(prompt, max_tokens, order=order, **members)
@@ -183,7 +214,9 @@ class Chaos:
         self.pair.until(lambda: self._has_ended(name))
         ends = out.terminals(name)
         assert len(ends) <= choices
-        assert all(end.error is None or end.error.code == "overloaded" for end in ends), ends
+        assert all(
+            end.error is None or end.error.code == "overloaded" for end in ends
+        ), ends
         *before, last = ends
         assert all(end.error is None for end in before)
         assert last.error is not None or len(ends) == choices
@@ -194,7 +227,9 @@ class Chaos:
         if sequence is not None and sequence.phase is Phase.NEW:
             self.pair.now_s += 0.5  # what never came to P is given up by P's clock
         ends = self.pair.d.out.terminals(name)
-        return len(ends) >= self.asked[name][2]["num_choices"] or any(end.error for end in ends)
+        return len(ends) >= self.asked[name][2]["num_choices"] or any(
+            end.error for end in ends
+        )
 
     def _check_told(self, name: str, *, whole: bool) -> None:
         """What the client has by now, whether or not that is all."""
@@ -233,7 +268,9 @@ def _num_right(seed: int, **options: Any) -> int:
         elif not (chaos.groups or chaos.pair.d.movers.placers):  # which read at once
             chaos.lose_a_lease()
         chaos.run()
-        for worker, placer in zip(chaos.pair.workers, chaos.pair.d.movers.placers, strict=False):
+        for worker, placer in zip(
+            chaos.pair.workers, chaos.pair.d.movers.placers, strict=False
+        ):
             assert worker.counters["internal_errors"] == placer.num_failed
     finally:
         chaos.close()

@@ -36,7 +36,11 @@ class Waiting:
     def end(self, name: str) -> tuple[list[int], str | None, str | None]:
         """Tokens, finish reason and error of the one end of a request."""
         end = self.pair.end(name)
-        return self.pair.d.out.tokens(name), end.finish_reason, end.error and end.error.code
+        return (
+            self.pair.d.out.tokens(name),
+            end.finish_reason,
+            end.error and end.error.code,
+        )
 
 
 @pytest.fixture
@@ -58,7 +62,9 @@ def told() -> tuple[list[int], int, str]:
 
 
 @pytest.mark.parametrize("lease_ends", [False, True])
-def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told, lease_ends):
+def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(
+    waiting, told, lease_ends
+):
     prompt, token, text = told
     name = waiting.ask(prompt, Grammar("choice", json.dumps([text])))
     if lease_ends:  # meanwhile
@@ -70,9 +76,12 @@ def test_the_first_token_completes_a_grammar_and_nothing_is_pulled(waiting, told
 
 
 @pytest.mark.parametrize(
-    ("regex", "ends"), [("a+", ([], "abort", None)), ("[!", ([], None, "grammar_failed"))]
+    ("regex", "ends"),
+    [("a+", ([], "abort", None)), ("[!", ([], None, "grammar_failed"))],
 )
-def test_an_abort_meanwhile_or_a_mistake_gives_the_lease_back(waiting, told, regex, ends):
+def test_an_abort_meanwhile_or_a_mistake_gives_the_lease_back(
+    waiting, told, regex, ends
+):
     name = waiting.ask(told[0], Grammar("regex", regex))
     if ends[1] == "abort":
         waiting.pair.d.core.round([AbortRequest(name)])

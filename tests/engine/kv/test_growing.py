@@ -11,7 +11,10 @@ from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
 QUICK = PullSettings(
-    lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01, fence_timeout_s=0.3
+    lookup_timeout_s=0.3,
+    connection_timeout_s=0.2,
+    drain_grace_s=0.01,
+    fence_timeout_s=0.3,
 )
 
 
@@ -81,5 +84,9 @@ def test_whatever_becomes_of_readers_and_lender(make, seed):
         reader.movers.fail(0)
     group.end_of(p, "p")
     p.core.round([AbortRequest("p")])  # as the proxy's: nobody comes for it any more
-    left = [(reader, n) for reader, n in zip(readers, names, strict=True) if n not in aborted]
+    left = [
+        (reader, n)
+        for reader, n in zip(readers, names, strict=True)
+        if n not in aborted
+    ]
     _assert_right(group, *map(list, zip(*left, strict=True)))

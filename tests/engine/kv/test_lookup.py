@@ -35,7 +35,9 @@ GEOMETRIES = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
-def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(make, ours, theirs):
+def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(
+    make, ours, theirs
+):
     """Turn 1 at A, turn 2 at B with A's KV, turn 3 at A, which lacks what B computed and may be
     unable to cut its ranks' shares from."""
     a, b = (group := make(ours, theirs)).engines
@@ -51,7 +53,11 @@ def test_a_conversation_goes_on_anywhere_with_what_others_have_of_it(make, ours,
     _, (pulled, computed, skipped) = group.ask(a, third, 3, hint=b.hint(9999))
     assert a.stat("baton_kv_lookups_answered", outcome="found") == 1
     lends = a.config.dcp == 1 or a.config.block_size % b.config.block_size == 0
-    assert skipped == held and (pulled > 0) is lends and pulled + computed + skipped == len(third)
+    assert (
+        skipped == held
+        and (pulled > 0) is lends
+        and pulled + computed + skipped == len(third)
+    )
 
 
 def test_what_is_here_is_not_pulled(make):
@@ -87,7 +93,10 @@ def test_a_subscription_of_another_salt_gets_no_kv(make):
     """The reader computes the prompt itself, as for an offer of another prompt."""
     a, b = (group := make({}, {})).engines
     digest = kv_params.prompt_digest(PROMPT, b"one")
-    offers = {salt: replace(a.offer(f"t{salt!r}", PROMPT), prompt_digest=digest) for salt in SALTS}
+    offers = {
+        salt: replace(a.offer(f"t{salt!r}", PROMPT), prompt_digest=digest)
+        for salt in SALTS
+    }
     for salt, offer in offers.items():
         reader = group.begin(b, PROMPT, remote=offer, cache_salt=b"one")
         writer = group.begin(
@@ -144,7 +153,11 @@ def test_a_hint_that_lies_costs_a_question_and_no_answer(make, lie, policy):
     settings = PullSettings(lookup_timeout_s=0.2)
     a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
     group.ask(a, [3, *PROMPT])
-    assert group.ask(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (0, 30, 0)
+    assert group.ask(b, PROMPT, hint=a.hint(**{"num_tokens": 30, **lie}))[1] == (
+        0,
+        30,
+        0,
+    )
     group.settle()
     assert a.stat("baton_leases", event="granted") == 0
 
@@ -154,7 +167,10 @@ def test_another_secret_learns_nothing(make):
     group.ask(a, PROMPT)
     for prompt in (PROMPT, PROMPT[::-1]):
         assert group.ask(b, prompt, hint=a.hint(30))[1][0] == 0
-    answered = [a.stat("baton_kv_lookups_answered", outcome=o) for o in ("found", "none", "full")]
+    answered = [
+        a.stat("baton_kv_lookups_answered", outcome=o)
+        for o in ("found", "none", "full")
+    ]
     assert answered == [0, 0, 0]
 
 
@@ -190,7 +206,9 @@ def test_lookups_keep_no_blocks_from_who_waits_for_most_of_the_pool(make):
 
 @pytest.mark.parametrize("at", ["lookup", "pull"])
 def test_a_lender_that_dies_costs_no_answer(make, at):
-    settings = PullSettings(lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01)
+    settings = PullSettings(
+        lookup_timeout_s=0.3, connection_timeout_s=0.2, drain_grace_s=0.01
+    )
     a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
     group.ask(a, PROMPT)
     if at == "pull":
@@ -200,7 +218,9 @@ def test_a_lender_that_dies_costs_no_answer(make, at):
         group.until(lambda: b.movers.active > 0)
     group.engines.remove(a)
     a.end()
-    group.until(lambda: bool(b.core.scheduler.running or b.out.terminals(name)) or at == "pull")
+    group.until(
+        lambda: bool(b.core.scheduler.running or b.out.terminals(name)) or at == "pull"
+    )
     b.movers.resume()
     assert group.tokens_of(b, name) == expected_output([*PROMPT, 1], 3)
 
@@ -210,7 +230,11 @@ def test_any_workload_under_any_fault(make, seed):
     """Shared beginnings, hints that are right or wrong, pools that evict, READs that fail."""
     rng = random.Random(seed)
     options = [
-        {"block_size": rng.choice([2, 4, 8]), "num_blocks": 24, "depth": rng.randint(0, 1)}
+        {
+            "block_size": rng.choice([2, 4, 8]),
+            "num_blocks": 24,
+            "depth": rng.randint(0, 1),
+        }
         for _ in range(3)
     ]
     settings = PullSettings(drain_grace_s=0.01, lookup_timeout_s=0.5)
@@ -219,7 +243,10 @@ def test_any_workload_under_any_fault(make, seed):
     asked: list[tuple[Engine, str, list[int]]] = []
     for _ in range(60):
         borrower, lender = rng.sample(group.engines, 2)
-        prompt = [*rng.choice(prompts)[: rng.randint(1, 20)], *([1] * rng.randint(0, 6))]
+        prompt = [
+            *rng.choice(prompts)[: rng.randint(1, 20)],
+            *([1] * rng.randint(0, 6)),
+        ]
         hint = lender.hint(rng.randint(1, 40)) if rng.random() < 0.8 else None
         name = group.begin(borrower, prompt, 3, hint=hint)
         asked.append((borrower, name, prompt))

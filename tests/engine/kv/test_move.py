@@ -50,14 +50,18 @@ GEOMETRIES = [
 
 @pytest.mark.parametrize(("ours", "theirs"), GEOMETRIES)
 @pytest.mark.parametrize("num_outputs", [1, 2, 3, 9, NUM - 2])
-def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(make, ours, theirs, num_outputs):
+def test_it_goes_on_with_the_same_tokens_and_computes_none_twice(
+    make, ours, theirs, num_outputs
+):
     a, b = (group := make(ours, theirs)).engines
     tokens, remote = _moved(group, a, _running(group, a, num_outputs))
     assert a.core.is_idle and a.stat("baton_leases_held") == 1
     name = group.begin(b, PROMPT, NUM, remote=remote, known=[Known(tokens)])
     assert tokens + group.tokens_of(b, name) == expected_output(PROMPT, NUM)
     assert b.kv(name) == (len(PROMPT), 0, 0)
-    assert _computed(b) == NUM - len(tokens), "one token a step, and nothing of what was pulled"
+    assert _computed(b) == NUM - len(tokens), (
+        "one token a step, and nothing of what was pulled"
+    )
     assert b.stat("baton_kv_first_tokens_redrawn") == 0
     group.until(lambda: a.stat("baton_leases", event="completed") == 1)
 

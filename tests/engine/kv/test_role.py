@@ -18,26 +18,35 @@ from tests.rigs.engines import ANOTHER, COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)  # `skip` says when it is over
+HANGS = PullSettings(
+    pull_timeout_s=100.0, drain_grace_s=0.01
+)  # `skip` says when it is over
 
 
 def test_every_series_is_there_before_its_first_event(pair):
     stats = pair.d.core.stats()
-    paths = [f"outcome=done,path={way}" for way in ("direct", "staged", "mapped", "mixed", "none")]
+    paths = [
+        f"outcome=done,path={way}"
+        for way in ("direct", "staged", "mapped", "mixed", "none")
+    ]
     peer = ["peer_unreachable", "peer_incompatible", "lease_gone"]
     codes = "transfer_failed kv_corrupt pull_withheld pull_timeout internal_error"
     labels = {
         "baton_kv_transfers": [*paths, "outcome=failed,path=none"],
         "baton_kv_recoveries": ["policy=recompute"],
         "baton_handshakes": [f"outcome={outcome}" for outcome in ("ok", *peer)],
-        "baton_kv_transfer_failures": [f"code={code}" for code in (*peer, *codes.split())],
+        "baton_kv_transfer_failures": [
+            f"code={code}" for code in (*peer, *codes.split())
+        ],
     }
     for name, values in labels.items():
         exposed = {key: stats[key] for key in stats if key.startswith(name + "{")}
         assert exposed == {f"{name}{{{value}}}": 0 for value in values}
     stats |= pair.p.core.stats()  # its connector lends
     for spec in TABLE:
-        assert spec.origin != "engine" or any(key.startswith(spec.name) for key in stats), spec
+        assert spec.origin != "engine" or any(
+            key.startswith(spec.name) for key in stats
+        ), spec
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -60,11 +69,15 @@ def test_kv_with_a_wrong_bit_is_never_decoded_from(make_pair, policy):
     "refused",
     [
         lambda remote: ReleaseRemote(remote),
-        lambda remote: add("a", PROMPT[::-1], 6, kv_rejected="of another", kv_unused=remote),
+        lambda remote: add(
+            "a", PROMPT[::-1], 6, kv_rejected="of another", kv_unused=remote
+        ),
     ],
 )
 def test_kv_that_is_of_no_use_goes_home_at_once(pair, refused):
-    message = refused(kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT))))
+    message = refused(
+        kv_params.to_remote_prefill(kv_params.parse(pair.prefill(PROMPT)))
+    )
     pair.d.core.round([message])
     if isinstance(message, AddRequest):
         assert pair.answer("a") == expected_output(PROMPT[::-1], 6)
@@ -98,7 +111,9 @@ def test_the_times_of_a_requests_phases_are_told_in_their_order(pair):
     assert list(local.since(0.0)) == ["admitted", "drawn"], "nothing was pulled"
 
 
-def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(make_pair):
+def test_a_prompt_that_another_request_computed_while_its_pull_hung_counts_as_recomputed(
+    make_pair,
+):
     pair = make_pair(settings=HANGS)
     whole = PROMPT[:12]
     params = pair.prefill(whole)
@@ -127,7 +142,9 @@ def test_cached_tokens_are_those_that_neither_server_computed(pair, on_p, on_d, 
     rest = len(PROMPT) - on_d
     assert pair.d.kv(name) == ((0, rest, on_d) if fails else (rest, 0, on_d))
     told = pair.end(name).usage
-    assert told is not None and told.cached_tokens == (min(on_p, on_d) if fails else on_p)
+    assert told is not None and told.cached_tokens == (
+        min(on_p, on_d) if fails else on_p
+    )
     assert (told.prefill_recomputed, told.prefill_skipped) == (len(PROMPT) - on_p, on_p)
 
 
@@ -141,8 +158,12 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
         prompt = [first, *PROMPT, 7]
         names[pair.ask(prompt)] = prompt
     counts = pair.d.core.scheduler.allocator.counts
-    pair.until(lambda: counts()[BlockState.RECEIVING] == 28)  # the most that 3/4 have room for
-    pair.until(lambda: pair.workers[0].counters["posts"] > 0)  # else aborts leave nothing behind
+    pair.until(
+        lambda: counts()[BlockState.RECEIVING] == 28
+    )  # the most that 3/4 have room for
+    pair.until(
+        lambda: pair.workers[0].counters["posts"] > 0
+    )  # else aborts leave nothing behind
     if aborted:
         pair.d.core.round([AbortRequest(name) for name in names])
         pair.until(lambda: _num_quarantined(pair) > 0)
@@ -158,12 +179,17 @@ def test_a_peer_that_hangs_takes_no_more_than_a_part_of_the_pool(make_pair, abor
 def test_what_has_no_room_beside_a_hung_read_is_left_to_another_server(make_pair):
     pair = make_pair(p_block_size=8, settings=HANGS, policy="fail", max_model_len=160)
     pair.d.movers.stall()
-    hung, large = _begin_read(pair, [*PROMPT, 7, 7]), list(range(1, 109))  # 27 of 39 blocks
+    hung, large = (
+        _begin_read(pair, [*PROMPT, 7, 7]),
+        list(range(1, 109)),
+    )  # 27 of 39 blocks
     pair.skip(HANGS.pull_timeout_s)
     pair.failed(hung, "pull_timeout")
     pair.restart_prefill()  # from one whose READs hang nothing is pulled
     params = {**pair.prefill(large), "sender_releases": True}
-    assert "there is no room for more" in pair.failed(pair.ask(large, params), "pull_withheld")
+    assert "there is no room for more" in pair.failed(
+        pair.ask(large, params), "pull_withheld"
+    )
     pair.d.movers.resume()
     pair.until(lambda: _num_quarantined(pair) == 0)
     again = pair.ask(large, params)  # as the proxy would another
@@ -218,9 +244,13 @@ def _num_quarantined(pair: Pair) -> int:
 
 
 @pytest.mark.parametrize("ends", ["the read", "the wait", "the wait of a lent lease"])
-def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(make_pair, ends):
+def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(
+    make_pair, ends
+):
     wait_s = 60.0 if ends == "the read" else 0.2
-    pair = make_pair(p_block_size=8, settings=HANGS, quarantine_timeout_s=wait_s, max_model_len=160)
+    pair = make_pair(
+        p_block_size=8, settings=HANGS, quarantine_timeout_s=wait_s, max_model_len=160
+    )
     pair.d.movers.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
     pair.skip(HANGS.pull_timeout_s)
@@ -243,9 +273,13 @@ def test_a_request_too_large_beside_a_hung_read_lets_others_pass_for_a_while(mak
         for name in ("large", other):
             told = pair.failed(name, "overloaded")
             assert "4 of 39" in told and "--quarantine-timeout-s" in told
-        pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 1)  # the one that hangs
+        pair.until(
+            lambda: pair.coordinator.counters()["pulls_open"] == 1
+        )  # the one that hangs
         if ends == "the wait":
-            pair.until(lambda: pair.leases.counters()["aborted"] == 1)  # nobody will come for that
+            pair.until(
+                lambda: pair.leases.counters()["aborted"] == 1
+            )  # nobody will come for that
         pair.d.movers.resume()
         if ends == "the wait of a lent lease":  # another decode server may
             pair.until(lambda: _num_quarantined(pair) == 0)
@@ -271,7 +305,9 @@ def test_a_first_token_of_another_model_is_not_used(make_pair, max_tokens):
     pair = make_pair(p_compat=ANOTHER)
     params = kv_params.parse(pair.prefill(PROMPT))
     wrong = FirstToken((expected_output(PROMPT, 1)[0] + 1) % VOCAB)
-    forged = msgspec.structs.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
+    forged = (
+        msgspec.structs.replace(params, first_tokens=(wrong,)).sign(SECRET).to_json()
+    )
     name = pair.ask(PROMPT, forged, max_tokens)
     assert pair.answer(name) == expected_output(PROMPT, max_tokens)
     assert pair.d.kv(name) == (0, 14, 0)

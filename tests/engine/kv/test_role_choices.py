@@ -8,28 +8,41 @@ from tests.rigs.shadow import expected_output, expected_scores
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
-def _expected(prompt: list[int], num_choices: int, max_tokens: int = 6) -> list[list[int]]:
-    return [expected_output(prompt, max_tokens, choice=choice) for choice in range(num_choices)]
+def _expected(
+    prompt: list[int], num_choices: int, max_tokens: int = 6
+) -> list[list[int]]:
+    return [
+        expected_output(prompt, max_tokens, choice=choice)
+        for choice in range(num_choices)
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 14])
 def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
     prompt = PROMPT[:length]
     params = pair.prefill(prompt, num_choices=3)
-    assert [t["id"] for t in params["first_tokens"]] == [t[0] for t in _expected(prompt, 3)]
+    assert [t["id"] for t in params["first_tokens"]] == [
+        t[0] for t in _expected(prompt, 3)
+    ]
     name = pair.ask(prompt, params, num_choices=3)
     assert pair.answers(name, 3) == _expected(prompt, 3)
     usages = [end.usage for end in pair.d.out.terminals(name)]
-    assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [(length, 0, 0)] * 3
+    assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [
+        (length, 0, 0)
+    ] * 3
     computed = 3 * 5 + 2 * (length % 4)
-    assert pair.d.executor.num_tokens == computed, "outputs, and what choices do not share"
+    assert pair.d.executor.num_tokens == computed, (
+        "outputs, and what choices do not share"
+    )
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
     choices = range(num_choices)
     pair.d.movers.stall()
-    name = pair.ask(PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices)
+    name = pair.ask(
+        PROMPT, pair.prefill(PROMPT, num_choices=num_choices), num_choices=num_choices
+    )
     first = [tokens[:1] for tokens in _expected(PROMPT, num_choices)]
     pair.until(lambda: [pair.d.out.tokens(name, choice) for choice in choices] == first)
     assert not pair.d.out.terminals(name)
@@ -47,18 +60,24 @@ def test_a_full_hit_is_forked_without_a_pull(pair):
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("survivor", [None, 0, 1, 2])
-def test_choices_that_end_with_their_first_token_cost_nothing_here(pair, survivor, max_tokens):
+def test_choices_that_end_with_their_first_token_cost_nothing_here(
+    pair, survivor, max_tokens
+):
     stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
     params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
     name = pair.ask(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
-    expected = [expected_output(PROMPT, max_tokens, stop, choice=choice) for choice in range(3)]
+    expected = [
+        expected_output(PROMPT, max_tokens, stop, choice=choice) for choice in range(3)
+    ]
     assert pair.answers(name, 3) == expected
     if survivor is None or max_tokens == 1:
         assert pair.d.executor.num_steps == 0
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize(("num_choices", "redrawn"), [(1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_choices", "redrawn"), [(1, False), (1, True), (3, False)]
+)
 def test_a_failed_pull_is_up_to_the_policy(make_pair, num_choices, redrawn, policy):
     pair = make_pair(policy=policy)
     params = pair.prefill(PROMPT, num_choices=num_choices)
@@ -85,18 +104,26 @@ def test_prompt_logprobs_come_with_the_reference(pair, num_top):
 @pytest.mark.parametrize("num_top", [None, 1])
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 14])
-def test_first_tokens_are_drawn_from_kv_that_was_pulled(pair, length, num_choices, num_top):
+def test_first_tokens_are_drawn_from_kv_that_was_pulled(
+    pair, length, num_choices, num_top
+):
     prompt = PROMPT[:length]
     for skipped in (0, (length - 1) // 4 * 4):
         params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
         steps = pair.d.executor.num_tokens
         name = pair.ask(
-            prompt, params, redrawn=True, num_choices=num_choices, num_prompt_logprobs=num_top
+            prompt,
+            params,
+            redrawn=True,
+            num_choices=num_choices,
+            num_prompt_logprobs=num_top,
         )
         assert pair.answers(name, num_choices) == _expected(prompt, num_choices)
         assert pair.d.kv(name) == (length - 1 - skipped, 1, skipped)
         computed = 1 + num_choices * 5 + (num_choices - 1) * (length % 4)
-        assert pair.d.executor.num_tokens == steps + computed, "the last of the prompt, outputs"
+        assert pair.d.executor.num_tokens == steps + computed, (
+            "the last of the prompt, outputs"
+        )
         if num_top is not None:
             assert pair.d.out.prompt_logprobs(name) == expected_scores(prompt, num_top)
         pair.settle()

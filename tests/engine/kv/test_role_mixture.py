@@ -96,7 +96,9 @@ class _Executor(ShadowExecutor):
 
     limits: SchedulerLimits
 
-    def __init__(self, rng: random.Random, num_blocks: int, block_size: int, depth: int) -> None:
+    def __init__(
+        self, rng: random.Random, num_blocks: int, block_size: int, depth: int
+    ) -> None:
         super().__init__(num_blocks, block_size, depth)
         self._rng = rng
         self._launch_fails = rng.choice([0.0, 0.0, 0.05, 0.2])
@@ -111,7 +113,9 @@ class _Executor(ShadowExecutor):
         assert len(step.query_lens) <= self.limits.max_num_seqs
         assert len(step.token_ids) <= self.limits.max_num_batched_tokens
         launched = super().launch(step)
-        if step.is_masked and self._rng.random() < self._draw_fails / len(step.query_lens):
+        if step.is_masked and self._rng.random() < self._draw_fails / len(
+            step.query_lens
+        ):
             launched.draw = self._fail  # type: ignore[method-assign]
         return launched
 
@@ -156,7 +160,9 @@ class _Mixture:
         self.quarantine_timeout_s = rng.choice([0.0, 0.0, 1e9])
         self.executor = _Executor(rng, num_blocks, size, rng.randint(0, 1))
         self.content: dict[str, list[int]] = {}  # of leases
-        self.coordinator = FakeCoordinator(rng, size, self.content, self._write, self._state_of)
+        self.coordinator = FakeCoordinator(
+            rng, size, self.content, self._write, self._state_of
+        )
         fake: Any = self.coordinator
         rates = Rates("never", 1, 1.0)
         self.role = Borrower(fake, self.policy, self.quarantine_timeout_s, rates, "d")
@@ -248,14 +254,23 @@ class _Mixture:
     def _request(self, name: str) -> AddRequest:
         rng = self.rng
         stem = rng.choice([[], *self.stems])[: rng.randint(0, 30)]
-        prompt = ([*stem, *rng.choices(range(50), k=rng.randint(0, 5))] or [1])[: self.max_len - 1]
+        prompt = ([*stem, *rng.choices(range(50), k=rng.randint(0, 5))] or [1])[
+            : self.max_len - 1
+        ]
         if rng.random() < 0.1:  # as long as can be
-            prompt = ([*prompt, *[7] * self.max_len])[: self.max_len - rng.randint(1, 2)]
+            prompt = ([*prompt, *[7] * self.max_len])[
+                : self.max_len - rng.randint(1, 2)
+            ]
         grammar = rng.choice([None, None, *GRAMMARS])
         num_scores = rng.choice([None, None, None, 0, 2])
         can_be_0 = grammar is None and num_scores is not None
-        max_tokens, least = rng.choice([1, 1, 2, 5, 9, 30, 0 if can_be_0 else 3]), [0, 0, 2]
-        penalty = {"frequency_penalty": rng.choice([0.0, 0.5])} if grammar is None else {}
+        max_tokens, least = (
+            rng.choice([1, 1, 2, 5, 9, 30, 0 if can_be_0 else 3]),
+            [0, 0, 2],
+        )
+        penalty = (
+            {"frequency_penalty": rng.choice([0.0, 0.5])} if grammar is None else {}
+        )
         request = add(
             name, prompt, max_tokens,
             SamplingParams(
@@ -274,14 +289,22 @@ class _Mixture:
         known = []
         for choice in range(request.num_choices):
             tokens, kind = self._expected(request, choice)
-            num_known = self.rng.choice([0, len(tokens), self.rng.randint(0, len(tokens))])
-            has_ended = num_known == len(tokens) and kind is None and self.rng.random() < 0.9
+            num_known = self.rng.choice(
+                [0, len(tokens), self.rng.randint(0, len(tokens))]
+            )
+            has_ended = (
+                num_known == len(tokens) and kind is None and self.rng.random() < 0.9
+            )
             known.append(Known(tokens[:num_known], has_ended))
         if all(one.has_ended for one in known):
-            known[-1] = replace(known[-1], token_ids=known[-1].token_ids[:-1], has_ended=False)
+            known[-1] = replace(
+                known[-1], token_ids=known[-1].token_ids[:-1], has_ended=False
+            )
         return replace(request, known=known)
 
-    def _expected(self, request: AddRequest, choice: int) -> tuple[list[int], str | None]:
+    def _expected(
+        self, request: AddRequest, choice: int
+    ) -> tuple[list[int], str | None]:
         limit = min(request.max_tokens, self.max_len - len(request.token_ids))
         return _expected(self.compiler, request, choice, limit)
 
@@ -360,7 +383,9 @@ class _Mixture:
         expected = [self._expected(request, choice) for choice in choices]
         if errors:
             assert errors == ends[-1:]
-            assert self._may_fail(request, ends[-1]) or "error" in [kind for _, kind in expected]
+            assert self._may_fail(request, ends[-1]) or "error" in [
+                kind for _, kind in expected
+            ]
         else:
             assert sorted(end.choice for end in ends) == [
                 choice for choice in choices if not known[choice].has_ended
@@ -379,7 +404,9 @@ class _Mixture:
 
     def _may_fail(self, request: AddRequest, end: TokenDelta) -> bool:
         assert end.error is not None
-        is_locked_out = end.error.code == "overloaded" and self.quarantine_timeout_s == 0
+        is_locked_out = (
+            end.error.code == "overloaded" and self.quarantine_timeout_s == 0
+        )
         has_lost_kv = self.policy == "fail" and request.remote is not None
         return FAULT in end.error.message or is_locked_out or has_lost_kv
 
@@ -419,10 +446,15 @@ def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
         return _Mixture(seed, compiler).run()
 
 
-MANY = [pytest.param(range(at, at + 200), marks=pytest.mark.slow) for at in range(100, 2100, 200)]
+MANY = [
+    pytest.param(range(at, at + 200), marks=pytest.mark.slow)
+    for at in range(100, 2100, 200)
+]
 
 
 @pytest.mark.parametrize("seeds", [*([seed] for seed in range(80)), *MANY])
-def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(compiler, seeds):
+def test_whatever_becomes_of_pulls_answers_are_right_and_blocks_come_home(
+    compiler, seeds
+):
     for seed in seeds:
         assert_all_blocks_home(_run(seed, compiler))

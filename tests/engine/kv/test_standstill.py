@@ -36,16 +36,24 @@ class Fleet(Group):
         return self.rng.sample(self.engines, 2)
 
     def prompt(self) -> list[int]:
-        return [self.rng.randrange(VOCAB) for _ in range(self.rng.choice([8, 16, 24, 40]))]
+        return [
+            self.rng.randrange(VOCAB) for _ in range(self.rng.choice([8, 16, 24, 40]))
+        ]
 
-    def ask(self, engine: Engine, name: str, prompt: list[int], num: int = 1, **how: Any) -> None:
+    def ask(
+        self, engine: Engine, name: str, prompt: list[int], num: int = 1, **how: Any
+    ) -> None:
         priority = self.rng.choice([0, 0, 0, -1])
         engine.core.round([add(name, prompt, num, priority=priority, **how)])
 
-    def answer(self, engine: Engine, name: str, prompt: list[int], num: int, n: int = 1) -> Script:
+    def answer(
+        self, engine: Engine, name: str, prompt: list[int], num: int, n: int = 1
+    ) -> Script:
         yield lambda: len(engine.out.terminals(name)) == n
         told = [engine.out.tokens(name, choice) for choice in range(n)]
-        assert told == [expected_output(prompt, num, choice=choice) for choice in range(n)]
+        assert told == [
+            expected_output(prompt, num, choice=choice) for choice in range(n)
+        ]
 
     def in_turn(self, call: str) -> Script:
         """As many prompts as a prefill server takes together; when it has all, their streams."""
@@ -61,14 +69,21 @@ class Fleet(Group):
         yield lambda: all(len(p.out.terminals(name)) == n for name, _ in named)
         self.of_batches[p] -= taken
         for name, prompt in named:
-            self.ask(d, f"d{name}", prompt, num, remote=p.reference(name), num_choices=n)
+            self.ask(
+                d, f"d{name}", prompt, num, remote=p.reference(name), num_choices=n
+            )
         for name, prompt in named:
             yield from self.answer(d, f"d{name}", prompt, num, n)
 
     def at_once(self, call: str) -> Script:
         (p, d), prompt = self.pair(), self.prompt()
         remote = p.offer(call, prompt)
-        theirs: dict[str, Any] = {"engine": d, "name": f"d{call}-0", "num": 5, "remote": remote}
+        theirs: dict[str, Any] = {
+            "engine": d,
+            "name": f"d{call}-0",
+            "num": 5,
+            "remote": remote,
+        }
         ours: dict[str, Any] = {"engine": p, "name": f"{call}-0", "retain_kv": True}
         ours["transfer_id"] = remote.transfer_id
         for asked in self.rng.sample([ours, theirs], 2):
@@ -108,7 +123,11 @@ class Fleet(Group):
             self.until(lambda: any(condition() for condition in left.values()))
             for script in [script for script, condition in left.items() if condition()]:
                 del left[script]
-                left.update((script, condition) for condition in [next(script, None)] if condition)
+                left.update(
+                    (script, condition)
+                    for condition in [next(script, None)]
+                    if condition
+                )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -117,11 +136,15 @@ def test_whoever_lends_to_whom_every_request_ends_and_every_block_comes_home(see
         fleet.check_calls(20)
 
 
-def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_it(make):
+def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_it(
+    make,
+):
     p, d = (group := make({"num_blocks": 21}, {"num_blocks": 21})).engines
     prompts = [[at] * 20 for at in range(3)]
     urgent = [7] * 63
-    p.core.round([add(f"call-{i}", each, 1, retain_kv=True) for i, each in enumerate(prompts)])
+    p.core.round(
+        [add(f"call-{i}", each, 1, retain_kv=True) for i, each in enumerate(prompts)]
+    )
     p.core.round([add("urgent-0", urgent, 1, priority=-1)])
     group.until(lambda: all(p.out.terminals(f"call-{at}") for at in range(3)))
     assert not p.out.terminals("urgent-0")
@@ -130,10 +153,15 @@ def test_the_rest_of_a_call_goes_before_who_does_not_fit_beside_what_is_lent_of_
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
 
 
-def test_two_who_wait_for_what_is_lent_to_the_other_do_not_wait_for_the_streams_beside_them(make):
+def test_two_who_wait_for_what_is_lent_to_the_other_do_not_wait_for_the_streams_beside_them(
+    make,
+):
     size = {"num_blocks": 161, "block_size": 16, "max_model_len": 2000}
     a, b = (group := make(*[{**size, "max_num_batched_tokens": 1280}] * 2)).engines
-    prompts = {a: [7] * 1280, b: [8] * 1280}  # half of a pool each, and lent by the other engine
+    prompts = {
+        a: [7] * 1280,
+        b: [8] * 1280,
+    }  # half of a pool each, and lent by the other engine
     for lender, prompt in ((b, prompts[a]), (a, prompts[b])):
         lender.core.round([add("prompt", prompt, 1, retain_kv=True)])
         group.end_of(lender, "prompt")

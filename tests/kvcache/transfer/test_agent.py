@@ -45,7 +45,10 @@ class Reader:
     def post(self, runs: list[tuple[int, int, int]]) -> ReadHandle:
         """READ of (local offset, remote offset, length) triples."""
         rows = np.array(runs, dtype=np.int64)
-        local, remote = rows[:, 0] + self.into.ctypes.data, rows[:, 1] + self.peer.address
+        local, remote = (
+            rows[:, 0] + self.into.ctypes.data,
+            rows[:, 1] + self.peer.address,
+        )
         return self.agent.read(self.name, local, remote, rows[:, 2])
 
     def finish(self, handle: ReadHandle) -> ReadState:
@@ -76,7 +79,9 @@ def processes() -> Iterator[list[MemoryPeer]]:
 
 
 @pytest.fixture(params=["memory", "nixl", "nixl-processes"])
-def reader(request: pytest.FixtureRequest, processes: list[MemoryPeer]) -> Iterator[Reader]:
+def reader(
+    request: pytest.FixtureRequest, processes: list[MemoryPeer]
+) -> Iterator[Reader]:
     agent: TransferAgent
     peer: Any
     if request.param == "memory":
@@ -121,7 +126,9 @@ def test_several_reads_at_once(reader):
         reader.agent.release(handle)
 
 
-@pytest.mark.parametrize("run", [(0, NBYTES - 4, 8), (NBYTES - 4, 0, 8), (0, -8, 8), (-8, 0, 8)])
+@pytest.mark.parametrize(
+    "run", [(0, NBYTES - 4, 8), (NBYTES - 4, 0, 8), (0, -8, 8), (-8, 0, 8)]
+)
 def test_runs_outside_registered_memory_are_refused(reader, run):
     with pytest.raises(TransferFailed):
         reader.post([run])
@@ -187,7 +194,9 @@ def test_a_transport_that_is_none_is_refused_by_the_name_of_its_variable():
 
 def test_nixl_binds_its_device_on_every_thread_that_uses_it(monkeypatch):
     bound: list[tuple[int, int]] = []
-    monkeypatch.setattr("torch.cuda.set_device", lambda i: bound.append((threading.get_ident(), i)))
+    monkeypatch.setattr(
+        "torch.cuda.set_device", lambda i: bound.append((threading.get_ident(), i))
+    )
     agent = nixl_agent(device_id=3)
     thread = threading.Thread(target=agent.bind_thread)
     thread.start()

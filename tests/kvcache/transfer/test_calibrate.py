@@ -30,7 +30,11 @@ def test_probes_stay_in_the_null_block_and_in_their_room(order, room):
     layout = KVLayout(order, 3, 2, 3, 2, 16, 8, "bfloat16")
     readable = null_bytes(layout)
     end = Endpoint(layout, 0, 1)
-    for read in (probe(end, room, 4096, 64), probe(end, room, 4096), probe(end, room, 4 << 20)):
+    for read in (
+        probe(end, room, 4096, 64),
+        probe(end, room, 4096),
+        probe(end, room, 4 << 20),
+    ):
         assert len(read.lengths) >= 1
         assert (read.local_offsets + read.lengths).max() <= room
         assert read.local_offsets.min() >= 0
@@ -39,9 +43,13 @@ def test_probes_stay_in_the_null_block_and_in_their_room(order, room):
 
 
 @given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e12), st.sampled_from(["cpu", "cuda"]))
-def test_the_fit_finds_the_constants_that_made_the_samples(per_descriptor, bytes_per_s, kind):
+def test_the_fit_finds_the_constants_that_made_the_samples(
+    per_descriptor, bytes_per_s, kind
+):
     truth = CostModel(per_descriptor, bytes_per_s, 1e9)
-    samples = [Sample(n, b, truth.read_s(n, b)) for n, b in ((2, 16 << 20), (512, 512 * 256))]
+    samples = [
+        Sample(n, b, truth.read_s(n, b)) for n, b in ((2, 16 << 20), (512, 512 * 256))
+    ]
     found = fit_costs(*samples, on_gpu=kind == "cuda")
     assert found.per_descriptor_s == pytest.approx(per_descriptor, rel=0.01)
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
@@ -59,9 +67,12 @@ def test_probes_that_are_alike_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "most_bytes", "most_s"), [(12e6, 16 << 20, 0.05), (1e9, 4 << 20, 0.02)]
+    ("bytes_per_s", "most_bytes", "most_s"),
+    [(12e6, 16 << 20, 0.05), (1e9, 4 << 20, 0.02)],
 )
-def test_a_slow_link_is_measured_soon_and_a_fast_one_by_long_reads(bytes_per_s, most_bytes, most_s):
+def test_a_slow_link_is_measured_soon_and_a_fast_one_by_long_reads(
+    bytes_per_s, most_bytes, most_s
+):
     layout, truth = KVLayout("BHLCND", 3, 8, 32, 2, 64, 128, "bfloat16"), []
 
     def read(runs) -> Sample:
@@ -73,5 +84,8 @@ def test_a_slow_link_is_measured_soon_and_a_fast_one_by_long_reads(bytes_per_s, 
     costs = fit_costs(*measured)
     assert costs.bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
     assert sum(sample.seconds for sample in truth) < most_s
-    assert measured[1] == truth[0] and (truth[0].descriptors, truth[0].nbytes) == (512, 512 * 256)
+    assert measured[1] == truth[0] and (truth[0].descriptors, truth[0].nbytes) == (
+        512,
+        512 * 256,
+    )
     assert measured[0].seconds >= 0.002 or measured[0].nbytes == most_bytes

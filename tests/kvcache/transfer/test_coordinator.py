@@ -43,7 +43,9 @@ class Driven(PullCoordinator):
         """Orders pulls, of which no report comes."""
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
-        while not all(each in self._pulls and self._pulls[each].reads for each in pull_ids):
+        while not all(
+            each in self._pulls and self._pulls[each].reads for each in pull_ids
+        ):
             self.go_on()
         self.commands.clear()
 
@@ -59,7 +61,9 @@ def ended(pull_id: str, *, complete: bool = True) -> RankEnded:
     return RankEnded(pull_id=pull_id, rank=0, complete=complete)
 
 
-def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(rig, coordinator, monkeypatch):
+def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(
+    rig, coordinator, monkeypatch
+):
     """Else blocks would be quarantined for ever: no rank says its end twice."""
     reported = PullState.reported
 
@@ -73,12 +77,18 @@ def test_a_report_that_cannot_be_taken_keeps_no_other_unheard(rig, coordinator, 
     coordinator.report(ended("broken"))
     coordinator.report(ended("fine"))
     (failed,) = coordinator.drain()
-    assert isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
+    assert (
+        isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
+    )
     assert isinstance(failed.error, InternalError)
-    assert StopPull("broken") in coordinator.receive(0.0)  # a rank answers this in any case
+    assert StopPull("broken") in coordinator.receive(
+        0.0
+    )  # a rank answers this in any case
     coordinator.report(ended("broken", complete=False))
     (failed,) = coordinator.drain()
-    assert isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
+    assert (
+        isinstance(failed, PullFailed) and failed.pull_id == "broken" and failed.drained
+    )
     coordinator.cancel("broken")
     assert coordinator.next_events() == [PullDrained("broken")]
     assert coordinator.counters()["pulls_open"] == 0

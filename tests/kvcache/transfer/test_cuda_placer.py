@@ -13,13 +13,24 @@ from kvcache.transfer.move.cuda_placer import divisor, kind_of, run_bytes_of
 from kvcache.transfer.move.place import launches, place
 from kvcache.transfer.plan.block_copy import BlockCopy, Factors
 from tests.rigs.examples import examples
-from tests.rigs.geometry import DTYPES, GARBAGE, Case, Side, cases, garbage, memory_of, with_dtypes
+from tests.rigs.geometry import (
+    DTYPES,
+    GARBAGE,
+    Case,
+    Side,
+    cases,
+    garbage,
+    memory_of,
+    with_dtypes,
+)
 from tests.rigs.memory_placer import place_units
 
 PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
 
 
-def place_runs(copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors) -> None:
+def place_runs(
+    copy: BlockCopy, source: torch.Tensor, pool: torch.Tensor, factors: Factors
+) -> None:
     """As copy engines do what is theirs."""
     if not run_bytes_of(copy, factors):
         place_units(copy, source, pool, factors)
@@ -33,7 +44,9 @@ def placed(case: Case, d_rank: int, chunk_bytes: int, by: Any) -> np.ndarray:
     """What D holds after all launches."""
     into, transfer = garbage(case, case.d, d_rank), case.transfer(d_rank)
     pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
-    memories = [memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)]
+    memories = [
+        memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)
+    ]
     for copy in launches(transfer.copies(), chunk_bytes):
         by(copy, torch.from_numpy(memories[copy.owner]), pool, transfer.factors)
     return into
@@ -45,7 +58,9 @@ def scaled(case: Case, has_own_scales: bool) -> tuple[Case, np.ndarray]:
     theirs = 2.0**numbers  # exact in float32
     ours = 4.0**-numbers if has_own_scales else np.ones(len(numbers))
     p = dataclasses.replace(case.p, scales=tuple(theirs.tolist()))
-    d = dataclasses.replace(case.d, scales=tuple(ours.tolist()) if has_own_scales else ())
+    d = dataclasses.replace(
+        case.d, scales=tuple(ours.tolist()) if has_own_scales else ()
+    )
     factors = (theirs / ours).reshape(case.layers, case.components)
     return dataclasses.replace(case, p=p, d=d), factors
 
@@ -56,10 +71,16 @@ BY = st.sampled_from([place, place_units, place_runs])
 
 @PROPERTY
 @given(cases(), RANKS, DTYPES, CHUNKS, st.sampled_from([1, 2, 3, 8]), BY, st.booleans())
-def test_all_elements_arrive_and_nothing_else(case, d_rank, dtypes, chunk_bytes, widen, by, alike):
-    case = with_dtypes(dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes)
+def test_all_elements_arrive_and_nothing_else(
+    case, d_rank, dtypes, chunk_bytes, widen, by, alike
+):
+    case = with_dtypes(
+        dataclasses.replace(case, head_dim=case.head_dim * widen), *dtypes
+    )
     if alike:
-        case = dataclasses.replace(case, d=dataclasses.replace(case.d, order=case.p.order))
+        case = dataclasses.replace(
+            case, d=dataclasses.replace(case.d, order=case.p.order)
+        )
     d_rank %= case.d.tp
     wanted = memory_of(case, case.d, d_rank, case.start)
     np.testing.assert_array_equal(placed(case, d_rank, chunk_bytes, by), wanted)
@@ -67,11 +88,18 @@ def test_all_elements_arrive_and_nothing_else(case, d_rank, dtypes, chunk_bytes,
 
 @PROPERTY
 @given(cases(), RANKS, CHUNKS, BY, st.booleans())
-def test_elements_are_multiplied_by_layer_factors(case, d_rank, chunk_bytes, by, has_own_scales):
+def test_elements_are_multiplied_by_layer_factors(
+    case, d_rank, chunk_bytes, by, has_own_scales
+):
     d_rank %= case.d.tp
-    plain, layout = memory_of(case, case.d, d_rank, case.start), case.layout(case.d, d_rank)
+    plain, layout = (
+        memory_of(case, case.d, d_rank, case.start),
+        case.layout(case.d, d_rank),
+    )
     case, factors = scaled(case, has_own_scales)
-    factors = factors.T if layout.order.index("C") < layout.order.index("L") else factors
+    factors = (
+        factors.T if layout.order.index("C") < layout.order.index("L") else factors
+    )
     lying = [layout.sizes[axis] if axis in "LC" else 1 for axis in layout.order]
     wanted = (plain.reshape(layout.shape) * factors.reshape(lying)).reshape(-1)
     wanted = np.where(plain == GARBAGE, GARBAGE, wanted).astype(np.float32)
@@ -102,7 +130,9 @@ def test_a_division_by_a_constant_is_a_multiplication(size, number):
 def test_units_are_as_wide_as_both_sides_allow(head_dim, source, target, elements):
     p = Side(1, "BHLCND", 4, (1,), 2, source)
     d = Side(1, "LBCNHD", 4, (1,), 2, target)
-    case = Case(p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4)
+    case = Case(
+        p, d, heads=2, layers=1, components=2, head_dim=head_dim, start=0, stop=4
+    )
     assert kind_of(case.layout(p, 0), case.layout(d, 0), None).unit_elements == elements
 
 
@@ -138,6 +168,13 @@ def test_launches_cover_all_pieces_and_are_bounded():
     half, whole = case.transfer(0).copies()
     assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
     found = list(launches([half, whole], 3 * whole.piece_bytes + 1))
-    assert [(part.tokens, len(part.sources)) for part in found] == [(2, 1), (4, 3), (4, 3), (4, 3)]
-    assert np.array_equal(np.concatenate([part.targets for part in found[1:]]), whole.targets)
+    assert [(part.tokens, len(part.sources)) for part in found] == [
+        (2, 1),
+        (4, 3),
+        (4, 3),
+        (4, 3),
+    ]
+    assert np.array_equal(
+        np.concatenate([part.targets for part in found[1:]]), whole.targets
+    )
     assert len(list(launches([whole], 1))) == 9

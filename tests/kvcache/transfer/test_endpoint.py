@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.layout import KVLayout
-from kvcache.transfer.plan.endpoint import Endpoint, PlanError, check_endpoints, heads_of
+from kvcache.transfer.plan.endpoint import (
+    Endpoint,
+    PlanError,
+    check_endpoints,
+    heads_of,
+)
 
 
 def endpoints(tp: int, total_heads: int, **changes) -> list[Endpoint]:
@@ -19,7 +24,9 @@ def endpoints(tp: int, total_heads: int, **changes) -> list[Endpoint]:
         "dtype": "float32",
     } | changes
     return [
-        Endpoint(KVLayout(num_heads=len(heads_of(rank, tp, total_heads)), **fields), rank, tp)
+        Endpoint(
+            KVLayout(num_heads=len(heads_of(rank, tp, total_heads)), **fields), rank, tp
+        )
         for rank in range(tp)
     ]
 
@@ -41,10 +48,22 @@ HERE = endpoints(1, 4)[0]
     ("local", "peer", "message"),
     [
         (HERE, endpoints(2, 4, num_layers=3), "num_layers is 2 here and 3 on the peer"),
-        (HERE, endpoints(2, 4, num_components=1), "num_components is 2 here and 1 on the peer"),
+        (
+            HERE,
+            endpoints(2, 4, num_components=1),
+            "num_components is 2 here and 1 on the peer",
+        ),
         (HERE, endpoints(2, 4, head_dim=16), "head_dim is 8 here and 16 on the peer"),
-        (HERE, endpoints(2, 4, dtype="bfloat16"), "KV dtype is float32 here and bfloat16 on the"),
-        (HERE, endpoints(2, 6), "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2"),
+        (
+            HERE,
+            endpoints(2, 4, dtype="bfloat16"),
+            "KV dtype is float32 here and bfloat16 on the",
+        ),
+        (
+            HERE,
+            endpoints(2, 6),
+            "num_heads is 3 on rank 0 of tp 2, where 4 heads in all make 2",
+        ),
         (
             HERE,
             [endpoints(2, 4)[0], endpoints(2, 4, block_size=32)[1]],

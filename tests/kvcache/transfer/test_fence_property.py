@@ -44,7 +44,9 @@ class Engine:
         self.incarnation = str(number)
         self.table = LeaseTable()
         self.offers: Offers[Pulling] = Offers(self.table)
-        self.growing: dict[str, list[int]] = {}  # blocks by transfer id, of half computed prompts
+        self.growing: dict[
+            str, list[int]
+        ] = {}  # blocks by transfer id, of half computed prompts
         self.content = dict.fromkeys(range(BLOCKS), FOREIGN)
         self.free = list(range(BLOCKS))
         self.is_alive = True
@@ -64,7 +66,9 @@ class Pulling:
 
     state: PullState
     source: Engine
-    unread: dict[int, list[int]] = field(default_factory=dict)  # blocks, by rank that has not ended
+    unread: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # blocks, by rank that has not ended
     found: list[str] = field(default_factory=list)
     is_done: bool = False
 
@@ -112,7 +116,9 @@ class FenceMachine(RuleBasedStateMachine):
         """A proxy names a prompt to P and to D, which subscribes, perhaps twice."""
         name = f"prompt {len(self.leases)}"
         members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
-        remote = replace(REMOTE, incarnation=self.engine.incarnation, transfer_id=name, **members)
+        remote = replace(
+            REMOTE, incarnation=self.engine.incarnation, transfer_id=name, **members
+        )
         self.leases.append((self.engine, remote))
         self.engine.growing[name] = []
         self.engine.offers.expect(name, name, digest, 10.0, 16, self.p_now)
@@ -181,7 +187,12 @@ class FenceMachine(RuleBasedStateMachine):
     def begin_pull(self, source: Engine, remote: RemotePrefill) -> None:
         number = len(self.pullings)
         state = PullState(
-            f"pull {number}", remote, RANKS, PullSettings(), f"attempt {number}", self.d_now
+            f"pull {number}",
+            remote,
+            RANKS,
+            PullSettings(),
+            f"attempt {number}",
+            self.d_now,
         )
         pulling = Pulling(state, source)
         self.pullings.append(pulling)
@@ -198,14 +209,18 @@ class FenceMachine(RuleBasedStateMachine):
         is_wrong = goes_astray and not pulling.source.is_alive
         self.read_some(pulling, rank, count, is_wrong=is_wrong)
 
-    def read_some(self, pulling: Pulling, rank: int, count: int, *, is_wrong: bool) -> None:
+    def read_some(
+        self, pulling: Pulling, rank: int, count: int, *, is_wrong: bool
+    ) -> None:
         blocks = pulling.unread[rank]
         for block in blocks[:count]:
             pulling.found.append(FOREIGN if is_wrong else pulling.source.content[block])
         del blocks[:count]
         if not blocks:
             del pulling.unread[rank]
-            ended = RankEnded(pull_id=pulling.state.pull_id, rank=rank, complete=True, path="x")
+            ended = RankEnded(
+                pull_id=pulling.state.pull_id, rank=rank, complete=True, path="x"
+            )
             self.perform(pulling, pulling.state.reported(ended, self.d_now))
 
     @precondition(lambda self: self.pullings)
@@ -259,7 +274,9 @@ class FenceMachine(RuleBasedStateMachine):
             case Renew():
                 ok = ok and engine.table.renew(request.lease_id, self.p_now)
             case Complete():
-                ok = ok and engine.table.complete(request.lease_id, request.attempt_id, self.p_now)
+                ok = ok and engine.table.complete(
+                    request.lease_id, request.attempt_id, self.p_now
+                )
             case AbortLease():
                 ok = ok and engine.table.abort(request.lease_id, self.p_now)
         reply = Ok(nonce=request.nonce) if ok else Gone(nonce=request.nonce)
@@ -295,7 +312,9 @@ class FenceMachine(RuleBasedStateMachine):
         if not comes_again:
             self.answers.remove(message)
         assert message.reply is not None
-        self.perform(message.pulling, message.pulling.state.answered(message.reply, self.d_now))
+        self.perform(
+            message.pulling, message.pulling.state.answered(message.reply, self.d_now)
+        )
 
 
 TestFenceProperties = FenceMachine.TestCase

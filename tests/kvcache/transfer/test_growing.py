@@ -13,7 +13,15 @@ from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import PullBegun, PullDone, PullFailed, PullSealed
 from protocol.errors import KVCorrupt, PullTimeout
 from protocol.messages import RemotePrefill
-from tests.rigs.memory_pair import PATIENT, REMOTE, Decode, Prefill, assert_pulled, expected, fill
+from tests.rigs.memory_pair import (
+    PATIENT,
+    REMOTE,
+    Decode,
+    Prefill,
+    assert_pulled,
+    expected,
+    fill,
+)
 
 NUM_TOKENS = 61
 
@@ -21,7 +29,9 @@ NUM_TOKENS = 61
 class Prompt:
     """One that P computes; block n of it is block 3n + 1 of the pool."""
 
-    def __init__(self, prefill: Prefill, name: str = "t", *, comes: bool = True) -> None:
+    def __init__(
+        self, prefill: Prefill, name: str = "t", *, comes: bool = True
+    ) -> None:
         self.prefill, self.name = prefill, name
         size = prefill.layouts[0].block_size
         self.blocks = [3 * n % 31 + 1 for n in range(-(-NUM_TOKENS // size))]
@@ -70,7 +80,9 @@ class Prompt:
             return False
         with self.prefill.server.offers() as (offers, now):
             first = len(offers.leased(self.name))
-            lease_id = offers.grow(self.name, new_id(), self.blocks[first:stop], now, seals=ends)
+            lease_id = offers.grow(
+                self.name, new_id(), self.blocks[first:stop], now, seals=ends
+            )
             if ends:
                 offers.tell_end(self.name, lease_id, self.blocks, b"reference", now)
         return bool(lease_id)
@@ -82,7 +94,10 @@ class Prompt:
 
 
 def until_read(decode: Decode, prompt: Prompt, start: int, stop: int) -> None:
-    blocks, wanted = local_blocks(decode), expected(prompt.whole, start, stop, decode.heads)
+    blocks, wanted = (
+        local_blocks(decode),
+        expected(prompt.whole, start, stop, decode.heads),
+    )
     decode.until(lambda: np.array_equal(decode.tokens(blocks, start, stop), wanted))
 
 
@@ -106,9 +121,13 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)])
+@pytest.mark.parametrize(
+    ("subscribes_at", "pulls_at"), [(0, 0), (0, 2), (1, 1), (9, 9)]
+)
 @pytest.mark.parametrize("at", range(len(GEOMETRIES)))
-def test_what_is_there_is_read_while_the_rest_is_computed(rig, at, subscribes_at, pulls_at):
+def test_what_is_there_is_read_while_the_rest_is_computed(
+    rig, at, subscribes_at, pulls_at
+):
     ours, theirs = GEOMETRIES[at]
     heads = {"heads": theirs["heads"]} if "heads" in theirs else {}
     verify = ("off", "sample", "all")[(at + pulls_at) % 3]
@@ -138,7 +157,9 @@ def test_what_is_there_is_read_while_the_rest_is_computed(rig, at, subscribes_at
     assert prefill.outcomes() == ["completed"] and decode.wait(PullBegun)
 
 
-def subscribed(rig: Any, verify: str = "off", **settings: float) -> tuple[Prefill, Decode, Prompt]:
+def subscribed(
+    rig: Any, verify: str = "off", **settings: float
+) -> tuple[Prefill, Decode, Prompt]:
     """With one chunk of 16 tokens read."""
     prefill = rig(Prefill, digests=verify != "off")
     decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})

@@ -43,7 +43,9 @@ SECRET, MAC = b"cluster secret", 32  # bytes
 class Client(LeaseClient):
     """With a thread to wait in."""
 
-    def __init__(self, secret: bytes = SECRET, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, secret: bytes = SECRET, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.selector, self.replies = DefaultSelector(), list[Reply]()
         take = self.replies.append
         super().__init__(secret, self.selector, lambda _, reply: take(reply), clock)
@@ -72,9 +74,13 @@ def ask(address: Address, request: Request, secret: bytes = SECRET) -> Reply:
 
 
 class Server(LeaseServer):
-    def __init__(self, clock: Callable[[], float], port: int = 0, **options: str) -> None:
+    def __init__(
+        self, clock: Callable[[], float], port: int = 0, **options: str
+    ) -> None:
         self.ended = threading.Event()
-        super().__init__("127.0.0.1", port, metadata(**options), SECRET, clock, self.ended.set)
+        super().__init__(
+            "127.0.0.1", port, metadata(**options), SECRET, clock, self.ended.set
+        )
         self.start()
 
     def ask(self, request: Request, secret: bytes = SECRET) -> Reply:
@@ -101,7 +107,10 @@ def server(clock: Clock) -> Iterator[Server]:
 
 def complete(lease_id: str, attempt_id: str = "a", incarnation: str = "i") -> Complete:
     return Complete(
-        nonce=new_id(), incarnation=incarnation, lease_id=lease_id, attempt_id=attempt_id
+        nonce=new_id(),
+        incarnation=incarnation,
+        lease_id=lease_id,
+        attempt_id=attempt_id,
     )
 
 
@@ -134,7 +143,9 @@ def test_unknown_leases_and_other_incarnations_are_gone(server):
     assert server.counters()["gone"] == 3
 
 
-@pytest.mark.parametrize("how", ["expired", "aborted by its reader", "aborted by the engine"])
+@pytest.mark.parametrize(
+    "how", ["expired", "aborted by its reader", "aborted by the engine"]
+)
 def test_leases_end_without_a_fence(server, clock, how):
     lease = server.grant("r", [3], 30.0)
     if how == "expired":
@@ -150,7 +161,9 @@ def test_leases_end_without_a_fence(server, clock, how):
 
 
 @pytest.mark.parametrize("comes_first", [False, True])
-def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(server, comes_first):
+def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(
+    server, comes_first
+):
     """P has told of all there is, and counts it among the readers no more; or hears of it, and that
     nobody wants it, before the prompt comes."""
     about = {"transfer_id": "x-0", "prompt_digest": "d"}
@@ -175,7 +188,10 @@ def test_who_gives_a_prompt_up_before_it_hears_of_a_lease_has_that_end(server, c
 
 def test_another_secret_is_refused_counted_and_changes_nothing(server):
     lease = server.grant("r", [3], 30.0)
-    for request in (complete(lease), AbortLease(nonce="n", incarnation="i", lease_id=lease)):
+    for request in (
+        complete(lease),
+        AbortLease(nonce="n", incarnation="i", lease_id=lease),
+    ):
         reply = server.ask(request, secret=b"other")
         assert isinstance(reply, Refused) and "secret" in reply.reason
     assert server.counters()["refused"] == 2
@@ -205,7 +221,11 @@ GARBAGE = [
     b"x" * 32 + os.urandom(64),
     signed(b"\xc1"),
     signed(msgspec.msgpack.encode({"type": "unknown", "nonce": "n"})),
-    signed(msgspec.msgpack.encode({"type": "renew", "nonce": 1, "lease_id": [], "incarnation": 0})),
+    signed(
+        msgspec.msgpack.encode(
+            {"type": "renew", "nonce": 1, "lease_id": [], "incarnation": 0}
+        )
+    ),
     seal_reply(Ok(nonce="n"), SECRET),  # a reply is no request
 ]
 
@@ -213,7 +233,9 @@ GARBAGE = [
 @pytest.mark.parametrize("message", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_answered_and_counted(server, message):
     assert raw_exchange(server, message)["type"] == "refused"
-    assert server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
+    assert (
+        server.counters()["refused"] == 1 and server.counters()["internal_errors"] == 0
+    )
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
 
 
@@ -245,9 +267,14 @@ def test_a_server_whose_leases_cannot_be_ended_any_more_ends(server, monkeypatch
 
 
 def test_bytes_that_are_no_message_and_messages_too_long_end_the_connection(server):
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000), framed(bytes(1 << 20))):
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n" + os.urandom(5000),
+        framed(bytes(1 << 20)),
+    ):
         with socket.create_connection(server.address, DEADLINE_S) as raw:
-            with suppress(ConnectionResetError, BrokenPipeError):  # what it did not read any more
+            with suppress(
+                ConnectionResetError, BrokenPipeError
+            ):  # what it did not read any more
                 raw.sendall(garbage)
                 assert raw.recv(1) == b""
     assert isinstance(server.ask(GetMetadata(nonce="n")), Metadata)
@@ -270,7 +297,9 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(server, monkeypatch):
     monkeypatch.setattr("kvcache.lease_server._MAX_STRANGERS", 3)
     request = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with ExitStack() as stack:
-        known = stack.enter_context(socket.create_connection(server.address, DEADLINE_S))
+        known = stack.enter_context(
+            socket.create_connection(server.address, DEADLINE_S)
+        )
         known.sendall(request)
         assert known.recv(1)
         strangers = [
@@ -298,7 +327,8 @@ def _flood(address: tuple[str, int], data: bytes, over: threading.Event) -> None
 def test_fences_are_answered_while_strangers_send_what_they_like(server, data):
     over = threading.Event()
     strangers = [
-        threading.Thread(target=_flood, args=(server.address, data, over)) for _ in range(2)
+        threading.Thread(target=_flood, args=(server.address, data, over))
+        for _ in range(2)
     ]
     known = Client()
     try:
@@ -307,7 +337,9 @@ def test_fences_are_answered_while_strangers_send_what_they_like(server, data):
         while data == bytes(len(data)) and not server.counters()["refused"]:
             over.wait(0.001)
         for block in range(10):
-            assert isinstance(server.ask(complete(server.grant("r", [block], 60.0))), Ok)
+            assert isinstance(
+                server.ask(complete(server.grant("r", [block], 60.0))), Ok
+            )
             known.post(server.address, complete(server.grant("r", [block], 60.0)))
             assert isinstance(known.reply(), Ok)
     finally:
@@ -375,7 +407,9 @@ def test_a_client_knows_to_whom_it_has_no_connection_and_since_when_it_is_missed
 
 
 @pytest.mark.parametrize("lack", ["descriptors", "threads"])
-def test_a_client_without_what_a_connection_takes_connects_later(server, monkeypatch, lack):
+def test_a_client_without_what_a_connection_takes_connects_later(
+    server, monkeypatch, lack
+):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -384,7 +418,9 @@ def test_a_client_without_what_a_connection_takes_connects_later(server, monkeyp
         if lack == "threads":
             patch.setattr(threading.Thread, "start", refused)
         else:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # which are in use
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (3, limits[1])
+            )  # which are in use
         try:
             client.post(server.address, GetMetadata(nonce="n"))
             while not client.unconnected():
@@ -418,7 +454,10 @@ def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int
 
 def test_replies_that_are_not_authentic_are_dropped_and_end_the_connection():
     request = complete(new_id())
-    forged, reflected = seal_reply(Ok(nonce="n"), b"other"), seal_request(request, SECRET)
+    forged, reflected = (
+        seal_reply(Ok(nonce="n"), b"other"),
+        seal_request(request, SECRET),
+    )
     for answer in (forged, reflected, b"", b"x" * 40):
         thread, port = fake_server(lambda _, answer=answer: answer)
         client = Client()

@@ -11,7 +11,12 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.move.cuda_placer import CudaPlacer
-from kvcache.transfer.move.peer_memory import EXTRA_KEY, Memory, NotMappable, open_on_gpu
+from kvcache.transfer.move.peer_memory import (
+    EXTRA_KEY,
+    Memory,
+    NotMappable,
+    open_on_gpu,
+)
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from protocol.errors import (
@@ -71,7 +76,9 @@ GEOMETRIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_any_geometry_is_mapped(rig, p, d):
     mappers = Mappers(launch_bytes=1)  # a launch for every block
     prefill, decode = rig(Prefill, **p), rig(Decode, make_placer=mappers, **d)
-    remote = prefill.lease([5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p.get("block_size", 8))], 37)
+    remote = prefill.lease(
+        [5, 2, 9, 4, 1, 3, 7, 8][: -(-37 // p.get("block_size", 8))], 37
+    )
     blocks = [8, 3, 1, 7, 2][: -(-37 // d.get("block_size", 8))]
     done = decode.pull("a", remote, 3, 37, blocks)
     assert (done.path, done.descriptors) == ("mapped", 0)
@@ -120,13 +127,17 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
 def test_why_a_peer_cannot_be_mapped(rig, changes, reason):
     prefill = rig(Prefill)
     rank = prefill.metadata.ranks[0]
-    told = {**rank.extra[EXTRA_KEY], **changes} if isinstance(changes, dict) else changes
+    told = (
+        {**rank.extra[EXTRA_KEY], **changes} if isinstance(changes, dict) else changes
+    )
     rank = msgspec.structs.replace(rank, extra={EXTRA_KEY: told} if told else {})
     with pytest.raises(NotMappable, match=reason):
         Placer(prefill.pools[0]).open(rank)
 
 
-def test_a_process_with_our_id_in_another_container_is_not_taken_for_us(rig, monkeypatch):
+def test_a_process_with_our_id_in_another_container_is_not_taken_for_us(
+    rig, monkeypatch
+):
     """Where its KV is, our own may be."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     rank = rig(Prefill).metadata.ranks[0]
@@ -145,7 +156,9 @@ def test_a_launch_that_fails_fails_the_pull_and_the_next_one_maps_again(rig):
     pull(decode, prefill)
 
 
-def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(rig, monkeypatch):
+def test_a_launch_that_does_not_end_keeps_blocks_and_mapping_until_it_does(
+    rig, monkeypatch
+):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode, mapper = sides(rig, settings=settings)
     mapper.stalled, launch, launched = True, mapper.launch, threading.Event()

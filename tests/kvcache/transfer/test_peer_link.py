@@ -18,7 +18,9 @@ def is_filled(decode: Decode, blocks: list[int], number: float) -> bool:
     return all(bool((pool.canonical[blocks] == number).all()) for pool in decode.pools)
 
 
-def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(rig):
+def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_never(
+    rig,
+):
     """UCX reports the first failure of several runs while earlier ones go on; the blocks may be
     computed in again as soon as the pull has drained."""
     prefill, decode = rig(Prefill), rig(Decode)
@@ -26,7 +28,9 @@ def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_ne
     decode.agents[0].fail()
     decode.coordinator.pull("a", prefill.lease([6, 4, 8], 24), 0, 24, BLOCKS)
     failed = decode.wait(*ENDINGS, pull_id="a")
-    assert isinstance(failed, PullFailed) and isinstance(failed.error, TransferFailed), failed
+    assert isinstance(failed, PullFailed) and isinstance(
+        failed.error, TransferFailed
+    ), failed
     if not failed.drained:
         decode.wait(PullDrained, pull_id="a")
     decode.fill(-1.0)
@@ -34,7 +38,9 @@ def test_what_a_failed_read_still_writes_comes_before_its_pull_has_drained_or_ne
     assert is_filled(decode, BLOCKS, -1.0)
 
 
-def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(rig, monkeypatch):
+def test_blocks_of_a_read_that_hangs_come_home_and_are_not_written_to_any_more(
+    rig, monkeypatch
+):
     monkeypatch.setattr(pull_worker, "_TEAR_DOWN_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung"), rig(Prefill)
     decode = rig(Decode, settings={"pull_timeout_s": 100.0, "drain_grace_s": 0.0})

@@ -20,7 +20,9 @@ def metadata(**changes: Any) -> EngineMetadata:
         rank=0, agent_metadata=b"a", base_address=1, nbytes=record.nbytes, device_id=0,
         device_kind="cpu", layout=record,
     )  # fmt: skip
-    return memory_pair.metadata(rank, **{"incarnation": "i", "compat": COMPAT, **changes})
+    return memory_pair.metadata(
+        rank, **{"incarnation": "i", "compat": COMPAT, **changes}
+    )
 
 
 def table() -> PeerTable:
@@ -35,7 +37,9 @@ def test_a_silent_peer_is_asked_again_and_given_up():
     assert peers.deadline() == 4.0
     assert peers.due(4.0) == ([], [peer])
     assert isinstance(peer.error, PeerUnreachable)
-    assert "did not answer" in str(peer.error) and "--side-channel-host" in str(peer.error)
+    assert "did not answer" in str(peer.error) and "--side-channel-host" in str(
+        peer.error
+    )
 
 
 def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
@@ -52,7 +56,9 @@ def test_failures_are_remembered_for_a_back_off_that_doubles_up_to_a_bound():
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     peers.metadata_came(peers.connect(REMOTE, now), metadata(), now)
     peers.fail(peers.connect(REMOTE, now), PeerUnreachable("x"), now)
-    assert peers.connect(REMOTE, now).deadline == now + 1.0  # success forgets the failures
+    assert (
+        peers.connect(REMOTE, now).deadline == now + 1.0
+    )  # success forgets the failures
     assert +peers.outcomes == {"ok": 1, "peer_unreachable": 10}
 
 
@@ -82,7 +88,9 @@ def test_a_peer_whose_pulls_fail_twice_gets_none_for_a_time_that_doubles_up_to_a
     assert peer.pull_failed(now), "which is told"
     for _ in range(9):
         assert not peer.pull_failed(now), "it had begun before"
-        waits.append(next(s for s in (1, 2, 4, 8, 16, 32, 60) if not peer.refuses(now + s)))
+        waits.append(
+            next(s for s in (1, 2, 4, 8, 16, 32, 60) if not peer.refuses(now + s))
+        )
         assert peer.refuses(now + waits[-1] - 0.01)
         now += waits[-1]
         assert peer.refuses(now, busy=True), "one at a time"

@@ -19,7 +19,9 @@ def endpoint(
     dtype: str = "float32",
     scales: tuple[float, ...] = (),
 ) -> Endpoint:
-    return Endpoint(KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1, scales)
+    return Endpoint(
+        KVLayout(order, num_blocks, 2, 2, 2, block_size, 4, dtype), 0, 1, scales
+    )
 
 
 def transfer_of(
@@ -34,7 +36,9 @@ def filled(end: Endpoint) -> torch.Tensor:
     layout = end.layout
     count = layout.nbytes // layout.itemsize
     dtype = getattr(torch, layout.dtype)
-    return torch.linspace(-3, 3, count, dtype=torch.float64).to(dtype).view(layout.shape)
+    return (
+        torch.linspace(-3, 3, count, dtype=torch.float64).to(dtype).view(layout.shape)
+    )
 
 
 def canonical(pool: torch.Tensor, end: Endpoint) -> torch.Tensor:
@@ -54,13 +58,17 @@ def assert_placed(
     for copy in transfer.copies():
         place(copy, source, pool, transfer.factors)
     wanted = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
-    assert torch.equal(canonical(pool, d)[[2, 0]].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(
+        canonical(pool, d)[[2, 0]].view(torch.uint8), wanted.view(torch.uint8)
+    )
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1])
+@pytest.mark.parametrize(
+    "p_dtype, d_dtype", [p for p in product(DTYPES, DTYPES) if len({*p}) > 1]
+)
 def test_conversion_is_that_of_torch(p_dtype, d_dtype):
     p, d = endpoint("LBCNHD", 4, 4, p_dtype), endpoint("BHLCND", 8, 3, d_dtype)
     assert_placed(p, d, canonical(filled(p), p), convert=True)
@@ -76,7 +84,11 @@ THEIRS, OURS = (0.5, 1.0, 300.0, 0.25), (2.0, 1.0, 0.001, 0.1)  # the third is c
         ((FP8, THEIRS), ("float32", ()), THEIRS),
         (("float32", ()), (FP8, OURS), [1 / ours for ours in OURS]),
         (("bfloat16", ()), (FP8, (1.0,) * 4), (1.0,) * 4),
-        ((FP8, THEIRS), (FP8, OURS), [a / b for a, b in zip(THEIRS, OURS, strict=True)]),
+        (
+            (FP8, THEIRS),
+            (FP8, OURS),
+            [a / b for a, b in zip(THEIRS, OURS, strict=True)],
+        ),
     ],
     ids=["from fp8", "to fp8", "to fp8, unscaled", "other scales"],
 )
@@ -106,7 +118,13 @@ def test_a_source_may_start_anywhere_that_suits_its_elements(lead):
 @pytest.mark.parametrize(
     ("p", "d", "tokens", "blocks", "views"),
     [
-        (endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 4), 64, [1, 3], 2),  # one a block of D
+        (
+            endpoint("BHLCND", 1, 64),
+            endpoint("BHLCND", 32, 4),
+            64,
+            [1, 3],
+            2,
+        ),  # one a block of D
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),

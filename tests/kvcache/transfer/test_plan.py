@@ -48,10 +48,18 @@ def check_direct(case: Case, d_rank: int) -> None:
     ("windows", "max_len", "heads", "head_dim", "window"),
     [
         ([128, None] * 12, 131_072, 8, 64, 128),  # gpt-oss-20b
-        (([1024] * 5 + [None]) * 10 + [1024] * 2, 131_072, 16, 128, 1024),  # Gemma 3 27B
+        (
+            ([1024] * 5 + [None]) * 10 + [1024] * 2,
+            131_072,
+            16,
+            128,
+            1024,
+        ),  # Gemma 3 27B
     ],
 )
-def test_of_long_prompts_local_layers_move_their_window(windows, max_len, heads, head_dim, window):
+def test_of_long_prompts_local_layers_move_their_window(
+    windows, max_len, heads, head_dim, window
+):
     """Of 131,072 tokens, in bytes, whatever the blocks; P has given back what windows passed."""
     groups, dealt = deal(windows, max_len + 1)
     size, stop = max(map(len, dealt)), max_len
@@ -60,7 +68,12 @@ def test_of_long_prompts_local_layers_move_their_window(windows, max_len, heads,
         sizes = heads, size, 2
         ends = [
             Endpoint(
-                KVLayout("BHLCND", 1 << 18, *sizes, n, head_dim, "bfloat16"), 0, 1, (), 1, groups
+                KVLayout("BHLCND", 1 << 18, *sizes, n, head_dim, "bfloat16"),
+                0,
+                1,
+                (),
+                1,
+                groups,
             )
             for n in (p_size, d_size)
         ]
@@ -71,7 +84,9 @@ def test_of_long_prompts_local_layers_move_their_window(windows, max_len, heads,
         planner, found = Planner(ends[1], ends[:1], heads), 0
         for group, span in enumerate(groups.spans(0, stop, stop)):
             ours, theirs = (groups.of_group(table, group) for table in reversed(tables))
-            plan = planner.plan(planner.take((span.start, span.stop), ours, theirs), COSTS)
+            plan = planner.plan(
+                planner.take((span.start, span.stop), ours, theirs), COSTS
+            )
             found += sum(read.nbytes for read in plan.reads)
         moved.append(found)
     of_layer = stop * heads * head_dim * 2 * 2
@@ -94,16 +109,25 @@ def pulls(draw: st.DrawFn) -> list[Case]:
             period = math.lcm(first.p.block_size, first.d.tokens_per_block)
             stop = max(stop // period * period, 1)
             start = min(start // period * period, stop)
-        p, d = (_elsewhere(side, stop, rng, draw(st.booleans())) for side in (first.p, first.d))
+        p, d = (
+            _elsewhere(side, stop, rng, draw(st.booleans()))
+            for side in (first.p, first.d)
+        )
         span = {"start": start, "stop": stop, "lease_hash": draw(st.integers(0, 9))}
         found.append(dataclasses.replace(first, p=p, d=d, **span))
     return found
 
 
-def _elsewhere(side: Side, stop: int, rng: np.random.Generator, is_scattered: bool) -> Side:
+def _elsewhere(
+    side: Side, stop: int, rng: np.random.Generator, is_scattered: bool
+) -> Side:
     count = -(-stop // side.tokens_per_block)
     first = int(rng.integers(0, side.num_blocks - count + 1))
-    ids = rng.permutation(side.num_blocks)[:count] if is_scattered else first + np.arange(count)
+    ids = (
+        rng.permutation(side.num_blocks)[:count]
+        if is_scattered
+        else first + np.arange(count)
+    )
     return dataclasses.replace(side, blocks=tuple(ids.tolist()))
 
 
@@ -118,10 +142,18 @@ _COSTS = [
 
 
 def check_kept(
-    pulls: list[Case], d_rank: int, staging_blocks: int, dtypes: Any, costs: list, by: Any
+    pulls: list[Case],
+    d_rank: int,
+    staging_blocks: int,
+    dtypes: Any,
+    costs: list,
+    by: Any,
 ) -> None:
     """One planner for many pulls: what it remembers of one must not leak into another's plan."""
-    pulls, d_rank = [with_dtypes(case, *dtypes) for case in pulls], d_rank % pulls[0].d.tp
+    pulls, d_rank = (
+        [with_dtypes(case, *dtypes) for case in pulls],
+        d_rank % pulls[0].d.tp,
+    )
     staging = staging_for(pulls[0], staging_blocks)
     planner = pulls[0].planner(d_rank, staging_bytes=staging, convert=True)
     plans = [planner.plan(case.pull(planner), each) for case, each in zip(pulls, costs)]  # noqa: B905
@@ -135,7 +167,9 @@ RANKS, STAGING_BLOCKS = st.integers(0, 7), st.integers(1, 6)
 COST_LISTS = st.lists(st.sampled_from(_COSTS), min_size=5, max_size=5)
 DIRECT = partial(given(cases(), RANKS), check_direct)
 BY = st.sampled_from([place, place_units])  # by torch, and by the kernel's arithmetic
-KEPT = partial(given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept)
+KEPT = partial(
+    given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, BY), check_kept
+)
 
 
 LAWS = [(DIRECT, 500), (KEPT, 150)]
@@ -148,11 +182,20 @@ def test_plans_are_exact_stay_in_the_lease_and_are_minimal_if_direct(check_law, 
 
 
 def simple(p: Side, d: Side, **changes) -> Case:
-    fields = {"heads": 8, "layers": 2, "components": 2, "head_dim": 4, "start": 0, "stop": 128}
+    fields = {
+        "heads": 8,
+        "layers": 2,
+        "components": 2,
+        "head_dim": 4,
+        "start": 0,
+        "stop": 128,
+    }
     return Case(p, d, **(fields | changes))
 
 
-def side(tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128) -> Side:
+def side(
+    tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128
+) -> Side:
     """Blocks in descending order."""
     count = -(-tokens // block_size)
     return Side(tp, order, block_size, tuple(range(count, 0, -1)), count + 1)
@@ -161,10 +204,14 @@ def side(tp: int, block_size: int = 16, order: str = "BHLCND", tokens: int = 128
 def scattered(of: Side) -> Side:
     """Blocks in steps of two: against descending ones no two neighbours stay together."""
     count = len(of.blocks)
-    return dataclasses.replace(of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2)))
+    return dataclasses.replace(
+        of, blocks=(*range(2, count + 1, 2), *range(1, count + 1, 2))
+    )
 
 
-@pytest.mark.parametrize(("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    ("dcp", "tokens"), [(4, 64), (2, 32)], ids=["one group", "two groups"]
+)
 def test_ranks_that_share_tokens_begin_at_different_copies(dcp, tokens):
     """Each wants one block of a latent that every rank of P has: nobody is asked twice at once."""
     p, d = side(4, tokens=tokens), Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
@@ -187,7 +234,9 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
 
 def test_the_cheaper_path_wins_and_why_names_the_other():
     case = simple(side(1, 16), side(1, 64))
-    descriptors_cost = case.plan(0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20)
+    descriptors_cost = case.plan(
+        0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20
+    )
     bytes_cost = case.plan(0, costs=CostModel(1e-12, 1e9, 1e3), staging_bytes=1 << 20)
     assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
     assert "direct would read 256 runs" in descriptors_cost.why
@@ -201,7 +250,10 @@ def test_staging_memory_below_two_of_the_peers_blocks_leaves_the_direct_path():
     block = 16 * 8 * 2 * 2 * 4 * 4
     plan = case.plan(0, staging_bytes=2 * block - 1)
     assert plan.path == "direct"
-    assert f"staging_bytes is {2 * block - 1}; a block of the peer takes {block} bytes" in plan.why
+    assert (
+        f"staging_bytes is {2 * block - 1}; a block of the peer takes {block} bytes"
+        in plan.why
+    )
     assert case.plan(0, staging_bytes=2 * block).path == "staged"
 
 
@@ -215,9 +267,17 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
     [
         (MIXED, {"staging_bytes": 1 << 20}, "float16 here and float32 on the peer"),
         (MIXED, {"convert": True}, "staging_bytes is None"),
-        (MIXED, {"convert": True, "staging_bytes": 1000}, r"is 1000; .* use at least \d+"),
+        (
+            MIXED,
+            {"convert": True, "staging_bytes": 1000},
+            r"is 1000; .* use at least \d+",
+        ),
         (simple(side(1, 32), SHARING, heads=1), {}, "16 here and 32 on the peer"),
-        (simple(side(1, 12), SHARING, heads=1), {}, "16 here and 12 on the peer.*--block-size 12"),
+        (
+            simple(side(1, 12), SHARING, heads=1),
+            {},
+            "16 here and 12 on the peer.*--block-size 12",
+        ),
         (simple(side(1), side(1), start=-1, stop=4), {}, r"token range is \[-1, 4\)"),
         (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
     ],

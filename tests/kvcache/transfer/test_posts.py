@@ -45,7 +45,10 @@ def test_property_posts_move_each_byte_once_and_are_as_large_as_their_limits(
         assert 0 < len(post.lengths) <= max_runs
         assert post.lengths.min() > 0
     for before, after in pairwise(posts):
-        is_full = len(before.lengths) == max_runs or before.nbytes + after.lengths[0] > max_bytes
+        is_full = (
+            len(before.lengths) == max_runs
+            or before.nbytes + after.lengths[0] > max_bytes
+        )
         assert is_full or before.remote_rank != after.remote_rank
 
 
@@ -56,7 +59,12 @@ def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
     throttle.posted(post.nbytes, 10.0)
     assert throttle.admits(10.0)
     busy = True
-    assert [each.nbytes >> 20 for each in throttle.cut([read_of([200 << 20])])] == [64, 64, 64, 8]
+    assert [each.nbytes >> 20 for each in throttle.cut([read_of([200 << 20])])] == [
+        64,
+        64,
+        64,
+        8,
+    ]
     now, moved = 10.0, 0
     while now < 11.0:
         if throttle.admits(now):
@@ -64,7 +72,9 @@ def test_reads_beside_a_batch_keep_to_their_rate_and_others_do_not():
             moved += 10**8
         now += 0.0003  # a thread that looks now and then
     assert 0.7 * 110e9 < moved <= 1.001 * 110e9
-    throttle.posted(33 * 10**6, 20.0, staged=True)  # and is placed by a kernel afterwards
+    throttle.posted(
+        33 * 10**6, 20.0, staged=True
+    )  # and is placed by a kernel afterwards
     assert not throttle.admits(20.0009) and throttle.admits(20.0011)
     busy = False
     throttle.posted(1 << 50, 20.1)

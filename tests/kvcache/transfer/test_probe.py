@@ -12,7 +12,14 @@ from kvcache.transfer.plan.plan import Planner
 from kvcache.transfer.pulls.messages import PullDrained, PullFailed
 from protocol.errors import PeerUnreachable
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import DEADLINE_S, ENDINGS, Decode, Prefill, nixl_agent, pulled
+from tests.rigs.memory_pair import (
+    DEADLINE_S,
+    ENDINGS,
+    Decode,
+    Prefill,
+    nixl_agent,
+    pulled,
+)
 
 BLOCKS = [3, 1, 7]
 
@@ -37,7 +44,9 @@ def planned_with(monkeypatch: Any) -> list[CostModel]:
     return found
 
 
-def stalled_probe(rig: Any, pull_ids: list[str], **options: Any) -> tuple[Prefill, Decode]:
+def stalled_probe(
+    rig: Any, pull_ids: list[str], **options: Any
+) -> tuple[Prefill, Decode]:
     """Pulls that wait for a probe that does not end before the agent's `resume`."""
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, **options)
     decode.agents[0].stall()
@@ -72,12 +81,19 @@ def test_a_peer_that_answers_no_probe_is_unreachable_and_may_be_reached_later(ri
 
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_costs_are_measured_and_logged_once_and_planned_with(rig, make_agent, planned_with, caplog):
+def test_costs_are_measured_and_logged_once_and_planned_with(
+    rig, make_agent, planned_with, caplog
+):
     caplog.set_level(logging.INFO)
-    prefill, decode = rig(Prefill, make_agent), rig(Decode, make_agent, staging_bytes=4 << 20)
+    prefill, decode = (
+        rig(Prefill, make_agent),
+        rig(Decode, make_agent, staging_bytes=4 << 20),
+    )
     decode.fill(-1.0)
     pulled(decode, prefill, "a", BLOCKS)
-    assert decode.is_only_written_at(BLOCKS, 0, 24)  # measuring writes nothing into the pool
+    assert decode.is_only_written_at(
+        BLOCKS, 0, 24
+    )  # measuring writes nothing into the pool
     costs = measured(decode)
     assert costs is not None
     assert 1e-9 < costs.per_descriptor_s < 0.1 and 1e5 < costs.bytes_per_s < 1e14
@@ -88,13 +104,18 @@ def test_costs_are_measured_and_logged_once_and_planned_with(rig, make_agent, pl
     assert decode.settle() == []
 
 
-def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(rig, planned_with, caplog):
+def test_configured_costs_are_logged_and_taken_and_nothing_is_measured(
+    rig, planned_with, caplog
+):
     caplog.set_level(logging.INFO)
     costs = CostModel.configured((3, 8, 7), "cpu")
     prefill, decode = rig(Prefill), rig(Decode, staging_bytes=4 << 20, costs=costs)
     pulled(decode, prefill, "a", BLOCKS)
     assert planned_with == [costs] and measured(decode) is None
-    assert "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s" in caplog.text
+    assert (
+        "configured: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
+        in caplog.text
+    )
 
 
 def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
@@ -111,7 +132,8 @@ def test_a_failing_probe_fails_the_pulls_that_wait_for_it_and_no_later_one(rig):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"staging_bytes": 1 << 16}, {"staging_bytes": 4 << 20, "make_placer": Placer}]
+    "options",
+    [{}, {"staging_bytes": 1 << 16}, {"staging_bytes": 4 << 20, "make_placer": Placer}],
 )
 def test_without_room_or_where_it_is_mapped_nothing_is_measured(rig, options):
     prefill, decode = rig(Prefill), rig(Decode, **options)

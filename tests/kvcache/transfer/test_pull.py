@@ -67,7 +67,9 @@ def test_many_pulls_at_once_from_two_peers(rig):
     decode = rig(Decode, tp=2, num_blocks=128)
     pulls = {}
     for index in range(24):
-        remote = sides[index % 2].lease([1 + index, 2 + index], 16, request_id=str(index))
+        remote = sides[index % 2].lease(
+            [1 + index, 2 + index], 16, request_id=str(index)
+        )
         blocks = [1 + 2 * index, 2 + 2 * index]
         pulls[str(index)] = (remote, blocks)
         decode.coordinator.hold(str(index), remote)
@@ -126,7 +128,9 @@ def test_a_lease_that_is_gone_is_noticed_while_the_pull_still_queues(rig):
 @pytest.mark.parametrize("engine_id", ["P", "P after its restart"])
 def test_a_restart_fails_over_and_serves_again(rig, port, engine_id):
     late = ("connection_timeout_s", "pull_timeout_s", "renew_interval_s")
-    settings = dict.fromkeys(late, 1000.0)  # nothing else tells that the first one has gone
+    settings = dict.fromkeys(
+        late, 1000.0
+    )  # nothing else tells that the first one has gone
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     old = first.lease([5], 8)
     decode.pull("a", old, 0, 8, [3])
@@ -182,8 +186,16 @@ SHARED = {"tp": 2, "dcp": 2}  # of D
         (edited_layout(num_blocks=1 << 20), {}, "layout"),
         (edited_layout(num_heads=3), {}, "num_heads"),
         (edited_layout(block_size=4), {}, "remote_block_size"),
-        ({"block_size": 32}, {**SHARED, "block_size": 16}, r"^block_size: .*is 16 here and 32 on"),
-        ({"block_size": 24}, {**SHARED, "block_size": 32}, r"^block_size: .*--block-size 24"),
+        (
+            {"block_size": 32},
+            {**SHARED, "block_size": 16},
+            r"^block_size: .*is 16 here and 32 on",
+        ),
+        (
+            {"block_size": 24},
+            {**SHARED, "block_size": 32},
+            r"^block_size: .*--block-size 24",
+        ),
         (edited(dcp_size=2), {}, r"dcp_size.* 2.*divide tp_size 1"),
     ],
 )
@@ -201,7 +213,8 @@ def test_what_does_not_add_up_or_cannot_be_bridged_reads_nothing(rig, p, d, said
 
 
 @pytest.mark.parametrize(
-    ("block", "tp", "field"), [(layout().num_blocks, 1, "remote_block_ids"), (5, 2, "tp_size")]
+    ("block", "tp", "field"),
+    [(layout().num_blocks, 1, "remote_block_ids"), (5, 2, "tp_size")],
 )
 def test_a_reference_unlike_its_peer_is_not_read(rig, block, tp, field):
     prefill, decode = rig(Prefill), rig(Decode)
@@ -216,7 +229,9 @@ def test_another_secret_fails_the_handshake_at_once(rig):
     prefill, decode = rig(Prefill, secret=b"other"), rig(Decode)
     decode.coordinator.connect(prefill.lease([5], 8))
     failed = decode.wait(PeerDecided)
-    assert isinstance(failed.error, PeerUnreachable) and "secret" in failed.error.message
+    assert (
+        isinstance(failed.error, PeerUnreachable) and "secret" in failed.error.message
+    )
     assert prefill.server.counters()["refused"] >= 1
 
 
@@ -239,7 +254,9 @@ def test_a_silent_address_times_out_and_is_remembered_for_a_while(rig, port):
 # -- reads that fail or do not end
 
 
-def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(rig):
+def test_while_a_read_does_not_end_its_pull_is_undrained_and_its_peer_gets_no_other(
+    rig,
+):
     settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.05}
     prefill, decode = rig(Prefill), rig(Decode, tp=2, settings=settings)
     decode.agents[1].stall()
@@ -273,7 +290,9 @@ def test_a_peer_that_fails_twice_is_tried_again_later_by_one_pull(rig, caplog):
     for number in range(2):
         decode.agents[0].fail()
         decode.coordinator.pull(f"fails {number}", prefill.lease([5], 8), 0, 8, [3])
-        failed = decode.wait(*ENDINGS)  # its READ, or one at first contact with the next link
+        failed = decode.wait(
+            *ENDINGS
+        )  # its READ, or one at first contact with the next link
         assert isinstance(failed.error, TransferFailed | PeerUnreachable)
     told = [line for line in caplog.records if line.name.endswith("coordinator")]
     assert [("UCX_TCP_PORT_RANGE" in line.message) for line in told].count(True) == 1
@@ -317,7 +336,11 @@ def test_reads_that_hang_leave_others_room(rig):
     [(0.1, 90.0, "did not confirm"), (90.0, 0.1, "cannot be connected to")],
 )
 def test_a_dead_side_channel_fails_the_fence(rig, fence_s, connection_s, told):
-    settings = {"fence_timeout_s": fence_s, "connection_timeout_s": connection_s, **PATIENT}
+    settings = {
+        "fence_timeout_s": fence_s,
+        "connection_timeout_s": connection_s,
+        **PATIENT,
+    }
     prefill, decode = rig(Prefill), rig(Decode, settings=settings)
     decode.agents[0].stall()
     remote = prefill.lease([5], 8)
@@ -349,7 +372,9 @@ def test_a_lost_answer_to_the_fence_is_asked_for_again(rig):
 
 
 def test_a_connection_lost_while_unused_is_not_held_against_the_next_pull(rig, port):
-    settings = {f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")}
+    settings = {
+        f"{name}_timeout_s": 20.0 for name in ("connection", "handshake", "fence")
+    }
     first, decode = rig(Prefill, port=port), rig(Decode, settings=settings)
     decode.pull("a", first.lease([5], 8), 0, 8, [3])
     # Its lease goes home over the connection.

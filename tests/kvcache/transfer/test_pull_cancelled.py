@@ -41,16 +41,22 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
     limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
     # Else PullStuck may come first on busy machines.
-    decode = rig(Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT)
+    decode = rig(
+        Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT
+    )
     for index in range(40):
         remote = prefill.lease(list(range(1, 33)), 256)
         decode.coordinator.hold(str(index), remote)
         decode.coordinator.pull(str(index), remote, 0, 256, list(range(1, 33)))
         decode.woken.wait(0.0002 * index)
         decode.coordinator.cancel(str(index))
-        while not isinstance(event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained):
+        while not isinstance(
+            event := decode.wait(*ENDINGS, pull_id=str(index)), PullDrained
+        ):
             assert isinstance(event, PullDone)  # it was on its way
-        assert [e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)] == []
+        assert [
+            e for e in decode.settle() if getattr(e, "pull_id", "") == str(index)
+        ] == []
     assert set(prefill.outcomes(40)) <= {"aborted", "completed"}
     assert prefill.server.counters()["held"] == 0
 
@@ -58,7 +64,9 @@ def test_cancels_at_any_moment_end_in_one_drained_each(rig, make_agent):
 def test_an_engine_that_ends_leaves_lent_leases_that_it_has_not_read_to_others(rig):
     prefill, ending, other = rig(Prefill), rig(Decode), rig(Decode)
     remotes = [prefill.lease([block], 8) for block in (5, 6, 7)]
-    read, queued = (msgspec.structs.replace(r, sender_releases=True) for r in remotes[:2])
+    read, queued = (
+        msgspec.structs.replace(r, sender_releases=True) for r in remotes[:2]
+    )
     ending.agents[0].stall()
     ending.coordinator.pull("read", read, 0, 8, [3])
     ending.until(lambda: ending.agents[0].active)

@@ -47,7 +47,9 @@ def whole(child: Child, **options: Any) -> Any:
     return child.lease(list(range(1, BLOCKS)), TOKENS, **options)
 
 
-def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(prefill, port):
+def test_a_peer_killed_in_mid_read_fails_the_pull_and_its_successor_serves(
+    prefill, port
+):
     limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"connection_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=BLOCKS)
@@ -82,10 +84,16 @@ def test_ranks_in_processes_of_their_own(prefill, dcp):
     (done,) = coordinator.drain()
     assert isinstance(done, PullDone), done
     tokens = expected(remote, 0, 24)
-    kept = [tokens[:, own.start : own.stop] for own in (heads_of(r, 2, HEADS) for r in (0, 1))]
+    kept = [
+        tokens[:, own.start : own.stop]
+        for own in (heads_of(r, 2, HEADS) for r in (0, 1))
+    ]
     if dcp == 2:
         nothing = np.zeros_like(tokens[:8])
-        kept = [np.concatenate([tokens[:8], tokens[16:]]), np.concatenate([tokens[8:16], nothing])]
+        kept = [
+            np.concatenate([tokens[:8], tokens[16:]]),
+            np.concatenate([tokens[8:16], nothing]),
+        ]
     found = [digest_of(pool, blocks), second.ask(block_ids=blocks)]
     assert found == [digest(part) for part in kept]
     second.close()

@@ -10,7 +10,14 @@ from kvcache import fp8
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.cost import CostModel
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import LAYERS, Decode, Prefill, assert_pulled, expected, nixl_agent
+from tests.rigs.memory_pair import (
+    LAYERS,
+    Decode,
+    Prefill,
+    assert_pulled,
+    expected,
+    nixl_agent,
+)
 
 SHARED = [(2, 2), (4, 2), (4, 4)]  # tp and dcp of D
 MODELS = [{"heads": 1, "num_components": 1}, {"heads": 2}, {"heads": 8}]  # MLA, GQA
@@ -27,7 +34,9 @@ class SmallLaunches(Placer):
     launch_bytes = 4096
 
 
-def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str) -> None:
+def check_pulls(
+    prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], path: str
+) -> None:
     """Pulls tokens [hit, stop) of prompts, one after the other, and looks at every byte."""
     sizes = [side.layouts[0].block_size for side in (prefill, decode)]
     for hit, stop in spans:
@@ -39,8 +48,12 @@ def check_pulls(prefill: Prefill, decode: Decode, spans: list[tuple[int, int]], 
         assert decode.is_only_written_at(blocks, hit, stop)
         layout = decode.layouts[0]
         copies = max(decode.tp // decode.dcp // decode.heads, 1)
-        each = LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
-        assert done.nbytes == (stop - hit) * each  # no token comes to two ranks of a group
+        each = (
+            LAYERS * layout.num_components * layout.head_dim * 4 * decode.heads * copies
+        )
+        assert (
+            done.nbytes == (stop - hit) * each
+        )  # no token comes to two ranks of a group
     assert prefill.outcomes(len(spans)) == ["completed"] * len(spans)
 
 
@@ -66,7 +79,9 @@ def test_every_rank_gets_its_tokens_of_its_heads(rig, p_tp, tp, dcp, model):
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 16), (16, 32), (8, 24)])
-@pytest.mark.parametrize(("p_order", "d_order"), [("LBCNHD", "BHLCND"), ("BLCNHD", "LCBHND")])
+@pytest.mark.parametrize(
+    ("p_order", "d_order"), [("LBCNHD", "BHLCND"), ("BLCNHD", "LCBHND")]
+)
 @pytest.mark.parametrize("path", ["direct", "staged", "mapped"])
 def test_any_layout_by_any_path(rig, path, p_order, d_order, p_size, d_size):
     ways: dict[str, dict[str, Any]] = {
@@ -94,14 +109,26 @@ def test_over_nixl(rig, model, costs):
 def test_the_dtype_and_the_scales_change_on_the_way(rig, make_placer):
     prefill = rig(Prefill, tp=2)
     scales = tuple(float(2**index) * 1e4 for index in range(LAYERS * 2))
-    options = {"make_placer": make_placer} if make_placer else {"staging_bytes": 1 << 20}
-    decode = rig(Decode, tp=4, dcp=2, dtype="float8_e4m3fn", scales=scales, convert=True, **options)
+    options = (
+        {"make_placer": make_placer} if make_placer else {"staging_bytes": 1 << 20}
+    )
+    decode = rig(
+        Decode,
+        tp=4,
+        dcp=2,
+        dtype="float8_e4m3fn",
+        scales=scales,
+        convert=True,
+        **options,
+    )
     remote, blocks = prefill.lease(table(53, 8), 53), table(53, 16, 9)
     decode.fill(-1.0)
     decode.coordinator.pull("a", remote, 16, 53, blocks)
     decode.done()
     stored = expected(remote, 16, 53) / np.array(scales).reshape(LAYERS, 2, 1)
-    wanted = fp8.stored_as(torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn)
+    wanted = fp8.stored_as(
+        torch.from_numpy(stored.astype(np.float32)), torch.float8_e4m3fn
+    )
     np.testing.assert_array_equal(decode.tokens(blocks, 16, 53), wanted.float().numpy())
     assert decode.is_only_written_at(blocks, 16, 53)
 
@@ -120,5 +147,8 @@ def test_a_rank_without_a_token_ends_at_once(rig):
     done = decode.done()
     assert done.path == "direct", done
     assert_pulled(decode, remote, [4], 0, 3)
-    assert [worker.counters["posts"] > 0 for worker in decode.workers] == [True, False] * 2
+    assert [worker.counters["posts"] > 0 for worker in decode.workers] == [
+        True,
+        False,
+    ] * 2
     assert prefill.outcomes() == ["completed"]

@@ -40,9 +40,13 @@ def test_pulls_share_one_small_buffer_and_none_fails(rig, make_agent, tp, count)
     assert prefill.outcomes(count) == ["completed"] * count
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)])
+@pytest.mark.parametrize(
+    ("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)]
+)
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(rig, make_agent, p_tp, d_tp):
+def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
+    rig, make_agent, p_tp, d_tp
+):
     prefill = rig(Prefill, make_agent, tp=p_tp)
     decode = rig(Decode, make_agent, tp=d_tp, staging_bytes=1 << 20)
     remote = prefill.lease([5, 2, 9], 21)
@@ -66,7 +70,9 @@ def _hung_owner(rig: Any, monkeypatch: Any) -> tuple[Prefill, Decode]:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(rig, monkeypatch, given_up):
+def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(
+    rig, monkeypatch, given_up
+):
     other, decode = _hung_owner(rig, monkeypatch)
     if given_up:
         decode.coordinator.cancel("hung")
@@ -85,7 +91,9 @@ def test_a_peer_that_hangs_in_staging_memory_holds_up_no_other(rig, monkeypatch,
     decode.pull("last", other.lease([9, 2], 32), 0, 32, [9, 12, 10, 11])
 
 
-def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(rig, monkeypatch):
+def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(
+    rig, monkeypatch
+):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung, other = rig(Prefill, engine_id="hung", order="LCBNHD"), rig(Prefill)
     limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
@@ -100,7 +108,9 @@ def test_who_waits_for_a_peer_that_hangs_keeps_staging_memory_from_no_other(rig,
     assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
 
-def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(rig, monkeypatch):
+def test_what_only_staging_memory_can_convert_fails_soon_if_that_hangs(
+    rig, monkeypatch
+):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
     hung, other = rig(Prefill, engine_id="hung", **options), rig(Prefill, **options)

@@ -5,7 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvcache.transfer.pulls.messages import (
     Pull,
@@ -20,13 +26,21 @@ from kvcache.transfer.pulls.messages import (
 )
 from kvcache.transfer.pulls.pull_state import Action, Phase, PullState, SuspectPeer
 from kvcache.verify.scope import DigestPart
-from protocol.errors import InternalError, LeaseGone, PeerUnreachable, PullTimeout, PullWithheld
+from protocol.errors import (
+    InternalError,
+    LeaseGone,
+    PeerUnreachable,
+    PullTimeout,
+    PullWithheld,
+)
 from protocol.handshake import AbortLease, AskDigest, Complete, Digest, Gone, Ok, Renew
 from protocol.messages import ErrorInfo, RemotePrefill
 from tests.rigs.examples import examples
 from tests.rigs.memory_pair import REMOTE, pull_command
 
-SETTINGS = PullSettings(pull_timeout_s=30, fence_timeout_s=5, fence_retry_s=1, drain_grace_s=0.25)
+SETTINGS = PullSettings(
+    pull_timeout_s=30, fence_timeout_s=5, fence_retry_s=1, drain_grace_s=0.25
+)
 RIGHT = bytes(range(8))  # a digest
 ERROR = ErrorInfo("transfer_failed", "broken")
 ORDER = pull_command("a", REMOTE, 0, 16, [1])
@@ -38,10 +52,14 @@ STOP, SUSPECT = StopPull("a"), SuspectPeer()
 DRAINED, STUCK = PullDrained("a"), PullStuck("a")
 FAILING = RankFailing("a", 0, ERROR)
 FENCED, RENEWED = Ok(nonce=COMPLETE.nonce), Ok(nonce=RENEW.nonce)
-FENCE_GONE, RENEW_GONE = (Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW))
+FENCE_GONE, RENEW_GONE = (
+    Gone(nonce=each.nonce, reason="expired") for each in (COMPLETE, RENEW)
+)
 
 
-def state(ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE) -> PullState:
+def state(
+    ranks: int = 2, now: float = 0.0, remote: RemotePrefill = REMOTE
+) -> PullState:
     return PullState("a", remote, ranks, SETTINGS, "attempt", now)
 
 
@@ -61,10 +79,19 @@ def fencing() -> PullState:
 
 
 def ended(
-    rank: int, complete: bool = True, error: ErrorInfo | None = None, path: str = "direct"
+    rank: int,
+    complete: bool = True,
+    error: ErrorInfo | None = None,
+    path: str = "direct",
 ) -> RankEnded:
     return RankEnded(
-        pull_id="a", rank=rank, complete=complete, error=error, nbytes=10, descriptors=2, path=path
+        pull_id="a",
+        rank=rank,
+        complete=complete,
+        error=error,
+        nbytes=10,
+        descriptors=2,
+        path=path,
     )
 
 
@@ -78,7 +105,9 @@ def test_the_fence_waits_for_every_rank():
     assert pull.reported(ended(1), now=2.0) == []
     assert pull.reported(ended(1), now=2.0) == []  # a report counts once
     assert pull.reported(ended(0), now=3.0) == [COMPLETE]
-    assert pull.answered(FENCED, now=3.5) == [PullDone("a", 20, 4, 2.5, "direct", 0.5, 16)]
+    assert pull.answered(FENCED, now=3.5) == [
+        PullDone("a", 20, 4, 2.5, "direct", 0.5, 16)
+    ]
     assert pull.phase is Phase.ENDED and pull.deadline() == float("inf")
 
 
@@ -135,13 +164,17 @@ def test_a_renewal_answered_gone_fails_early_but_not_once_fencing():
     pull = reading(1)
     assert pull.answered(RENEWED, now=2.0) == []
     assert pull.answered(RENEW_GONE, now=2.0) == [STOP]
-    assert isinstance(failure(pull.reported(ended(0, complete=False), now=2.1)).error, LeaseGone)
+    assert isinstance(
+        failure(pull.reported(ended(0, complete=False), now=2.1)).error, LeaseGone
+    )
     asked = fencing()
     assert asked.answered(RENEW_GONE, now=2.0) == []
     assert asked.answered(FENCED, now=2.0) != []
 
 
-@pytest.mark.parametrize("error", [InternalError("a bug"), PullWithheld("no staging memory")])
+@pytest.mark.parametrize(
+    "error", [InternalError("a bug"), PullWithheld("no staging memory")]
+)
 def test_a_peer_is_not_suspected_of_what_failed_here(error):
     info = ErrorInfo.of(error)
     for report in (ended(0, complete=False, error=info), RankFailing("a", 0, info)):
@@ -205,17 +238,23 @@ class PullMachine(RuleBasedStateMachine):
                     self.asked = action
                 case Pull():
                     assert not self.stopped
-                    assert (action.scope is not None) == (self.verified in ("all", "sample"))
+                    assert (action.scope is not None) == (
+                        self.verified in ("all", "sample")
+                    )
                     self.reading = set(range(self.pull._num_ranks))
                 case StopPull():
                     self.stopped = True
                 case Complete():
                     assert action == COMPLETE
-                    assert not self.reading and not self.incomplete and not self.cancelled
+                    assert (
+                        not self.reading and not self.incomplete and not self.cancelled
+                    )
                     assert self.asked is None or self.held == {self.theirs}
                     self.fence_asked = True
                 case AbortLease():
-                    assert not self.reading  # P's memory is left alone only after the last READ
+                    assert (
+                        not self.reading
+                    )  # P's memory is left alone only after the last READ
                 case PullDone() | PullFailed() | PullDrained() | PullStuck():
                     self.check(action, fence_ok)
                     self.told.append(action)
@@ -232,7 +271,9 @@ class PullMachine(RuleBasedStateMachine):
             assert event not in self.told and self.cancelled and self.reading
         else:
             assert event not in self.told and not self.reading
-            undrained = any(isinstance(e, PullFailed) and not e.drained for e in self.told)
+            undrained = any(
+                isinstance(e, PullFailed) and not e.drained for e in self.told
+            )
             assert self.cancelled or undrained
 
     @rule()
@@ -262,8 +303,12 @@ class PullMachine(RuleBasedStateMachine):
         broken=st.booleans(),
         sums=st.sampled_from([RIGHT, RIGHT, RIGHT, RIGHT[::-1]]),
     )
-    def rank_ends(self, data: st.DataObject, complete: bool, broken: bool, sums: bytes) -> None:
-        self.end(data.draw(st.sampled_from(sorted(self.reading))), complete, broken, sums)
+    def rank_ends(
+        self, data: st.DataObject, complete: bool, broken: bool, sums: bytes
+    ) -> None:
+        self.end(
+            data.draw(st.sampled_from(sorted(self.reading))), complete, broken, sums
+        )
 
     @precondition(lambda self: self.reading)
     @rule()
@@ -274,7 +319,11 @@ class PullMachine(RuleBasedStateMachine):
             self.lender_tells(RIGHT)
 
     def end(
-        self, rank: int, complete: bool = True, broken: bool = False, sums: bytes = RIGHT
+        self,
+        rank: int,
+        complete: bool = True,
+        broken: bool = False,
+        sums: bytes = RIGHT,
     ) -> None:
         self.reading.discard(rank)
         self.incomplete |= not complete
@@ -295,14 +344,20 @@ class PullMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fence_asked)
     @rule(ok=st.booleans())
     def fenced(self, ok: bool) -> None:
-        self.perform(self.pull.answered(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok)
+        self.perform(
+            self.pull.answered(FENCED if ok else FENCE_GONE, self.now), fence_ok=ok
+        )
 
     @rule(what=st.sampled_from(["renewed", "renewed", "gone", "peer fails"]))
     def disturb(self, what: str) -> None:
         if what == "peer fails":
             self.perform(self.pull.fail(PeerUnreachable("x"), self.now))
         else:
-            self.perform(self.pull.answered(RENEWED if what == "renewed" else RENEW_GONE, self.now))
+            self.perform(
+                self.pull.answered(
+                    RENEWED if what == "renewed" else RENEW_GONE, self.now
+                )
+            )
 
     @rule()
     def cancel(self) -> None:
@@ -337,7 +392,10 @@ class PullMachine(RuleBasedStateMachine):
             self.reading.discard(rank)
             self.incomplete = True
             self.perform(self.pull.reported(ended(rank, False), self.now))
-        if self.pull.phase in (Phase.HELD, Phase.WAITING):  # the engine and peers.py see to these
+        if self.pull.phase in (
+            Phase.HELD,
+            Phase.WAITING,
+        ):  # the engine and peers.py see to these
             self.cancel()
         for _ in range(4):
             self.wait(40.0)

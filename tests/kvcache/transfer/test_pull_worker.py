@@ -15,7 +15,14 @@ from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
 from protocol.process.lifecycle import VitalThread
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import DEADLINE_S, HEADS, Orders, Prefill, layout, pull_command
+from tests.rigs.memory_pair import (
+    DEADLINE_S,
+    HEADS,
+    Orders,
+    Prefill,
+    layout,
+    pull_command,
+)
 from tests.rigs.process_pair import run_program
 
 
@@ -76,7 +83,9 @@ def test_a_rank_in_which_nothing_ends_any_more_ends_itself(rig, monkeypatch):
     rank.start()
     rank.worker._thread.join(DEADLINE_S)
     (args,) = ended
-    assert isinstance(args.thread, VitalThread) and "device is gone" in str(args.exc_value)
+    assert isinstance(args.thread, VitalThread) and "device is gone" in str(
+        args.exc_value
+    )
     rank.close()
 
 
@@ -94,7 +103,9 @@ class _Stuck(MemoryAgent):
         return super().read(*args, **options)
 
 
-def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(rig, monkeypatch):
+def test_a_rank_whose_thread_is_stuck_ends_and_one_whose_reads_hang_does_not(
+    rig, monkeypatch
+):
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_LOOK_S", 0.05)

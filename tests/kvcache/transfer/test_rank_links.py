@@ -17,7 +17,9 @@ class Links:
         pairs = [socket.socketpair() for _ in range(2)]
         self.found: list[Report] = []
         self.selector = selectors.DefaultSelector()
-        self.links = RankLinks([ours for ours, _ in pairs], self.selector, self.found.append)
+        self.links = RankLinks(
+            [ours for ours, _ in pairs], self.selector, self.found.append
+        )
         self.ranks = [WorkerLink(theirs) for _, theirs in pairs]
 
     def go_on(self, timeout_s: float = DEADLINE_S) -> None:

@@ -26,7 +26,9 @@ ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     """Blocks of P in each chunk of a pull of 256 of them."""
     case = simple(
-        scattered(side(1, 16, tokens=TOKENS)), scattered(side(1, 64, tokens=TOKENS)), stop=TOKENS
+        scattered(side(1, 16, tokens=TOKENS)),
+        scattered(side(1, 64, tokens=TOKENS)),
+        stop=TOKENS,
     )
     plan = case.plan(0, costs=costs, staging_bytes=staging_blocks * BLOCK_BYTES)
     assert plan.path == "staged"
@@ -52,7 +54,9 @@ def test_chunks_of_copying_reads_are_equal_except_the_last():
 
 def test_chunks_between_gpus_are_fewer_where_each_cuts_the_runs_of_every_layer():
     fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
-    case = simple(fresh, replace(fresh, order="BHLCND"), layers=32, head_dim=128, stop=8192)
+    case = simple(
+        fresh, replace(fresh, order="BHLCND"), layers=32, head_dim=128, stop=8192
+    )
     plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
     assert len(plan.steps) == 4
     assert plan.descriptors == 4 * 32
@@ -124,5 +128,7 @@ def test_it_costs_no_memory_before_it_is_used_and_has_two_to_four_slots():
 
 
 def test_more_than_there_is_is_refused_naming_it():
-    with pytest.raises(ValueError, match=r"staging_bytes is 1152921504606846976, .* use a lower"):
+    with pytest.raises(
+        ValueError, match=r"staging_bytes is 1152921504606846976, .* use a lower"
+    ):
         StagingBuffer(1 << 60, POOL, Placer(POOL))

@@ -36,7 +36,9 @@ def test_tables_about_reads_are_found_among_everything_else():
     )
     assert (OVER_TCP.local, OVER_TCP.remote) == ("host memory", "host")
     assert str(OVER_TCP) == "tcp/lo (software emulation)"
-    assert [line.split("ERROR")[1] for line in other_lines(PRINTED)] == ["  it is | broken"]
+    assert [line.split("ERROR")[1] for line in other_lines(PRINTED)] == [
+        "  it is | broken"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +52,30 @@ def test_what_is_no_table_is_nothing(text):
     ("way", "changes", "rdma", "fix"),
     [
         (OVER_NVLINK, {}, False, None),
-        (OVER_NVLINK, {"transport": "cuda_copy/cuda tcp/lo"}, False, "leave cuda_ipc in UCX_TLS"),
-        (OVER_NVLINK, {"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"}, True, None),
-        (OVER_NVLINK, {"transport": "half on rc_mlx5/mlx5_0:1, half on rc_mlx5/m:1"}, True, None),
-        (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, True, "nvidia_peermem"),
+        (
+            OVER_NVLINK,
+            {"transport": "cuda_copy/cuda tcp/lo"},
+            False,
+            "leave cuda_ipc in UCX_TLS",
+        ),
+        (
+            OVER_NVLINK,
+            {"transport": "rc_mlx5/mlx5_0:1", "where": "inter-node"},
+            True,
+            None,
+        ),
+        (
+            OVER_NVLINK,
+            {"transport": "half on rc_mlx5/mlx5_0:1, half on rc_mlx5/m:1"},
+            True,
+            None,
+        ),
+        (
+            OVER_NVLINK,
+            {"transport": "tcp/eth0", "where": "inter-node"},
+            True,
+            "nvidia_peermem",
+        ),
         (OVER_NVLINK, {"transport": "tcp/eth0", "where": "inter-node"}, False, None),
         (OVER_TCP, {}, False, "CAP_SYS_PTRACE"),
         (OVER_TCP, {"transport": "cma/memory"}, True, None),
@@ -69,18 +91,24 @@ def test_a_slow_way_is_named_with_its_fix(way, changes, rdma, fix, monkeypatch):
 
 def test_what_ucx_reads_with_is_told_by_ucx():
     program = "from deploy.doctor import measure; print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
-    told = run_program(program, UCX_TLS="tcp")  # test_doctor.py has what it takes by itself
+    told = run_program(
+        program, UCX_TLS="tcp"
+    )  # test_doctor.py has what it takes by itself
     assert told.strip().startswith("tcp/"), told
     assert "ucp_get" not in told  # UCX's tables stay where they are
 
 
 def test_what_was_taken_in_takes_no_memory_any_more(monkeypatch):
-    monkeypatch.setenv("UCX_LOG_FILE", "/proc/1/fd/1")  # as of a process that made this one
+    monkeypatch.setenv(
+        "UCX_LOG_FILE", "/proc/1/fd/1"
+    )  # as of a process that made this one
     log = UcxLog()
     log.begin()
     file = os.open(os.environ["UCX_LOG_FILE"], os.O_WRONLY)
     for local in ("host memory", "cuda"):
-        os.write(file, PRINTED.replace("into host memory", f"into {local}").encode() * 1000)
+        os.write(
+            file, PRINTED.replace("into host memory", f"into {local}").encode() * 1000
+        )
         found = log.read_between(gpu_here=local == "cuda", gpu_there=False)
         assert found == replace(OVER_TCP, local=local)
         assert os.fstat(file).st_blocks * 512 <= 4096

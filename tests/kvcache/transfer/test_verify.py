@@ -23,14 +23,19 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def lease(prefill: Prefill) -> Any:
     """24 tokens."""
-    return prefill.lease([5, 2, 9, 4, 7, 6][: -(-24 // prefill.layouts[0].block_size)], 24)
+    return prefill.lease(
+        [5, 2, 9, 4, 7, 6][: -(-24 // prefill.layouts[0].block_size)], 24
+    )
 
 
 @pytest.mark.parametrize("verify", ["sample", "all"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_what_is_right_passes_in_any_geometry(rig, name, verify):
     of_p, of_d = GEOMETRIES[name]
-    prefill, decode = rig(Prefill, digests=True, **of_p), rig(Decode, verify=verify, **of_d)
+    prefill, decode = (
+        rig(Prefill, digests=True, **of_p),
+        rig(Decode, verify=verify, **of_d),
+    )
     done = decode.pull("a", lease(prefill), 3, 23, [3, 1, 7])
     assert (done.verified, done.num_tokens) == (verify, 20)
     assert prefill.outcomes() == ["completed"]
@@ -39,11 +44,16 @@ def test_what_is_right_passes_in_any_geometry(rig, name, verify):
 @pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "mapped"])
 def test_a_wrong_bit_fails_the_pull_and_the_next_one_is_right(rig, name):
     of_p, of_d = GEOMETRIES[name]
-    prefill, decode = rig(Prefill, digests=True, **of_p), rig(Decode, verify="all", **of_d)
+    prefill, decode = (
+        rig(Prefill, digests=True, **of_p),
+        rig(Decode, verify="all", **of_d),
+    )
     decode.agents[-1].spoil()
     decode.coordinator.pull("a", lease(prefill), 0, 20, [3, 1, 7])
     error = decode.failed("a")
-    assert isinstance(error, KVCorrupt) and "tokens 0 to 19 in KV heads" in error.message
+    assert (
+        isinstance(error, KVCorrupt) and "tokens 0 to 19 in KV heads" in error.message
+    )
     assert prefill.outcomes() == ["aborted"]
     decode.pull("b", lease(prefill), 0, 20, [3, 1, 7])
 

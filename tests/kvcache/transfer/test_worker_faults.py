@@ -20,7 +20,14 @@ from kvcache.transfer.worker import TransferWorker
 from protocol.errors import TransferFailed
 from tests.rigs.cluster import wait_until
 from tests.rigs.memory_agent import MemoryAgent
-from tests.rigs.memory_pair import HEADS, Orders, Prefill, expected, layout, pull_command
+from tests.rigs.memory_pair import (
+    HEADS,
+    Orders,
+    Prefill,
+    expected,
+    layout,
+    pull_command,
+)
 
 TOKENS, BLOCKS = 24, 3  # of a pull
 
@@ -35,7 +42,9 @@ class Faults:
 
     def may_raise(self) -> None:
         if self.strike():
-            raise self._rng.choice([TransferFailed("as agents fail"), RuntimeError("of itself")])
+            raise self._rng.choice(
+                [TransferFailed("as agents fail"), RuntimeError("of itself")]
+            )
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(*args: Any, **options: Any) -> Any:

@@ -298,8 +298,8 @@ class ContextParallelBackend(AttentionBackend):
         num_rows, size = len(out), self._group.size
         if out.device.type == "cuda" and out.element_size() == 2:
             from attention.kernels import (
-                dcp,
-            )  # needs Triton, which only GPU machines have
+                dcp,  # needs Triton, which only GPU machines have
+            )
 
             packed = dcp.pack(out.contiguous(), lse, self._absent_rows, size)
             return dcp.merge(self._group.all_to_all(packed))

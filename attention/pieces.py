@@ -59,8 +59,8 @@ class PieceDecode:
         workspace: Tensor, num_sms: int, captured: CapturedBuffers | None = None, num_seqs: int = 0,
     ) -> None:  # fmt: skip
         from attention.kernels import (
-            decode,
-        )  # needs Triton, which only GPU machines have
+            decode,  # needs Triton, which only GPU machines have
+        )
 
         self._attend = decode.attend
         self._heads, self._block_size, self._kind, self._scale = (

@@ -21,6 +21,7 @@ from deploy.commands import Command, Kind, proxy_command, server_commands, user_
 from deploy.healthcheck import LOOPBACK, fetch, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
+from protocol.process.output import queue_standard_streams
 from protocol.settings.machine import available_cores
 from protocol.settings.settings import UpSettings, describe, parse
 from protocol.settings.sources import renamed, unread_variables
@@ -55,6 +56,11 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
     Args:
         only_warm: end once the servers are ready: what they make once is kept for the next start.
     """
+    queue_standard_streams(
+        lambda num_lines: (
+            f"baton | {num_lines} lines were dropped: nothing read them in time"
+        )
+    )
     cluster = LocalCluster(settings)
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):
@@ -145,7 +151,7 @@ class LocalCluster:
             flush=True,
         )
         while True:
-            self._take_event(None)
+            self._take_event(lifecycle.SIGNAL_LOOK_S)
 
     def _start(self, *commands: Command) -> list[int]:
         """The ports of these processes, once all are ready."""
@@ -193,10 +199,10 @@ class LocalCluster:
                 told, due = what, now + NOTE_INTERVAL_S
             self._take_event(min(look_s, due - now, self._deadline - now))
 
-    def _take_event(self, timeout_s: float | None) -> None:
+    def _take_event(self, timeout_s: float) -> None:
         """Waits for an event, which is not to be the end of the cluster."""
         try:
-            event = self._events.get(timeout=timeout_s)
+            event = self._events.get(timeout=min(timeout_s, lifecycle.SIGNAL_LOOK_S))
         except queue.Empty:
             return
         match event:

@@ -10,7 +10,6 @@ No torch here: the engine's processes have it.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import threading
@@ -28,7 +27,8 @@ from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
 from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
-from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
+from protocol.http.acceptor import raise_file_limit
+from protocol.http.connections import HttpServer, bound_clients
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
@@ -69,7 +69,9 @@ def run_server(
     except (StartFailure, EngineDied, ValueError, OSError) as error:
         lifecycle.report_failure(_told(error))
         if any(thread.name.startswith(_RESOLVER) for thread in threading.enumerate()):
-            os._exit(1)  # told to end: Python would wait for the threads of a download
+            lifecycle.exit_now(
+                1
+            )  # told to end: Python would wait for the threads of a download
         return 1
 
 
@@ -122,7 +124,7 @@ class _Server:
         if self.stop.done():
             self.processes.kill()
             lifecycle.report_failure("told twice to end: killed")
-            os._exit(_KILLED)
+            lifecycle.exit_now(_KILLED)
         self._end()
 
     def _end(self) -> None:
@@ -237,8 +239,8 @@ class _Server:
         if not self.settings.register:
             return partial(asyncio.sleep, 0)
         from engine.http.registrar import (
-            registrar_of,
-        )  # aiohttp: a fifth of this process's start
+            registrar_of,  # aiohttp: a fifth of this process's start
+        )
 
         registrar = registrar_of(self.settings, port, client.ready, self.secret)
         registrar.start()

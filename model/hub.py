@@ -116,10 +116,10 @@ def _default_model(report: Progress) -> Path:
 
 
 def _convert_once(source: Path, name: str, key: str, report: Progress) -> Path:
-    from model.gguf import (
+    from model.gguf import (  # a second to load, rarely needed
         CONVERTER_VERSION,
         convert_gguf,
-    )  # a second to load, rarely needed
+    )
 
     def build(scratch: Path) -> None:
         report(f"converting {source.name} once, into {cache_dir()}")

@@ -157,6 +157,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     cache_salt: bytes = (
         b""  # shares cached KV with requests of the same salt only; cache_salt.py
     )
+    share: str = ""  # names the client's key: keys that wait share the engine equally
     known: list[
         Known
     ] = []  # of each choice, where the request goes on from another server

@@ -21,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from protocol.process.output import num_dropped_lines
 from protocol.version import VERSION
 
 # What an engine has done since its start, as told by GET /ready: steps, tokens in them, those of
@@ -89,6 +90,8 @@ TABLE = (
     Spec("baton_key_requests", "counter", "any",
          "Requests by the name of their API key (-: none that is known) and outcome: accepted, "
          "limited (429), forbidden (403), unknown (401).", ("key", "outcome")),
+    Spec("baton_log_lines_dropped", "counter", "any",
+         "Lines of output of this process that were dropped: nothing read or stored them."),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
          "Finished requests; outcome: stop, length, tool_calls, abort (client gone), rejected "
@@ -135,6 +138,8 @@ TABLE = (
     Spec("baton_engine_mixed_step_seconds", "counter", "engine", "Time spent in these."),
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels loaded, perhaps compiled, after the server was ready: should stay 0."),
+    Spec("baton_engine_log_lines_dropped", "counter", "engine",
+         "Lines of output of rank 0's process that were dropped."),
     # Engine: moving KV.
     Spec("baton_kv_transfers", "counter", "engine",
          "Pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: several of "
@@ -283,6 +288,7 @@ class Metrics:
             one.name: self._make(one) for one in TABLE if one.origin in (origin, "any")
         }
         self.set("baton_build_info", 1, version=self.version)
+        self._counted_lines = 0
 
     def _make(self, spec: Spec) -> Any:
         kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[
@@ -328,4 +334,7 @@ class Metrics:
 
     def expose(self) -> bytes:
         """The Prometheus text format, to be served as CONTENT_TYPE."""
+        num_lines = num_dropped_lines()
+        self.inc("baton_log_lines_dropped", num_lines - self._counted_lines)
+        self._counted_lines = num_lines
         return generate_latest(self._registry)

@@ -111,6 +111,24 @@ def text_of(told: Origin | list[Any]) -> bytes:
     return _encode(told)
 
 
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What a proxy reads of a Told."""
+
+    index: int
+    token_ids: list[int]
+
+
+_decode_entries = msgspec.json.Decoder(list[_Entry]).decode
+
+
+def num_tokens_of(text: bytes) -> int:
+    """How many tokens a frame's text names; 0 for one that is about something else."""
+    try:
+        return sum(len(entry.token_ids) for entry in _decode_entries(text))
+    except msgspec.MsgspecError:
+        return 0
+
+
 class Frames:
     """A proxy's end: cuts a stream into whole frames."""
 

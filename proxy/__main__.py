@@ -13,8 +13,9 @@ import gc
 import socket
 from collections.abc import Sequence
 
+from protocol.http.acceptor import raise_file_limit
 from protocol.http.access import check
-from protocol.http.connections import HttpServer, bound_clients, raise_file_limit
+from protocol.http.connections import HttpServer, bound_clients
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
@@ -26,6 +27,9 @@ from proxy.discovery.sources import BadFile, read_servers
 logger = get_logger("proxy")  # also where this module is called __main__
 
 BACKLOG = 4096
+DESCRIPTORS_EACH = (
+    3  # of a client's connection: its own, and those of its request to two servers
+)
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
 GRACE_SHARE = 0.7  # of shutdown_grace_s, after which streams are ended
 
@@ -39,6 +43,7 @@ class ProxyServer(HttpServer):
             app,
             app.settings,
             app.access.certificate,
+            descriptors_each=DESCRIPTORS_EACH,
             loop="uvloop",
             lifespan="on",
             log_config=None,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
-from protocol.http.access import visit_of
+from protocol.http.access import share_header, visit_of
 from protocol.http.connections import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, within
 from protocol.metrics import CONTENT_TYPE, Metrics
@@ -204,7 +204,11 @@ class ProxyApp:
         passed_on = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
         # Stripped: some clients without a key send b"Bearer ", which no one may pass on like that.
         kept = [(n, value.strip()) for n, value in scope["headers"] if n in passed_on]
-        headers = [(b"x-request-id", reply.request_id), *kept]
+        headers = [
+            (b"x-request-id", reply.request_id),
+            *kept,
+            *share_header(visit_of(scope)),
+        ]
         headers += [] if is_read else [(b"content-type", b"application/json")]
         method = "GET" if is_read else "POST"
         asked = (

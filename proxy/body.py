@@ -7,11 +7,13 @@ that the client hears the same of it with and without a proxy.
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from protocol.cache_salt import derive, is_valid
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import check_bounds, check_utf8, read_off_loop
 from protocol.kv_params import HINT, REMOTE_DECODE, SENDER_RELEASES, sealed
 from protocol.messages import KVHint
 from protocol.openai.truncation import max_prompt_tokens
@@ -40,10 +42,12 @@ def parse_body(data: bytes) -> Body:
     """The members of a JSON object, unread.
 
     Raises:
-        InvalidRequest: not one JSON object in UTF-8.
+        InvalidRequest: not one JSON object in UTF-8, or nested too deeply.
+        PayloadTooLarge: too many members.
     """
+    check_bounds(data)
     try:
-        str(data, "utf-8")  # members are not decoded here, so nothing else would look
+        check_utf8(data)  # members are not decoded here, so nothing else would look
         return _decode_object(data)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body must be a JSON object: {error}") from None
@@ -51,6 +55,11 @@ def parse_body(data: bytes) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+
+
+async def read_body(data: bytes) -> Body:
+    """As `parse_body`, off the event loop where the body is large."""
+    return await read_off_loop(len(data), partial(parse_body, data))
 
 
 def member(body: Body, name: str) -> bytes:
@@ -221,6 +230,14 @@ def ask(body: Body) -> Ask:
     if found.tokens <= most:
         return found
     return Ask(tokens=most, answer=found.answer)  # it does not begin as its text does
+
+
+def num_text_tokens(body: Body) -> int:
+    """The tokens of a body of /tokenize or /detokenize, estimated as a prompt's are."""
+    names = ("tools", "prompt", "messages", "tokens")
+    return ask_of(
+        b"", b"".join(member(body, name) for name in names if name in body), 0
+    ).tokens
 
 
 def _asked_tokens(body: Body) -> int:

@@ -75,6 +75,12 @@ class _Minute:
         told = f"{name} may send {per_minute} {self._unit} a minute: wait for {wait_s:.3f} s"
         raise RateLimited(told, headers=headers)
 
+    def settle(self, amount: int, per_minute: int) -> None:
+        """Charges more, whatever is left, or gives back what `charge` took for too much."""
+        now_s = self._clock()
+        used_s = max(0.0, self._full_at_s - now_s)
+        self._full_at_s = now_s + max(0.0, used_s + amount * MINUTE_S / per_minute)
+
 
 class LimitedKey(Key):
     """A key of the file and what it has used, which outlives a change of its limits."""
@@ -90,6 +96,7 @@ class LimitedKey(Key):
     def take(self, line: Line) -> None:
         super().__init__(line.name, is_admin=line.admin)
         self.line, self.min_priority = line, line.min_priority
+        self.limits_tokens = line.tokens_per_minute is not None
 
     def begin(self) -> Mapping[str, str]:
         most, per_minute = self.line.max_concurrent, self.line.requests_per_minute
@@ -107,6 +114,11 @@ class LimitedKey(Key):
     def charge(self, tokens: int) -> Mapping[str, str]:
         most = self.line.tokens_per_minute
         return {} if most is None else self._tokens.charge(self.name, tokens, most)
+
+    def settle(self, tokens: int) -> None:
+        most = self.line.tokens_per_minute
+        if most is not None:
+            self._tokens.settle(tokens, most)
 
     def end(self) -> None:
         self._running -= 1

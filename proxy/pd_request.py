@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from protocol.errors import (
 from protocol.http.access import Visit
 from protocol.http.deadlines import Deadline
 from protocol.kv_params import Offer
+from protocol.openai.token_meter import TokenMeter
 from protocol.resume import Kept
 from proxy import body as bodies
 from proxy.early_decode import EarlyDecode, lender_of
@@ -83,12 +84,47 @@ class PDRequest:
     async def pass_on(self, model: str | None = None) -> None:
         """Answers as a decode server does: one of `model`, else of the body's, where it matters.
         Raises BatonError as `run`."""
-        if self.data and len(self._fleet.models) > 1:
-            self._pool = self._fleet.pool(bodies.model_of(bodies.parse_body(self.data)))
+        num_tokens = 0
+        if self.data:
+            body = await bodies.read_body(self.data)
+            num_tokens = bodies.num_text_tokens(body)
+            if len(self._fleet.models) > 1:
+                self._pool = self._fleet.pool(bodies.model_of(body))
         elif model is not None:
             self._pool = self._fleet.pool(model)
-        asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
-        await self._have_answered(asked)
+        with self._charged(num_tokens):
+            asked = self.upstreams.run(self._call(Kind.DECODE, self.data), self._trace)
+            await self._have_answered(asked)
+
+    @contextlib.contextmanager
+    def _charged(self, num_prompt_tokens: int, num_reserved: int = 0) -> Iterator[None]:
+        """Charges the key for what the request within may take, and at its end for what it took: an
+        error costs nothing. Where the client leaves before any answer, the first charge stays.
+        Raises RateLimited.
+
+        Args:
+            num_prompt_tokens: estimated, for answers that do not report it.
+            num_reserved: tokens that are likely to be generated.
+        """
+        visit, reply = self.visit, self.reply
+        visit.charge(num_prompt_tokens + num_reserved)
+        reply.headers = visit.headers
+        if visit.counts_tokens:
+            reply.meter = TokenMeter()
+        is_refused = False
+        try:
+            yield
+        except BatonError:
+            is_refused = reply.status is None
+            raise
+        finally:
+            meter = reply.meter
+            if is_refused or (reply.status or 0) >= 400:
+                visit.settle(0)
+            elif meter is not None and meter.is_known:
+                num_prompt = meter.num_prompt_tokens
+                num_prompt = num_prompt_tokens if num_prompt is None else num_prompt
+                visit.settle(num_prompt + meter.num_generated_tokens)
 
     async def run(self) -> None:
         """Serves a request that generates.
@@ -97,7 +133,9 @@ class PDRequest:
             BatonError: what the client is to be told; the reply has not ended.
         """
         least = self.visit.min_priority
-        self._plain, stripped = bodies.sanitize(bodies.parse_body(self.data), least)
+        self._plain, stripped = bodies.sanitize(
+            await bodies.read_body(self.data), least
+        )
         if self.visit.salting_key:
             secret = self.upstreams.secret
             self._plain = bodies.salted(self._plain, self.visit.salting_key, secret)
@@ -112,20 +150,22 @@ class PDRequest:
             raise Forbidden(told, param="priority")
         if stripped:
             self.upstreams.metrics.inc("baton_proxy_stripped_kv_transfer_params")
-        self._ask = bodies.ask(self._body)
+        ask = self._ask = bodies.ask(self._body)
         num_answers = bodies.num_prompts(self._body) * bodies.num_choices(self._body)
-        self.visit.charge(self._ask.tokens + self._ask.answer * num_answers)
-        self.reply.headers = self.visit.headers
+        with self._charged(ask.tokens, ask.answer * num_answers):
+            await self._have_generated(ask)
+
+    async def _have_generated(self, ask: Ask) -> None:
         self._trace.begin()
         self.upstreams.metrics.inc("baton_proxy_requests_in_progress")
         try:
             self._pool = self._own = self._fleet.pool(bodies.model_of(self._plain))
-            self._ask = within_context(self._ask, self._longest_context())
+            ask = self._ask = within_context(ask, self._longest_context())
             alone = await self._score() if bodies.is_scoring(self._body) else ""
             if alone is not None:
                 await self._generate(alone)
         finally:
-            self.upstreams.knowledge.unplaced(self._ask)
+            self.upstreams.knowledge.unplaced(ask)
             self.upstreams.metrics.inc("baton_proxy_requests_in_progress", -1)
 
     def _shortest_context(self) -> int | None:
@@ -164,6 +204,8 @@ class PDRequest:
                 if loss.has_begun or not self.reply.kept:
                     break
                 self.reply.kept = Kept()  # it begins anew
+                if self.reply.meter is not None:
+                    self.reply.meter.restart()
         if loss.params is not None:
             self.upstreams.give_back(loss.server, self.headers, loss.params)
         if loss.event is None or not loss.has_begun:

@@ -15,6 +15,7 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.metrics import Metrics
+from protocol.openai.token_meter import TokenMeter
 from protocol.process.logging import get_logger
 from protocol.resume import DIED, HANDED_BACK, HEADER, MOVED, Frames, Kept, asking
 from protocol.settings.machine import cluster_secret
@@ -159,9 +160,10 @@ class HandedBack(UpstreamError):
 class FramedEvents(EventBuffer):
     """A stream in frames: the client gets whole ones, their texts are kept; see protocol.resume."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, meter: TokenMeter | None = None) -> None:
         super().__init__()
         self._kept, self._frames = kept, Frames()
+        self._meter = meter
         self._texts = b""  # of what was passed and may not have been sent
         self._handed_back: HandedBack | None = None
 
@@ -176,6 +178,8 @@ class FramedEvents(EventBuffer):
                 self._handed_back = HandedBack(text, events)
                 break
             self._texts += text + b","
+            if self._meter is not None:
+                self._meter.on_frame(text)
             passed = passed + events if passed else events
         return self._note(passed)
 
@@ -235,6 +239,7 @@ class Reply:
         self.is_stream = False
         self.is_broken = False  # the stream ended in an error, whatever its status says
         self.kept = Kept()  # of a stream, by which another server may go on
+        self.meter: TokenMeter | None = None  # where the key's tokens are limited
 
     @property
     def has_succeeded(self) -> bool:
@@ -288,11 +293,13 @@ class Reply:
             await response.read()
         )  # whole: a failure up to here is still an HTTP error
         self.trace.on_bytes()
+        if self.meter is not None:
+            self.meter.on_whole(body)
         await self.answer(response.status, end_to_end(response.headers), body)
 
     async def _relay_stream(self, response: Response) -> None:
         is_framed = _is_framed(response)
-        events = FramedEvents(self.kept) if is_framed else EventBuffer()
+        events = FramedEvents(self.kept, self.meter) if is_framed else EventBuffer()
         if not is_framed:
             await self._begin_stream(response)
             self.kept.forget()
@@ -302,6 +309,8 @@ class Reply:
                 self.trace.on_bytes()
                 is_sent = False
                 if complete := events.feed(chunk):
+                    if self.meter is not None:
+                        self.meter.on_events(complete)
                     await self._begin_stream(response)
                     await self._body(complete, more=True)
                     self._sent = complete

@@ -10,6 +10,7 @@ from engine.worker.kernel_watch import KERNELS
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, Outputs, TokenDelta, TokenLogprobs
 from protocol.metrics import ENGINE_TOTALS
+from protocol.process.output import num_dropped_lines
 
 SILENT_S: Final = (
     1.0  # after which an engine with requests speaks, if only to show that it lives
@@ -131,7 +132,11 @@ class CoreStats:
         self._totals["baton_prefix_cache_hit_tokens"] += hits
 
     def totals(self) -> dict[str, float]:
-        return {**self._totals, "baton_kernels_loaded_late": float(KERNELS.num_after)}
+        return {
+            **self._totals,
+            "baton_kernels_loaded_late": float(KERNELS.num_after),
+            "baton_engine_log_lines_dropped": float(num_dropped_lines()),
+        }
 
     def news(
         self, collect: Callable[[], dict[str, float]], *, is_idle: bool

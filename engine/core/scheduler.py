@@ -30,7 +30,7 @@ from engine.core.plan import load_of
 from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables
 from engine.core.tables import SchedulerLimits as SchedulerLimits
-from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones
+from engine.core.waiting import MAX_OVERTAKEN, enqueue, short_ones, work_of
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import held
 from kvcache.prefix import PrefixCursor, PrefixIndex
@@ -115,7 +115,7 @@ class Scheduler:
     def _kept_for_short(self, under_way: list[Sequence], budget: int) -> int:
         """Tokens of the step that long prompts leave to short ones, which get their blocks."""
         found = short_ones(
-            self.waiting, sum(s.num_uncomputed for s in under_way), budget
+            self.waiting, sum(work_of(s, s.num_uncomputed) for s in under_way), budget
         )
         needed = sum(self.tables.num_blocks_for(s, len(s.token_ids)) for s in found)
         has_room = self.allocator.can_allocate(needed + len(self.running) + len(found))

@@ -34,15 +34,12 @@ from engine.http.resume import Framing, going_on, is_open, take_from
 from engine.text.request_grammar import grammar_of
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, within
+from protocol.http.json_bounds import INLINE_BODY_BYTES
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.logging import current_request_id
-
-# Larger bodies are checked off the event loop: one of many small messages takes half a second for
-# a megabyte.
-INLINE_BODY_BYTES = 1 << 16
 
 
 async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response:
@@ -55,6 +52,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         async with within(deadline):
             members, num_bytes = await read_json(request, api.settings.max_body_bytes)
             call = await _start(request, api, endpoint, members, num_bytes, stats)
+            members.clear()  # an answer may take minutes
         if deadline is not None:
             stats.on_end(call.subscription.fail_at(deadline.at, deadline.error))
         return await call.respond(request.receive)
@@ -103,6 +101,7 @@ async def _start(
             adds = going_on(resumed, api, endpoint, adds)
         prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
         adds = await api.texts.run_python(_parsing_size(api, num_bytes), prepare)
+    adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     open_adds = [add for add in adds if is_open(add)]
     place = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
     stats.on_end(place.leave)
@@ -118,6 +117,7 @@ async def _start(
             api.client.tell(ReleaseRemote(add.remote))
     subscription = api.client.submit(open_adds, place)
     try:  # all else is made while the engine has begun
+        parsed = parsed.without_inputs()
         return HttpRequestState(
             api, endpoint, parsed, adds, subscription, stats, framing
         )

@@ -23,7 +23,8 @@ from protocol.errors import (
 )
 from protocol.http.access import Access
 from protocol.http.connections import ClientDisconnected, read_body, refusal
-from protocol.openai.requests import parse_json_object
+from protocol.http.json_bounds import INLINE_BODY_BYTES, check_bounds, read_off_loop
+from protocol.openai.requests import BODIES, parse_json_object, unread_fields
 from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
@@ -88,19 +89,25 @@ async def read_json(
     request: Request, max_bytes: int, *, is_held: bool = True
 ) -> tuple[dict[str, Any], int]:
     """The members of the request's body, and its length: `max_bytes` at most beside what proxies
-    add. See `read_body` for `is_held`.
+    add. See `read_body` for `is_held`. A large body is read off the event loop.
 
     Raises:
-        PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory. Or what
-            proxies add has more values than servers tell: the event loop waits for their decoding.
-        InvalidRequest: it is no JSON object.
+        PayloadTooLarge: it is longer; at most KV_PARAMS_BYTES more were kept in memory. Or it has
+            more members than `check_bounds` allows, or what proxies add has more values than
+            servers tell: the event loop waits for their decoding.
+        InvalidRequest: it is no JSON object, or nested too deeply.
         ClientDisconnected: the client went away before it was complete.
     """
     most = max_bytes + KV_PARAMS_BYTES
     raw = await read_body(request.scope, request.receive, most, is_held=is_held)
-    if len(raw) > max_bytes:
+    endpoint = BODIES.get(request.scope["path"])
+    unread = unread_fields(endpoint) if endpoint else frozenset()
+
+    def read() -> dict[str, Any]:
         _check_size(raw, max_bytes)
-    return parse_json_object(raw), len(raw)
+        return parse_json_object(raw, unread)
+
+    return await read_off_loop(len(raw), read), len(raw)
 
 
 class _Offered(msgspec.Struct):
@@ -109,20 +116,31 @@ class _Offered(msgspec.Struct):
 
 
 def _check_size(body: bytes, max_bytes: int) -> None:
-    try:
-        added = b"".join(
-            msgspec.structs.astuple(msgspec.json.decode(body, type=_Offered))
-        )
-    except (msgspec.DecodeError, RecursionError):
-        added = b""
-    if len(body) - len(added) > max_bytes:
+    """Raises PayloadTooLarge or InvalidRequest, see `read_json`."""
+    own = body  # what the client has sent
+    if len(body) > min(max_bytes, INLINE_BODY_BYTES) and _may_offer(body):
+        try:
+            offered = msgspec.structs.astuple(msgspec.json.decode(body, type=_Offered))
+        except (msgspec.DecodeError, RecursionError):
+            offered = ()
+        added = b"".join(offered)
+        marks = sum(added.count(mark) * weight for mark, weight in _MARKS.items())
+        if marks > MAX_MARKS:
+            told = f"{', '.join(_Offered.__struct_fields__)}: {marks} brackets and commas are too "
+            raise PayloadTooLarge(
+                f"{told}many, the limit is {MAX_MARKS}; send a server's own"
+            )
+        for value in filter(None, map(bytes, offered)):
+            own = own.replace(value, b"", 1)
+    if len(own) > max_bytes:
         raise PayloadTooLarge(
             f"the body has {len(body)} bytes, the limit is {max_bytes} bytes; send less at once"
         )
-    marks = sum(added.count(mark) * weight for mark, weight in _MARKS.items())
-    if marks > MAX_MARKS:
-        told = f"{', '.join(_Offered.__struct_fields__)}: {marks} brackets and commas are too many"
-        raise PayloadTooLarge(f"{told}, the limit is {MAX_MARKS}; send a server's own")
+    check_bounds(own)
+
+
+def _may_offer(body: bytes) -> bool:
+    return any(name.encode() in body for name in _Offered.__struct_fields__)
 
 
 @asynccontextmanager

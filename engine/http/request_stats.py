@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
-from protocol.http.access import visit_of
+from protocol.http.access import share_of, visit_of
 from protocol.http.connections import ClientDisconnected
 from protocol.metrics import Metrics
 from protocol.numbers import MAX_ID_CHARS, Numbers, PhaseTimes, Served
@@ -80,6 +80,7 @@ class RequestStats:
     ) -> None:
         self._metrics = metrics
         self._key = visit_of(scope).name
+        self.share = share_of(scope)  # see AddRequest
         self._endpoint = endpoint
         self._start_s = time.monotonic()
         self._times: dict[str, float] = {}  # as of Served

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.core.batch import Int64s, ScoredRows
@@ -221,8 +222,26 @@ def _logprobs(
     """Of logits [S, V] whose probabilities add up to exp(`total`)."""
     chosen = logits.gather(1, token_ids[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[1]))
-    ranks = (logits >= chosen).sum(-1)
+    ranks = _ranks(logits, chosen, top)
     return Logprobs((chosen - total).squeeze(1), top_ids, top - total, ranks)
+
+
+def _ranks(
+    logits: torch.Tensor, chosen: torch.Tensor, top: torch.Tensor
+) -> torch.Tensor:
+    """How many of each row of `logits` [S, V] are at least `chosen` [S, 1]. On a CPU, counting in
+    all of a row takes as long as computing it, so only rows are counted whose token is not above
+    the last of the `top` ones [S, k]. A GPU would have to wait to know which these are."""
+    if logits.device.type != "cpu":
+        return (logits >= chosen).sum(-1)
+    ranks = (top >= chosen).sum(-1)
+    is_counted = (top >= chosen).all(-1)  # of no top ones, too
+    values, least = logits.numpy(), chosen.numpy()
+    for row in (
+        is_counted.nonzero().squeeze(1).tolist()
+    ):  # no copies, which cost page faults
+        ranks[row] = int(np.count_nonzero(values[row] >= least[row]))
+    return ranks
 
 
 class LastSampledTokens:

@@ -8,7 +8,6 @@ and end with it.
 
 import argparse
 import logging
-import os
 import socket
 import sys
 
@@ -73,7 +72,7 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    lifecycle.exit_now(code)
 
 
 def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:

@@ -5,6 +5,8 @@ within one post. A READ that does not end keeps its job here until it does (I7).
 """
 
 import faulthandler
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -124,7 +126,7 @@ class TransferWorker:
             num_same = num_same + 1 if self._num_rounds == seen else 0
             seen = self._num_rounds
             if num_same == _NUM_LOOKS:
-                faulthandler.dump_traceback()
+                _print_stacks()
                 seconds = _LOOK_S * _NUM_LOOKS
                 raise RuntimeError(
                     f"{self._thread.name} has made no progress for {seconds:g} s"
@@ -331,6 +333,15 @@ def use_one_core() -> None:
     libgomp stops spinning for work, and the engine's operations would wait to be woken."""
     torch.set_num_threads(1)
     torch.get_num_threads()  # fixes the number for this thread
+
+
+def _print_stacks() -> None:
+    """Prints the stack of every thread to stderr. Not directly: faulthandler writes to the
+    descriptor itself, which blocks while nothing reads it."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        print(file.read(), file=sys.stderr, end="", flush=True)
 
 
 def _not_connected(engine_id: str) -> TransferFailed:

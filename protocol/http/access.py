@@ -40,6 +40,8 @@ def rate_headers(unit: str) -> list[str]:
 
 
 RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
+SHARE_HEADER = b"x-baton-share"
+_SHARE_CHARS = 16
 NOBODY = "-"  # in metrics and logs, where there is no known key
 _OUTCOMES = ("accepted", "limited", "forbidden")  # of a known key
 _VISIT = "baton.visit"  # in ASGI's scope
@@ -73,6 +75,7 @@ class Key:
     """A known key. Some have limits; `min_priority` is the most urgent that it may ask for."""
 
     min_priority: int | None = None
+    limits_tokens = False
 
     def __init__(self, name: str, *, is_admin: bool) -> None:
         self.name, self.is_admin = name, is_admin
@@ -84,6 +87,9 @@ class Key:
     def charge(self, tokens: int) -> Mapping[str, str]:
         """It takes so many, as far as one can tell; returns and raises as `begin`."""
         return {}
+
+    def settle(self, tokens: int) -> None:
+        """Its answer has ended: it took so many more than it was charged for, or fewer."""
 
     def end(self) -> None: ...
 
@@ -100,6 +106,12 @@ class Visit:
         )
         self.begun: Key | None = None
         self.headers: Mapping[str, str] = {}  # of the answer
+        self._num_charged = 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the tokens of its answer are to be counted, see `settle`."""
+        return self.begun is not None and self.begun.limits_tokens
 
     def cache_salt(self, cache_salt: str | None, secret: bytes) -> bytes:
         """The salt of a request that asks for `cache_salt`; see protocol/cache_salt.py."""
@@ -109,6 +121,14 @@ class Visit:
         """See Key."""
         if self.begun is not None:
             self.headers = {**self.headers, **self.begun.charge(tokens)}
+            self._num_charged = tokens
+
+    def settle(self, tokens: int) -> None:
+        """The answer has ended and took so many tokens: the key is charged for these instead of
+        what `charge` estimated."""
+        if self.begun is not None and self._num_charged:
+            self.begun.settle(tokens - self._num_charged)
+            self._num_charged = tokens
 
     def __enter__(self) -> "Visit":
         return self
@@ -123,6 +143,21 @@ _EVERYBODY = Visit(None, is_admin=True)  # where there are no keys
 
 def visit_of(scope: Mapping[str, Any]) -> Visit:
     return cast(Visit, scope.get(_VISIT, _EVERYBODY))
+
+
+def share_header(visit: Visit) -> list[tuple[bytes, bytes]]:
+    """The header by which a proxy tells servers whose request it is, without the key's name."""
+    if not visit.has_key:
+        return []
+    return [(SHARE_HEADER, digest(visit.name).hex()[:_SHARE_CHARS].encode())]
+
+
+def share_of(scope: Mapping[str, Any]) -> str:
+    """Whose request this is, to share a server among keys: as the proxy sent it, or by the key of
+    this process; empty where there are no keys."""
+    given = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
+    visit = visit_of(scope)
+    return given[:_SHARE_CHARS] or (visit.name if visit.has_key else "")
 
 
 def check_operator(scope: Mapping[str, Any]) -> None:

@@ -19,10 +19,11 @@
 import asyncio
 import contextlib
 import re
-import resource
 import socket
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -31,12 +32,14 @@ import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn._types import ASGI3Application
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
 from protocol import errors
+from protocol.http.acceptor import Acceptor, max_connections
 from protocol.http.access import RATE_HEADERS
 from protocol.http.deadlines import Countdown
 from protocol.http.tls import Certificate
@@ -74,13 +77,6 @@ def bound_clients(listener: socket.socket, timeout_s: float) -> None:
     """Every connection that `listener` accepts ends when its client acknowledges, or takes,
     nothing of what it was sent for `timeout_s` seconds."""
     keep_alive(listener, idle_s=15, interval_s=5, timeout_s=timeout_s)
-
-
-def raise_file_limit() -> None:
-    """Lets this process hold as many connections as the system permits it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bounded_protocol(
@@ -162,6 +158,7 @@ class HttpServer(uvicorn.Server):
     Args:
         app: of ASGI; pages of the options' origins may call it, too.
         beside_bytes: see bounded_protocol.
+        descriptors_each: that a connection needs; connections for which there are none wait.
         more: arguments of uvicorn.Config.
     """
 
@@ -171,8 +168,10 @@ class HttpServer(uvicorn.Server):
         options: ListenOptions,
         certificate: Certificate,
         beside_bytes: int = 0,
+        descriptors_each: int = 1,
         **more: Any,
     ) -> None:
+        self._descriptors_each = descriptors_each
         if options.cors_origin:
             app = CORSMiddleware(
                 app,
@@ -194,6 +193,25 @@ class HttpServer(uvicorn.Server):
             **more,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but that connections beyond the limit of descriptors wait."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        config, state = self.config, self.server_state
+        own = {
+            "config": config,
+            "server_state": state,
+            "app_state": self.lifespan.state,
+        }
+        make_protocol: Any = partial(config.http_protocol_class, **own)
+        limit = max_connections(self._descriptors_each)
+        self.servers: list[Any] = [
+            Acceptor(listener, make_protocol, config.ssl, state.connections, limit)
+            for listener in sockets or []
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -250,6 +250,9 @@ class ChatRequest(PromptFields, GenerationRequest):
             "variables": {**known, **self.chat_template_kwargs},
         }
 
+    def without_inputs(self) -> Self:
+        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
+
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:

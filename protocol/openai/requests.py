@@ -5,7 +5,7 @@ OpenAPI page.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar, get_args
 
@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from protocol import exact_json
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import INLINE_BODY_BYTES, check_utf8
 from protocol.near_names import suggestion
 from protocol.short_repr import short_repr
 
@@ -67,10 +68,13 @@ class Strict(BaseModel):
         if not isinstance(given, dict):
             return given
         used, neutrals = used_fields(cls), neutral_fields(cls)
+        unread = unread_fields(cls)
         kept: dict[str, Any] = {}
         for name, value in given.items():
             if value is None and name not in cls.keeps_null:
                 continue
+            if name in unread and _fields(cls)[name].annotation is Any:
+                continue  # anything will do
             if name in used or (
                 name not in neutrals and cls.model_config["extra"] != "forbid"
             ):
@@ -126,6 +130,7 @@ ModelName = Annotated[
 
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20
+_EMPTY: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
 _LIKE: Final = {float: (int, float)}  # True is no 1
 
 # Which endpoints call otherwise.
@@ -176,15 +181,32 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a request body, unvalidated. Raises InvalidRequest."""
+@cache
+def unread_fields(model: type[BaseModel]) -> frozenset[str]:
+    """The fields of `model` that change nothing, as requests name them: those that are excluded
+    from its dumps. Their values are neither decoded, where a body is large, nor kept."""
+    return frozenset(name for name, info in _fields(model).items() if info.exclude)
+
+
+def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any]:
+    """The JSON object in a request body, unvalidated.
+
+    Args:
+        unread: members of which only the kind matters: objects and lists are empty in the result.
+
+    Raises:
+        InvalidRequest: it is no JSON object.
+    """
     # The collector would go through millions of new lists again and again: it makes 10 MB of them
     # take four times as long, and the event loop waits.
     rests = len(raw) >= _LARGE_BYTES and gc.isenabled()
     if rests:
         gc.disable()
     try:
-        body = exact_json.decode(raw)
+        has_unread = len(raw) > INLINE_BODY_BYTES and any(
+            f'"{n}"'.encode() in raw for n in unread
+        )
+        body = _decode_without(raw, unread) if has_unread else exact_json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
             f"The body is not valid JSON ({error}); send a JSON object."
@@ -194,6 +216,21 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
             gc.enable()
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body is {short_repr(body)}; send a JSON object.")
+    return body
+
+
+def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
+    members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | msgspec.Raw)
+    if not isinstance(members, dict):
+        return exact_json.decode(raw)
+    body: dict[str, Any] = {}
+    for name, value in members.items():
+        text = bytes(value)
+        if name in unread and text[:1] in _EMPTY:
+            check_utf8(text)  # not decoded, so nothing else would look
+            body[name] = _EMPTY[text[:1]]()
+        else:
+            body[name] = exact_json.decode(text)
     return body
 
 

@@ -190,6 +190,10 @@ Included = Annotated[
     Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
     Field(description=f'"{LOGPROBS}" or "reasoning.encrypted_content"'),
 ]
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
@@ -222,9 +226,10 @@ class ResponsesRequest(ShapingFields, CommonFields):
     reasoning: ReasoningOptions = Field(
         ReasoningOptions(), description="an object with `effort`"
     )
-    metadata: dict[str, str] = Field(
+    metadata: _Metadata = Field(
         default_factory=dict,
-        description="an object of strings; it comes back with the response",
+        description="an object of at most 16 strings of at most 512 characters, whose names have "
+        "at most 64; it comes back with the response",
     )
     client_metadata: Any = UNREAD  # of Codex
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
@@ -267,6 +272,12 @@ class ResponsesChat(ChatRequest):
     @property
     def drops_oldest_messages(self) -> bool:
         return self.asked.truncation == "auto"
+
+    def without_inputs(self) -> Self:
+        kept = super().without_inputs()
+        return kept.model_copy(
+            update={"asked": self.asked.model_copy(update={"input": []})}
+        )
 
 
 def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:

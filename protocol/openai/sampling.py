@@ -245,8 +245,8 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     no_stop_trim: Any = neutral(False)
     spaces_between_special_tokens: Any = neutral(True)
     detokenize: Any = neutral(True)
-    metadata: dict[str, Any] | None = Field(
-        None, description="an object of strings; it changes nothing here"
+    metadata: Annotated[None, Read(dict[str, Any], lambda _: None)] = Field(
+        None, exclude=True, description="an object of strings; it changes nothing here"
     )
     include_reasoning: Any = neutral(True)
     separate_reasoning: Any = neutral(True)
@@ -315,6 +315,11 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
             self.max_tokens is not None and self.max_tokens == self.token_limit
         )
         return "max_tokens" if is_of_old_name else self.usual_limit
+
+    def without_inputs(self) -> Self:
+        """This request once its prompts are token ids, without what only they depended on: an
+        answer may take minutes, and some of that takes far more memory than its text."""
+        return self
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """This request with the model's own values for what the client left out."""

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import protocol
 from protocol.process.logging import get_logger, is_rank, sender_of
+from protocol.process.output import flush_output
 from protocol.settings.sources import clean_environment
 from protocol.short_repr import short_repr
 
@@ -42,6 +43,9 @@ ALARM = (
 )  # ends a process of `end_on_alarm`; a parent sends it, and nobody else
 _TELL_S = 5.0  # longest: somebody may have stopped to read our output
 _log = get_logger(__name__)
+# Longest wait of a main thread that listens to signals. One that arrives just before the thread
+# begins to wait does not interrupt it; Python calls the handler when the wait ends.
+SIGNAL_LOOK_S = 0.5
 ORPHANED = (
     86  # exit status of a process that had to be ended because its parent was gone
 )
@@ -268,14 +272,22 @@ def terminate(
     for child in running:
         child.signal(number)
     deadline = time.monotonic() + grace_s
-    late = [
-        c for c in running if not c.exited.wait(max(0.0, deadline - time.monotonic()))
-    ]
+    late = [child for child in running if not _exits(child, deadline)]
     for child in late:
         child.kill()
     for child in late:
         child.exited.wait()
     return not late
+
+
+def _exits(child: Child, deadline: float) -> bool:
+    """Waits for the child's end until `deadline`, a time.monotonic(). Returns whether it ended."""
+    while not child.exited.wait(
+        max(0.0, min(SIGNAL_LOOK_S, deadline - time.monotonic()))
+    ):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -323,7 +335,7 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
             os.kill(os.getpid(), number)
             time.sleep(grace_s)
         finally:
-            os._exit(ORPHANED)
+            exit_now(ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
     return True
@@ -371,6 +383,15 @@ def _report(kind: str, value: Any) -> None:
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps([kind, value]).encode() + b"\n")
+
+
+def exit_now(status: int) -> NoReturn:
+    """Ends this process without Python's own end, which waits for threads. What it has printed and
+    logged is written before that, unless nothing reads it for FLUSH_TIMEOUT_S."""
+    try:
+        flush_output()
+    finally:
+        os._exit(status)
 
 
 def end_on_alarm() -> None:
@@ -427,6 +448,6 @@ def end_with_vital_threads() -> None:
             report_failure(f"thread {args.thread.name} ended: {reason}")
             _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
-            os._exit(1)  # other threads may be anywhere; none of them is asked
+            exit_now(1)  # other threads may be anywhere; none of them is asked
 
     threading.excepthook = end

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TextIO
 
+from protocol.process.output import queue_standard_streams
+
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 _MAX_SHOWN = 128  # characters of an id that a client chose
@@ -97,14 +99,21 @@ def setup_logging(
     rank: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Sends this process's lines to stderr; called once, first thing in main.
+    """Sends this process's log lines to stderr, from now on through a queue that never blocks; see
+    protocol/process/output.py. Called once, first thing in main.
 
     Args:
         role: "prefill", "decode", "proxy" or "up".
         level: least severe level shown of our own lines: debug, info, warning or error.
+        stream: used as it is, instead of stderr.
     """
+    formatter = LineFormatter(role if rank is None else f"{role}/{rank}")
+    if stream is None:
+        queue_standard_streams(
+            lambda num_lines: formatter.format(dropped_record(num_lines))
+        )
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter(role if rank is None else f"{role}/{rank}"))
+    handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -112,6 +121,21 @@ def setup_logging(
     own.handlers.clear()
     own.setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def dropped_record(num_lines: int) -> logging.LogRecord:
+    """The warning that so many lines were dropped."""
+    record = logging.makeLogRecord(
+        {
+            "name": f"{_OWN_LOGGER}.output",
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": "%d lines of output were dropped: nothing read or stored them in time",
+            "args": (num_lines,),
+            "request_id": None,
+        }
+    )
+    return record
 
 
 def open_standard_streams() -> None:

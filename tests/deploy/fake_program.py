@@ -2,7 +2,7 @@
 
 MODE: serve | fail (reports why) | crash (raises) | hang (never ready) | stubborn (ignores SIGTERM)
 | slow (takes 3 s to name its model) | die-later (serves, ends when GET /die is asked)
-| waiting (its GET /ready is 503).
+| waiting (its GET /ready is 503) | chatty (prints 4 MB before it serves, and a line when it ends).
 """
 
 import json
@@ -54,6 +54,10 @@ def main() -> int:
             "no model here: see --tp, --model and --hang-timeout-s"
         )
         return 1
+    if mode == "chatty":
+        print(
+            "\n".join(["a line of a hundred bytes".ljust(99, ".")] * 40_000), flush=True
+        )
     if mode == "hang":
         signal.pause()
     if mode == "stubborn":

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_program.py")
@@ -268,6 +272,33 @@ def test_a_stop_while_starting_ends_all():
         launcher.until("decode-0 | decode starts")
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
+
+
+@pytest.mark.parametrize(
+    "reads_at_end", [False, True], ids=["never read", "read at its end"]
+)
+def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
+    with (
+        kept_ports(1) as (port,),
+        launched("serve,chatty,serve", f"--port={port}") as launcher,
+    ):
+        endpoint = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                assert get(f"{endpoint}/v1/models")["data"]
+                break
+            except urllib.error.URLError:
+                assert time.monotonic() < deadline
+        servers = family(endpoint)
+        launcher.process.send_signal(signal.SIGTERM)
+        if reads_at_end:
+            assert launcher.end() == 0
+            assert launcher.lines[-1] == "baton | ended"
+            assert any("lines were dropped" in line for line in launcher.lines)
+        else:
+            assert launcher.process.wait(DEADLINE_S) == 0
+        assert all(gone(server["pid"]) for server in servers.values())
 
 
 def test_a_taken_port_is_refused_before_anything_starts():

@@ -23,7 +23,8 @@ from protocol.settings.options import ListenOptions
 from protocol.settings.settings import ProxySettings
 from proxy.keys import FileAccess, LimitedKey, Line
 from tests.proxy.fakes import Fake, Rig, Waits, answers, decodes, until
-from tests.rigs.http_server import serving
+from tests.rigs.http_server import Running, serving
+from tests.rigs.scripted_engine import ScriptedEngine
 
 ALICE, BOB, ROOT, OTHER = (
     f"sk-{name}-0123456789" for name in ("alice", "bob", "root", "other")
@@ -451,3 +452,25 @@ def test_salts_by_key_need_keys():
     ):
         check(ListenOptions(cache_salt_by_key=True))
     check(ListenOptions(cache_salt_by_key=True, api_key=(SecretStr(ALICE),)))
+
+
+async def test_servers_learn_which_requests_are_of_one_key_and_no_key_s_name(
+    tokenizer, tmp_path
+):
+    async def shares(url: str, engine: ScriptedEngine, *keys: str) -> list[str]:
+        file = written(tmp_path / "keys", KEYS)
+        async with Rig([], [Running(url)], api_keys_file=file) as rig:
+            for key in keys:
+                assert (
+                    await ask(rig.client, COMPLETE, x_api_key=key)
+                ).status_code == 200
+        return [one.share for one in engine.added]
+
+    async with serving(tokenizer, role="decode") as server:
+        url = f"http://{server.host}:{server.port}"
+        alice, bob, again = await shares(url, server.engine, ALICE, BOB, ALICE)
+    assert alice == again != bob
+    assert alice and bob and not {"alice", "bob"} & {alice, bob}
+    async with serving(tokenizer, api_key=(SecretStr(ALICE),)) as server:
+        await ask(server.http, COMPLETE, x_api_key=ALICE)
+        assert [one.share for one in server.engine.added] == ["api-key-1"]

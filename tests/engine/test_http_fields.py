@@ -1,12 +1,16 @@
 """Request fields beside the prompt: honoured, ignored or refused, at each endpoint."""
 
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import AddRequest
+from protocol.messages import AddRequest, TokenDelta
 from tests.rigs.http_server import Server, saying, serving_4k, with_template
 
 COMPLETIONS, CHAT, RESPONSES = (
@@ -137,3 +141,46 @@ async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
                 assert replace(add, request_id=plain.request_id) == plain, fields
             else:
                 assert outcome(knowing, add), (fields, knowing.decode(add.token_ids))
+
+
+NUM_ITEMS = 123_457  # no other list has as many
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (COMPLETIONS, "prompt_cache_options"),
+        (CHAT, "prediction"),
+        (RESPONSES, "client_metadata"),
+        (CHAT, "metadata"),
+        (CHAT, "chat_template_kwargs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_an_answer_does_not_depend_on_is_not_held_while_it_is_generated(
+    tokenizer, path, field, stream
+):
+    is_generating, may_end = asyncio.Event(), asyncio.Event()
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request_id=request.request_id, token_ids=[65])
+        is_generating.set()
+        await may_end.wait()
+        async for delta in saying(tokenizer, "b")(request):
+            yield delta
+
+    text = {COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}
+    body = {"model": "m", "stream": stream, **text.get(path, {"messages": HISTORY[:1]})}
+    async with serving_4k(tokenizer, script, max_body=1_000_000) as server:
+        data = json.dumps({**body, field: {"a": [0] * NUM_ITEMS}}).encode()
+        answering = asyncio.create_task(server.http.post(path, content=data))
+        await is_generating.wait()
+        gc.collect()
+        held = [
+            one
+            for one in gc.get_objects()
+            if type(one) is list and len(one) == NUM_ITEMS
+        ]
+        assert not held
+        may_end.set()
+        assert (await answering).status_code == 200

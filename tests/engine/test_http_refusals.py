@@ -12,6 +12,7 @@ from engine.http import limits as http_limits
 from engine.http.limits import guided_decodings
 from engine.text.grammar_compile import MAX_GRAMMAR_CHARS
 from protocol.errors import InvalidRequest
+from protocol.http.json_bounds import MAX_MEMBERS
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate
 from tests.proxy.fakes import until
@@ -214,6 +215,19 @@ async def test_a_body_of_whatever_depth_is_the_client_s_mistake(
         for response in await asyncio.gather(*posts):
             assert response.status_code == 400
             assert response.json()["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES, "/tokenize", "/detokenize"])
+async def test_bodies_of_too_many_members_are_refused_with_the_number_and_the_limit(
+    tokenizer, path
+):
+    body = b'{"model":"m","metadata":[' + b"{}," * MAX_MEMBERS + b"{}]}"
+    async with serving(tokenizer, max_body=len(body)) as server:
+        response = await server.http.post(path, content=body)
+    assert response.status_code == 413
+    message = response.json()["error"]["message"]
+    assert f"{MAX_MEMBERS + 5} JSON members" in message
+    assert f"the limit is {MAX_MEMBERS}" in message
 
 
 async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):

@@ -1,6 +1,7 @@
 """The order of those that wait: short prompts before long ones, and nobody waits for ever."""
 
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,55 @@ from protocol.messages import Known
 from tests.rigs.shadow import add, assert_all_blocks_home, make_core, run_until_idle
 
 
-def waits(tokens: int, priority: int = 0) -> Sequence:
-    return Sequence.from_request(add("", [0] * tokens, 1, priority=priority))
+def waits(tokens: int, priority: int = 0, **members: Any) -> Sequence:
+    return Sequence.from_request(add("", [0] * tokens, 1, priority=priority, **members))
+
+
+def order_of(sequences: list[Sequence]) -> list[int]:
+    waiting = deque[Sequence]()
+    for sequence in sequences:
+        enqueue(waiting, sequence)
+    return [
+        next(at for at, one in enumerate(sequences) if one is each) for each in waiting
+    ]
+
+
+def test_prompts_whose_logprobs_are_wanted_count_as_more_work():
+    scored = {"num_prompt_logprobs": 20}
+    assert order_of([waits(8000, **scored), waits(8000)]) == [1, 0]
+    assert order_of([waits(8000, **scored), waits(2000, **scored)]) == [1, 0]
+    assert order_of([waits(8000), waits(2000, **scored)]) == [0, 1]
+    assert order_of([waits(8000, **scored), *(waits(8000) for _ in range(5))]) == [
+        1,
+        2,
+        3,
+        4,
+        0,
+        5,
+    ]
+
+
+def test_keys_that_wait_are_served_in_turn_whatever_each_has_sent():
+    keys = "aaaaabbc"
+    order = order_of([waits(500, share=key) for key in keys])
+    assert "".join(keys[at] for at in order) == "abcabaaa"
+    long = [
+        waits(900, share="a"),
+        waits(900, share="a"),
+        *(waits(300, share="b") for _ in "123"),
+    ]
+    assert order_of(long) == [2, 3, 0, 4, 1]  # by work, not by number
+
+
+def test_an_urgent_request_goes_before_the_turns_of_keys():
+    sequences = [waits(500, share="a"), waits(500, 1, share="b"), waits(500, share="a")]
+    assert order_of(sequences) == [0, 2, 1]
+
+
+def test_turns_of_other_keys_are_bounded():
+    sequences = [waits(500, share="a"), waits(500, share="a")]
+    sequences += [waits(500, share=f"{key}") for key in range(2 * MAX_OVERTAKEN)]
+    assert order_of(sequences).index(1) == MAX_OVERTAKEN + 1
 
 
 @pytest.mark.parametrize(

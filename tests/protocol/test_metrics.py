@@ -1,11 +1,14 @@
 """One table of metrics, exposed by whoever counts them."""
 
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from protocol.metrics import SPECS, TABLE, EngineHistogram, Metrics, stat_key
+from protocol.process import output
+from protocol.process.output import OutputQueue
 from protocol.version import VERSION, system_fingerprint
 from tests.rigs.metric import metric
 
@@ -89,3 +92,15 @@ def test_the_version_is_that_of_the_package_and_a_fingerprint_follows_the_model(
     ]
     assert project["version"] == VERSION
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")
+
+
+def test_dropped_lines_of_output_are_a_metric(monkeypatch):
+    reader, writer = os.pipe()
+    queue = OutputQueue(writer, str, max_queued_bytes=1000)
+    monkeypatch.setattr(output, "_queues", [queue])
+    for _ in range(2000):
+        queue.put(b"x" * 99 + b"\n")
+    text = Metrics("proxy").expose().decode()
+    os.close(reader)
+    assert queue.num_dropped > 0
+    assert f"baton_log_lines_dropped_total {float(queue.num_dropped)}" in text

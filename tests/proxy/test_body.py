@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from protocol.errors import InvalidRequest
+from protocol.errors import PayloadTooLarge, RequestError
+from protocol.http.json_bounds import MAX_MEMBERS, MAX_TOP_MEMBERS
 from protocol.kv_params import REMOTE_DECODE
 from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
 from tests.proxy.fakes import Rig
@@ -40,8 +41,20 @@ NOT_OBJECTS = [
 
 @pytest.mark.parametrize("data", NOT_OBJECTS, ids=lambda data: repr(data[:12]))
 def test_what_is_not_a_json_object_is_refused(data):
-    with pytest.raises(InvalidRequest, match="the body"):
+    with pytest.raises(RequestError, match="the body"):
         parse_body(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":[' + b"{}," * MAX_MEMBERS + b"0]}",
+        b"{" + b",".join(b'"%d":0' % at for at in range(MAX_TOP_MEMBERS + 1)) + b"}",
+    ],
+)
+def test_too_many_members_are_refused_before_they_are_decoded(body):
+    with pytest.raises(PayloadTooLarge, match="the limit is"):
+        parse_body(body)
 
 
 @examples(40)

@@ -1,0 +1,125 @@
+"""Standard streams that never block: nothing reads, then something does."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.process.output import MAX_LAST_WORDS, OutputQueue
+
+TIMEOUT_S = 60.0
+LINE = b"x" * 99 + b"\n"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+
+
+def read_lines(reader: int, until: bytes) -> list[bytes]:
+    """What comes from `reader` through the line that begins with `until`."""
+    with open(reader, "rb", closefd=False) as stream:
+        lines = []
+        for line in stream:
+            lines.append(line)
+            if line.startswith(until):
+                return lines
+    raise AssertionError(f"no line {until!r}")
+
+
+def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
+    reader, writer = pipe
+    queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
+    for _ in range(5000):  # half a megabyte: more than the queue and the pipe have
+        queue.put(LINE)
+    queue.put(b"last words\n")
+    assert queue.num_dropped > 2000
+    lines = read_lines(reader, b"last words")
+    assert (
+        lines[: -1 - MAX_LAST_WORDS].count(LINE) + queue.num_dropped
+        == 5001 - MAX_LAST_WORDS
+    )
+    assert lines[-1 - MAX_LAST_WORDS] == b"dropped %d\n" % queue.num_dropped
+    assert queue.flush(TIMEOUT_S)
+
+
+def test_lines_are_taken_again_once_the_file_is_read(pipe):
+    reader, writer = pipe
+    queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
+    for _ in range(5000):
+        queue.put(LINE)
+    read_lines(reader, b"dropped")
+    flushed = threading.Thread(target=queue.flush, args=(TIMEOUT_S,))
+    flushed.start()
+    queue.put(b"taken again\n")
+    read_lines(reader, b"taken again")
+    flushed.join(TIMEOUT_S)
+    num_dropped = queue.num_dropped
+    queue.put(b"and again\n")
+    read_lines(reader, b"and again")
+    assert queue.num_dropped == num_dropped
+
+
+def test_flush_gives_up_where_nothing_reads(pipe):
+    queue = OutputQueue(pipe[1], str, max_queued_bytes=1 << 20)
+    for _ in range(2000):
+        queue.put(LINE)
+    assert not queue.flush(0.01)
+
+
+def test_full_disk_is_counted_and_survived():
+    full = os.open("/dev/full", os.O_WRONLY)
+    queue = OutputQueue(full, str)
+    queue.put(LINE)
+    queue.put(LINE)
+    assert queue.flush(TIMEOUT_S)
+    assert queue.num_dropped == 2
+    os.close(full)
+
+
+_PROGRAM = """
+import logging, os, sys, threading
+from protocol.process.logging import get_logger, setup_logging
+setup_logging("decode")
+def write():
+    for n in range(50):
+        print(f"number {n}", file=sys.stderr)
+threads = [threading.Thread(target=write) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+get_logger("x").error("last log line")
+print("last print", end="", flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last", "status"),
+    [
+        ("", "last print", 0),
+        ("raise ValueError('the reason')", "ValueError: the reason", 1),
+        (
+            "from protocol.process import lifecycle; lifecycle.exit_now(3)",
+            "last print",
+            3,
+        ),
+    ],
+)
+def test_last_words_are_written_at_every_end(end, last, status):
+    program = _PROGRAM.replace("END", end)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1].endswith(last)
+    assert "last log line" in done.stdout
+    for number in range(50):
+        assert done.stdout.count(f"number {number}\n") == 4

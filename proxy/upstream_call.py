@@ -331,7 +331,7 @@ class Upstreams:
         if ready and not rest and times.bit_count() == 1:
             logger.warning(
                 "the last %d requests were not disaggregated (%s) though %d prefill servers are "
-                "ready; see decode_only in docs/operations.md",
+                "ready; see decode_only in docs/troubleshooting.md",
                 self._num_alone, reason, len(ready),
             )  # fmt: skip
 

@@ -471,7 +471,7 @@ class RegisterOptions(ServerOptions):
 
 class RoutingOptions(WaitOptions):
     api_keys_file: str | None = Field(None, min_length=1)
-    """file of keys, a JSON object on each line (docs/operations.md); read again when it changes"""
+    """file of keys, a JSON object on each line (docs/deployment.md); read again when it changes"""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
     """servers get requests by what they have cached and to do; by that alone; in turn"""
     disaggregate: Literal["always", "auto", "never"] = "always"

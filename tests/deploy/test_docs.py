@@ -96,7 +96,7 @@ def test_every_target_of_make_that_a_text_names_is_one(path):
 
 
 def test_the_models_of_the_text_are_those_of_the_code():
-    text = (ROOT / "docs" / "operations.md").read_text().partition("## Models")[2]
+    text = (ROOT / "docs" / "models.md").read_text()
     served = text.partition("Served are")[2].partition(". Refused")[0]
     kinds = ("ForCausalLM", "ForConditionalGeneration")
     named = {name for name in re.findall(r"`(\w+)`", served) if name.endswith(kinds)}
@@ -236,25 +236,12 @@ def test_every_path_of_the_document_is_in_the_text():
     )
 
 
-def test_what_the_table_of_troubles_quotes_is_said_somewhere():
-    text = (
-        (ROOT / "docs" / "operations.md")
-        .read_text()
-        .partition("## Something is wrong")[2]
-    )
-    seen = [
-        line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")
-    ][1:]
-    quoted = {part for cell in seen for part in re.findall(r"`([^`]+)`", cell)}
-    packages = (
-        "protocol",
-        "kvcache",
-        "attention",
-        "model",
-        "engine",
-        "deploy",
-        "proxy",
-    )
+def test_every_symptom_in_troubleshooting_is_quoted_from_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    symptoms = re.findall(r"(?m)^### (.+)$|^- (\*\*`.+?):?\*\*", text)
+    quoted = {part for cell in map("".join, symptoms) for part in re.findall(r"`([^`]+)`", cell)}
+    assert len(quoted) >= 20
+    packages = ("protocol", "kvcache", "attention", "model", "engine", "deploy", "proxy")
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     said = " ".join(path.read_text() for path in sources)
     said = re.sub(r'"\s*\n?\s*f?"', "", said)  # one text over several lines

@@ -66,7 +66,7 @@ def test_decode_goes_on_without_a_lost_peer_and_pulls_again(
     hosts, tiny_model, tiny_reference
 ):
     """The two are parted while KV is pulled, so that no end of a connection is ever told. Rejoined,
-    UCX may end P (docs/operations.md), which is then started again as by a supervisor."""
+    UCX may end P (docs/deployment.md), which is then started again as by a supervisor."""
     model = ("--model", str(tiny_model), *ENGINE_ARGV)
     side = ("--side-channel-host", hosts.address("p"), "--lease-s", str(_LEASE_S))
     ports = prefill_ports(8100, 8101)

@@ -1,1 +1,1 @@
-"""Writing and reading the paged KV cache."""
+"""Attention backends: they write and read the paged KV cache."""

@@ -1,14 +1,15 @@
-"""The interface of attention backends: the batch of a step, and the forward of each layer.
+"""The interface of attention backends: a step's batch, and the forward of a layer.
 
-A step runs T query tokens of S sequences through all layers. The batch is described once, in host
-arrays (`AttentionBatch`). `plan` derives the backend's indices from it; `forward` is then called
-once per layer: it writes this step's keys and values into the pool by slot, then attends over each
-sequence's block table.
+A step runs T query tokens of S sequences through all layers. `AttentionBatch` describes
+the step once, in host arrays. `plan` derives the backend's indices from it. `forward`
+is then called once per layer: it writes this step's keys and values into the pool by
+slot, and attends over each sequence's block table.
 
-Rows of a batch are grouped by sequence, in order: the first `query_lens[0]` rows belong to
-sequence 0, and so on. Rows past `sum(query_lens)` are padding: their KV goes to the slots given
-for them (of the null block) and their output is unspecified. Nothing read from the null block, or
-from a slot at or past a sequence's context length, may influence the output of another row.
+Rows of a batch are grouped by sequence, in order: the first `query_lens[0]` rows belong
+to sequence 0, and so on. Rows past `sum(query_lens)` are padding: their KV goes to the
+slots given for them (of the null block) and their output is unspecified. Values read
+from the null block, or from a slot at or past a sequence's context length, must not
+influence the output of another row.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,10 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Pages(NamedTuple):
-    """Blocks of S sequences, one after the other: sequence i has indices[indptr[i]:indptr[i+1]]."""
+    """The blocks of S sequences in compressed sparse row form.
+
+    Sequence i has the blocks `indices[indptr[i] : indptr[i + 1]]`.
+    """
 
     indptr: Int32s  # [S + 1]
     indices: Int32s  # [indptr[S]] block ids
@@ -37,7 +41,10 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
-    """One step on one rank: T query tokens of S sequences. A decode row is a query_len of 1."""
+    """One step on one rank: T query tokens of S sequences.
+
+    A decode row is a sequence with a query_len of 1.
+    """
 
     query_lens: Int32s  # [S] tokens, each >= 1
     context_lens: Int32s  # [S] tokens of KV, this step's included
@@ -46,14 +53,12 @@ class AttentionBatch:
 
     def __post_init__(self) -> None:
         num_seqs = len(self.query_lens)
+        num_queries = int(self.query_lens.sum())
         assert self.context_lens.shape == (num_seqs,), self.context_lens.shape
         assert self.block_tables.shape[:1] == (num_seqs,), self.block_tables.shape
-        assert self.slot_mapping.shape[0] >= int(self.query_lens.sum()), (
-            "a query token has no slot"
-        )
-        assert bool((self.query_lens <= self.context_lens).all()), (
-            "context_lens include the query"
-        )
+        assert self.slot_mapping.shape[0] >= num_queries, "a query token has no slot"
+        includes_query = bool((self.query_lens <= self.context_lens).all())
+        assert includes_query, "context_lens must include the query tokens"
 
     @property
     def num_seqs(self) -> int:
@@ -66,44 +71,45 @@ class AttentionBatch:
 
     @property
     def num_leading_decodes(self) -> int:
-        """How many sequences at the head of the step compute one token each."""
-        longer = np.flatnonzero(self.query_lens > 1)
-        return int(longer[0]) if len(longer) else len(self.query_lens)
+        """Number of sequences at the head of the step that compute one token each."""
+        prefills = np.flatnonzero(self.query_lens > 1)
+        return int(prefills[0]) if len(prefills) else len(self.query_lens)
 
     def pages(self, block_size: int) -> Pages:
         """The blocks that hold each sequence's context."""
         counts = -(-self.context_lens // block_size)
         indptr = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
-        used = np.arange(self.block_tables.shape[1]) < counts[:, None]
+        is_used = np.arange(self.block_tables.shape[1]) < counts[:, None]
+        last_page_lens = self.context_lens - (counts - 1) * block_size
         return Pages(
-            indptr,
-            self.block_tables[used].astype(np.int32, copy=False),
-            (self.context_lens - (counts - 1) * block_size).astype(
-                np.int32, copy=False
-            ),
+            indptr=indptr,
+            indices=self.block_tables[is_used].astype(np.int32, copy=False),
+            last_page_lens=last_page_lens.astype(np.int32, copy=False),
         )
 
-    def within(self, window: int | None, block_size: int) -> "AttentionBatch":
-        """The same step without each sequence's leading blocks that no query sees. Positions then
-        count from the first block that is left, which a window allows. Tokens before the window in
-        that block are masked, but read: they must be finite."""
+    def limit_to_window(self, window: int | None, block_size: int) -> "AttentionBatch":
+        """The same step without the leading blocks of each sequence that no query sees.
+
+        Positions then count from the first block that is left; a sliding window allows
+        this shift. Tokens of that block before the window are masked, but kernels still
+        read them: they must be finite.
+        """
         if window is None or not self.num_seqs:
             return self
         first_seen = np.maximum(self.context_lens - self.query_lens + 1 - window, 0)
-        unseen = (first_seen // block_size).astype(np.int32)
-        context_lens = self.context_lens - unseen * np.int32(block_size)
-        columns = unseen[:, None] + np.arange(-(-int(context_lens.max()) // block_size))
+        unseen_blocks = (first_seen // block_size).astype(np.int32)
+        context_lens = self.context_lens - unseen_blocks * np.int32(block_size)
+        max_blocks = -(-int(context_lens.max()) // block_size)
+        columns = unseen_blocks[:, None] + np.arange(max_blocks)
         columns = np.minimum(columns, self.block_tables.shape[1] - 1)
         tables = np.take_along_axis(self.block_tables, columns, axis=1)
         return replace(self, context_lens=context_lens, block_tables=tables)
 
-    def part(self, first: int, last: int) -> "AttentionBatch":
-        """Sequences [first, last) of the step."""
-        start, stop = (
-            int(self.query_lens[:first].sum()),
-            int(self.query_lens[:last].sum()),
-        )
+    def select_sequences(self, first: int, last: int) -> "AttentionBatch":
+        """The part of the step that computes sequences [first, last)."""
+        start = int(self.query_lens[:first].sum())
+        stop = int(self.query_lens[:last].sum())
         return AttentionBatch(
             query_lens=self.query_lens[first:last],
             context_lens=self.context_lens[first:last],
@@ -112,31 +118,32 @@ class AttentionBatch:
         )
 
     def padded_to(self, num_rows: int, block_size: int) -> "AttentionBatch":
-        """A decode step of `num_rows` rows; the added ones read and write the null block only."""
-        missing = num_rows - self.num_seqs
-        assert missing >= 0 and self.num_tokens == self.num_seqs, (
-            num_rows,
-            self.num_tokens,
-        )
-        if missing == 0:
+        """This decode step, padded to `num_rows` rows.
+
+        The added rows read and write the null block only.
+        """
+        num_added = num_rows - self.num_seqs
+        is_decode_step = self.num_tokens == self.num_seqs
+        assert num_added >= 0 and is_decode_step, (num_rows, self.num_tokens)
+        if num_added == 0:
             return self
-        ones = np.ones(missing, np.int32)
+        ones = np.ones(num_added, np.int32)
+        null_slots = np.arange(num_added, dtype=np.int64) % block_size
         return AttentionBatch(
             query_lens=np.concatenate([self.query_lens, ones]),
             context_lens=np.concatenate([self.context_lens, ones]),
-            block_tables=np.pad(self.block_tables, ((0, missing), (0, 0))),
-            slot_mapping=np.concatenate(
-                [self.slot_mapping, np.arange(missing, dtype=np.int64) % block_size]
-            ),
+            block_tables=np.pad(self.block_tables, ((0, num_added), (0, 0))),
+            slot_mapping=np.concatenate([self.slot_mapping, null_slots]),
         )
 
 
-class Kind(NamedTuple):
-    """The properties that layers must share to be served by one plan of a step.
+class AttentionKind(NamedTuple):
+    """The properties that layers must have in common to use one plan of a step.
 
     Attributes:
-        window: number of tokens that a token sees, itself included; None: all before it.
-        soft_cap: scores become tanh(score / cap) * cap before the softmax; 0: no cap.
+        window: Number of tokens that a token sees, itself included; None: all tokens
+            before it.
+        soft_cap: Scores become tanh(score / cap) * cap before the softmax; 0: no cap.
     """
 
     window: int | None = None
@@ -147,28 +154,34 @@ class LayerAttention(NamedTuple):
     """The attention of one layer.
 
     Attributes:
-        sinks: float32 [num_q_heads], of this rank: for each query head, a logit that takes part in
-            the softmax and has no value.
+        sinks: float32 [num_q_heads], of this rank: for each query head, a logit that
+            takes part in the softmax and has no value.
     """
 
-    kind: Kind = Kind()
+    kind: AttentionKind = AttentionKind()
     sinks: Tensor | None = None
 
 
-def leave_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Scales out [T, H, D] in place by the share of the softmax that sinks [H] leave to the other
-    scores, whose log-sum-exps are lse [T, H]."""
+def scale_for_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Corrects an attention output for sinks that its softmax did not include.
+
+    Scales `out` [T, H, D] in place by the share of the softmax that `sinks` [H] leave
+    to the other scores. `lse` [T, H] are the log-sum-exps of these scores.
+    """
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
 
-class Turn(NamedTuple):
-    """Norms and rotary embedding of queries and keys, before attention and storing.
+class RopeNormArgs(NamedTuple):
+    """Arguments of the norms and the rotary embedding of queries and keys.
+
+    A backend applies them before it stores the keys and attends.
 
     Attributes:
-        cos_sin: float32 [T, head_dim], of the rotation of heads' halves: cosines, then sines.
-        norms: two of [head_dim]: weights of the root-mean-square norms of query heads and of key
-            heads, applied before the rotation.
-        eps: of these norms.
+        cos_sin: float32 [T, head_dim]: the cosines, then the sines, of the rotation of
+            a head's first half against its second half.
+        norms: Two tensors of [head_dim]: weights of the root-mean-square norms of query
+            heads and of key heads. The norms come before the rotation.
+        eps: Epsilon of these norms.
     """
 
     cos_sin: Tensor
@@ -180,14 +193,15 @@ class AttentionBackend(ABC):
     """Attention of one rank over its KV pool. One step at a time; not thread-safe.
 
     Args:
-        pool: this rank's KV. Its `num_heads` are the KV heads of this rank.
-        num_q_heads: query heads of this rank, a multiple of the pool's KV heads.
-        head_dim: elements per query head (MLA: of the latent and rope parts together).
-        scale: factor of scores before the softmax.
-        layers: the attention of each of the pool's layers; empty: all layers see all tokens.
+        pool: This rank's KV. Its `num_heads` are the KV heads of this rank.
+        num_q_heads: Query heads of this rank, a multiple of the pool's KV heads.
+        head_dim: Elements per query head (MLA: of the latent and rope parts together).
+        scale: Factor of scores before the softmax.
+        layers: The attention of each of the pool's layers; empty: all layers see all
+            tokens.
 
-    FP8 elements are read as stored: the keys' scale is multiplied into `scale`, the values' scale
-    into the output, so that dequantising costs nothing.
+    FP8 elements are read as stored. The keys' scale is multiplied into `scale`, and the
+    values' scale into the output, so that dequantization costs nothing.
     """
 
     def __init__(
@@ -199,18 +213,16 @@ class AttentionBackend(ABC):
         scale: float,
         layers: Sequence[LayerAttention] = (),
     ) -> None:
-        assert len(layers) in (0, pool.layout.num_layers), len(layers)
-        assert num_q_heads % pool.layout.num_heads == 0, (
-            num_q_heads,
-            pool.layout.num_heads,
-        )
-        assert head_dim == pool.layout.head_dim, (head_dim, pool.layout.head_dim)
+        layout = pool.layout
+        assert len(layers) in (0, layout.num_layers), len(layers)
+        assert num_q_heads % layout.num_heads == 0, (num_q_heads, layout.num_heads)
+        assert head_dim == layout.head_dim, (head_dim, layout.head_dim)
         self.pool = pool
         self.num_q_heads = num_q_heads
-        self.num_kv_heads = pool.layout.num_heads
+        self.num_kv_heads = layout.num_heads
         self.head_dim = head_dim
         self.scale = scale
-        self.layers = tuple(layers) or (LayerAttention(),) * pool.layout.num_layers
+        self.layers = tuple(layers) or (LayerAttention(),) * layout.num_layers
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.layers))
 
     @property
@@ -220,7 +232,7 @@ class AttentionBackend(ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory, beside the pool, for intermediate results of steps."""
+        """Bytes of device memory for intermediate results of steps."""
         return 0
 
     @abstractmethod
@@ -228,32 +240,36 @@ class AttentionBackend(ABC):
         """Takes the batch of the step whose `forward` calls follow; once per step."""
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
-        """Makes room for decode steps in CUDA graphs, of sequences of up to `max_blocks` blocks.
+        """Allocates buffers for decode steps that run as CUDA graphs.
+
+        Args:
+            max_seqs: Sequences of the largest such step.
+            max_blocks: Blocks of the longest sequence.
 
         Raises:
-            NotImplementedError: the backend's `forward` cannot be captured.
+            NotImplementedError: The backend's `forward` cannot be captured.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be captured in CUDA graphs"
         )
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
-        """`plan` for a step of single query tokens, padded to `num_rows` rows.
+        """Plans a step of single query tokens, padded to `num_rows` rows, for a graph.
 
-        The `forward` calls that follow may be captured. Replaying them later, after another
-        `plan_captured` of the same `num_rows`, runs that plan's batch.
+        The `forward` calls that follow may be captured. A replay of the graph after
+        another `plan_captured` of the same `num_rows` runs the batch of that plan.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be captured in CUDA graphs"
         )
 
     @property
-    def rotates(self) -> bool:
-        """Whether `forward` takes q and k before rope, with `cos_sin`."""
+    def applies_rope(self) -> bool:
+        """Whether `forward` accepts q and k before rope, together with `rope_norm`."""
         return False
 
-    def always_with_lse(self) -> None:
-        """Announces that all forwards have `lse`: some kernels must be planned for it."""
+    def require_lse(self) -> None:
+        """Announces that all forwards pass `lse`; some kernels need it when planned."""
         return None
 
     def forward(
@@ -263,19 +279,19 @@ class AttentionBackend(ABC):
         k: Tensor,
         v: Tensor,
         *,
-        turn: Turn | None = None,
+        rope_norm: RopeNormArgs | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         """Writes the step's K and V of `layer`, then attends causally.
 
         Args:
             q: [T, num_q_heads, head_dim], rope applied.
-            k, v: [T, num_kv_heads, head_dim], rope applied to k; may be changed in place to the
-                stored elements.
-            turn: norms and rope still to be applied to q and k, which may be changed in place.
-                Only for a backend that `rotates`.
-            lse: float32 [T, num_q_heads], filled with the natural log-sum-exp of the scores without
-                sinks.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k; may be changed in
+                place to the stored elements.
+            rope_norm: Norms and rope still to be applied to q and k, which may be
+                changed in place. Only for a backend that `applies_rope`.
+            lse: float32 [T, num_q_heads], filled with the natural log-sum-exp of the
+                scores without sinks.
 
         Returns:
             [T, num_q_heads, head_dim] in q's dtype.
@@ -291,15 +307,18 @@ class AttentionBackend(ABC):
         *,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Writes the step's latents of `layer`, then attends over them (MLA, weights absorbed).
+        """Writes the step's latents of `layer`, then attends over them.
+
+        This is multi-head latent attention (MLA) with absorbed weights.
 
         Args:
             q_latent: [T, num_q_heads, R], the query times the key up-projection.
             q_rope: [T, num_q_heads, P].
             latent: [T, R + P], the normed KV latent and the roped shared key.
-            lse: as in `forward`.
+            lse: As in `forward`.
 
         Returns:
-            [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value up-projection.
+            [T, num_q_heads, R] in q_latent's dtype, to be multiplied by the value
+            up-projection.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve MLA models")

@@ -1,12 +1,20 @@
-"""Attention of a rank that keeps a part of every sequence's tokens: decode context parallelism.
+"""Attention of a rank that stores a part of every sequence's tokens.
 
-The ranks of a group hold the same KV heads and share the tokens (kvcache/stripe.py). In a decode
-step queries are few, so they are exchanged: every rank gathers the query heads of the
-whole group, attends with them over its own tokens, and sends each rank its heads' partial results,
-which that one merges by their log-sum-exps ("Helix Parallelism", arXiv:2507.07120, has the same
-exchange). A prompt has as many queries as keys, so there the keys are exchanged: the cached blocks
-of its context are collected in `scratch`, where the rank attends with its own heads, as without
-context parallelism.
+This is decode context parallelism (DCP). The ranks of a group hold the same KV heads
+and share the tokens (kvcache/stripe.py).
+
+A decode step has few queries, so ranks exchange the queries:
+
+1. Every rank gathers the query heads of the whole group.
+2. It attends with them over its own tokens.
+3. It sends each rank the partial results of that rank's heads.
+4. Each rank merges what it received by the log-sum-exps.
+
+"Helix Parallelism" (arXiv:2507.07120) has the same exchange.
+
+A prompt has as many queries as keys, so ranks exchange the keys: each rank collects the
+cached blocks of the prompt's context in `scratch`. There it attends with its own heads,
+as without context parallelism.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, AttentionBatch, Int32s, Turn
+from attention.base import AttentionBackend, AttentionBatch, Int32s, RopeNormArgs
 from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -35,15 +43,15 @@ class ContextGroup(Protocol):
         """[...] of each rank -> [size, ...] on every rank."""
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """[size, ...], a part for each rank -> [size, ...], the part for this one of each."""
+        """[size, ...], a part for each rank -> [size, ...], a part from each rank."""
 
 
-MakeBackend = Callable[
-    [KVPool, int], AttentionBackend
-]  # from a pool and a number of query heads
+# Makes a backend from a pool and a number of query heads.
+MakeBackend = Callable[[KVPool, int], AttentionBackend]
 
-# Of scratch, put together at once: so that a long context needs no memory besides, which sizing a
-# KV pool would have to leave free. Some four times as much is taken in passing.
+# Bytes of scratch that one exchange fills. The bound keeps a long context from needing
+# more memory, which sizing a KV pool would have to leave free. An exchange takes some
+# four times as much temporarily.
 _EXCHANGED_BYTES: Final = 32 * 2**20
 
 
@@ -54,19 +62,19 @@ class _Prompts:
     rows: slice  # of the step
     batch: AttentionBatch  # over scratch
     cached_blocks: Tensor  # i64 [n] blocks of this rank's pool
-    targets: Tensor  # i64 [size, n] blocks of scratch, by the rank they come from
+    targets: Tensor  # i64 [size, n] blocks of scratch, by source rank
 
 
 class ContextParallelBackend(AttentionBackend):
-    """See AttentionBackend. Batches come as if one pool held blocks of `stripe.tokens_per_block`.
+    """See AttentionBackend. Batches count blocks of `stripe.tokens_per_block` tokens.
 
     Args:
-        stripe: which tokens `pool` holds.
-        pool: this rank's KV, of all KV heads of the group.
-        make: makes the backends that do the work, over `pool` and over `scratch`.
-        num_q_heads: query heads of this rank.
-        scratch_tokens: context of the prompts that are attended to at once; that of the longest
-            sequence, or more.
+        stripe: Which tokens `pool` holds.
+        pool: This rank's KV, of all KV heads of the group.
+        make: Makes the backends that compute, over `pool` and over `scratch`.
+        num_q_heads: Query heads of this rank.
+        scratch_tokens: Context tokens of the prompts that are computed at once; at
+            least those of the longest sequence.
     """
 
     def __init__(
@@ -81,17 +89,18 @@ class ContextParallelBackend(AttentionBackend):
         scale: float,
         scratch_tokens: int,
     ) -> None:
-        group_heads, kv_heads = num_q_heads * group.size, pool.layout.num_heads
-        # The KV heads that a rank's own query heads read: a share of the group's, or a shared one.
-        per_kv_head = group_heads // kv_heads
-        firsts = np.arange(group.size) * num_q_heads // per_kv_head
-        needed = np.arange(max(1, num_q_heads // per_kv_head))
+        group_heads = num_q_heads * group.size
+        # The KV heads that a rank's query heads read: a share of the group's KV heads,
+        # or one KV head that several ranks read.
+        q_per_kv_head = group_heads // pool.layout.num_heads
+        first_heads = np.arange(group.size) * num_q_heads // q_per_kv_head
+        head_offsets = np.arange(max(1, num_q_heads // q_per_kv_head))
+        scratch_blocks = -(-scratch_tokens // stripe.tokens_per_block) * stripe.size
         self.scratch = KVPool(
             KVLayout(
                 order="LBCHND",
-                num_blocks=1
-                + -(-scratch_tokens // stripe.tokens_per_block) * stripe.size,
-                num_heads=len(needed),
+                num_blocks=1 + scratch_blocks,
+                num_heads=len(head_offsets),
                 num_layers=1,
                 num_components=pool.layout.num_components,
                 block_size=stripe.block_size,
@@ -105,55 +114,68 @@ class ContextParallelBackend(AttentionBackend):
         )
         self._stripe = stripe
         self._group = group
-        self._own = pool
-        self._heads = _upload(firsts[:, None] + needed, pool.device)  # [size, needed]
-        self._shared = make(pool, group_heads)
-        self._shared.always_with_lse()
-        self._alone = make(self.scratch, num_q_heads)
+        self._local_pool = pool
+        # [size, heads of a rank]
+        self._heads_by_rank = _upload(first_heads[:, None] + head_offsets, pool.device)
+        self._decode_backend = make(pool, group_heads)
+        self._decode_backend.require_lse()
+        self._prefill_backend = make(self.scratch, num_q_heads)
         self._num_decodes = 0
         self._prompts: list[_Prompts] = []
-        self._absent_rows = torch.empty(0, device=pool.device)
-        # Rows of prompts that this rank keeps, their blocks, and offsets in these: all i64 [n].
+        self._is_absent = torch.empty(0, device=pool.device)
+        # Rows of prompts that this rank stores, their blocks, and offsets in the
+        # blocks: all i64 [n].
         self._stored = [torch.empty(0, dtype=torch.int64)] * 3
 
     @property
     def workspace_bytes(self) -> int:
-        return self._shared.workspace_bytes + self._alone.workspace_bytes
+        return (
+            self._decode_backend.workspace_bytes + self._prefill_backend.workspace_bytes
+        )
 
-    # -- plans -------------------------------------------------------------------------------
+    # -- plans
+    # ---------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._num_decodes = count = batch.num_leading_decodes
-        if count:
-            decodes = self._local(batch.part(0, count))
-            self._shared.plan(decodes)
-            absent = self._absent(batch.context_lens[:count])
-            self._absent_rows = absent.to(self.pool.device, non_blocking=True)
+        num_decodes = batch.num_leading_decodes
+        self._num_decodes = num_decodes
+        if num_decodes:
+            decodes = batch.select_sequences(0, num_decodes)
+            self._decode_backend.plan(self._local_batch(decodes))
+            is_absent = self._absent_sequences(batch.context_lens[:num_decodes])
+            self._is_absent = is_absent.to(self.pool.device, non_blocking=True)
         self._plan_stores(batch)
         self._prompts = self._group_prompts(batch)
         if len(self._prompts) == 1:
-            self._alone.plan(self._prompts[0].batch)
+            self._prefill_backend.plan(self._prompts[0].batch)
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
-        self._shared.reserve_captured(max_seqs, max_blocks)
+        self._decode_backend.reserve_captured(max_seqs, max_blocks)
         self._captured_absent = torch.zeros(
             max_seqs, dtype=torch.bool, device=self.pool.device
         )
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
-        self._shared.plan_captured(self._local(padded), num_rows)
-        self._absent_rows = self._captured_absent[:num_rows]
-        self._absent_rows.copy_(self._absent(padded.context_lens), non_blocking=True)
-        self._num_decodes, self._prompts = num_rows, []
+        self._decode_backend.plan_captured(self._local_batch(padded), num_rows)
+        is_absent = self._absent_sequences(padded.context_lens)
+        self._is_absent = self._captured_absent[:num_rows]
+        self._is_absent.copy_(is_absent, non_blocking=True)
+        self._num_decodes = num_rows
+        self._prompts = []
 
-    def _absent(self, context_lens: Int32s) -> Tensor:
-        """bool [S], where the device can take it: whether none of a sequence's tokens is here."""
-        return _host(self._stripe.num_local(context_lens) == 0, self.pool.device)
+    def _absent_sequences(self, context_lens: Int32s) -> Tensor:
+        """bool [S], on the host: whether this rank has none of a sequence's tokens."""
+        return _to_host_tensor(
+            self._stripe.num_local(context_lens) == 0, self.pool.device
+        )
 
-    def _local(self, batch: AttentionBatch) -> AttentionBatch:
-        """Single queries over the tokens that are here; over one that counts for nothing where
-        none is, as kernels want some."""
+    def _local_batch(self, batch: AttentionBatch) -> AttentionBatch:
+        """The decode rows of `batch` over the tokens that this rank stores.
+
+        Kernels need at least one token. A sequence without tokens on this rank reads
+        one, and `_merge` ignores the result.
+        """
         local_lens = self._stripe.num_local(batch.context_lens)
         return AttentionBatch(
             query_lens=batch.query_lens,
@@ -166,72 +188,91 @@ class ContextParallelBackend(AttentionBackend):
         slots = self._stripe.local_slots(batch.slot_mapping)
         blocks, offsets = np.divmod(slots, self._stripe.block_size)
         rows = np.arange(len(slots))
-        kept = (blocks != 0) & (rows >= self._num_decodes)
+        is_stored = (blocks != 0) & (rows >= self._num_decodes)
         self._stored = [
-            _upload(x[kept], self.pool.device) for x in (rows, blocks, offsets)
+            _upload(array[is_stored], self.pool.device)
+            for array in (rows, blocks, offsets)
         ]
 
     def _group_prompts(self, batch: AttentionBatch) -> list[_Prompts]:
-        """The sequences after the decodes, in order, as many at once as scratch holds."""
+        """Groups the sequences after the decodes, in order, by what scratch holds."""
         cached = batch.context_lens - batch.query_lens
         cached_blocks = -(-cached // self._stripe.tokens_per_block)
-        filled = -(-batch.context_lens // self._stripe.block_size)
-        room = np.maximum(cached_blocks * self._stripe.size, filled)
-        groups, first, free = [], self._num_decodes, self.scratch.layout.num_blocks - 1
+        context_blocks = -(-batch.context_lens // self._stripe.block_size)
+        needed_blocks = np.maximum(cached_blocks * self._stripe.size, context_blocks)
+        capacity = self.scratch.layout.num_blocks - 1
+        groups = []
+        first = self._num_decodes
+        free_blocks = capacity
         for seq in range(first, batch.num_seqs):
-            if room[seq] > free:
-                groups.append(self._prompts_of(batch, first, seq, cached_blocks, room))
-                first, free = seq, self.scratch.layout.num_blocks - 1
-            free -= room[seq]
+            if needed_blocks[seq] > free_blocks:
+                groups.append(
+                    self._make_prompts(batch, first, seq, cached_blocks, needed_blocks)
+                )
+                first = seq
+                free_blocks = capacity
+            free_blocks -= needed_blocks[seq]
         if first < batch.num_seqs:
+            last = batch.num_seqs
             groups.append(
-                self._prompts_of(batch, first, batch.num_seqs, cached_blocks, room)
+                self._make_prompts(batch, first, last, cached_blocks, needed_blocks)
             )
         return groups
 
-    def _prompts_of(
+    def _make_prompts(
         self,
         batch: AttentionBatch,
         first: int,
         last: int,
         cached_blocks: Int32s,
-        room: Int32s,
+        needed_blocks: Int32s,
     ) -> _Prompts:
-        """Sequences [first, last) laid out in scratch one after the other."""
-        room = room[first:last]
-        begins = 1 + np.cumsum(room) - room
-        tables = begins[:, None] + np.arange(int(room.max()))
-        tables[np.arange(tables.shape[1]) >= room[:, None]] = 0
-        part = batch.part(first, last)
-        counts, size = cached_blocks[first:last], self._stripe.size
-        cached = [table[:n] for table, n in zip(part.block_tables, counts, strict=True)]
-        targets = [b + np.arange(n) * size for b, n in zip(begins, counts, strict=True)]
+        """Sequences [first, last), laid out in scratch one after the other."""
+        size = self._stripe.size
+        needed_blocks = needed_blocks[first:last]
+        first_blocks = 1 + np.cumsum(needed_blocks) - needed_blocks
+        tables = first_blocks[:, None] + np.arange(int(needed_blocks.max()))
+        tables[np.arange(tables.shape[1]) >= needed_blocks[:, None]] = 0
+        prompts = batch.select_sequences(first, last)
+        counts = cached_blocks[first:last]
+        sources = [
+            table[:count]
+            for table, count in zip(prompts.block_tables, counts, strict=True)
+        ]
+        targets = [
+            first_block + np.arange(count) * size
+            for first_block, count in zip(first_blocks, counts, strict=True)
+        ]
+        # The block that rank r has of a token range goes r blocks after that of rank 0.
+        targets_by_rank = np.concatenate(targets) + np.arange(size)[:, None]
+        source_blocks = np.concatenate(sources).astype(np.int64)
         start = int(batch.query_lens[:first].sum())
         return _Prompts(
-            rows=slice(start, start + part.num_tokens),
+            rows=slice(start, start + prompts.num_tokens),
             batch=AttentionBatch(
-                query_lens=part.query_lens,
-                context_lens=part.context_lens,
+                query_lens=prompts.query_lens,
+                context_lens=prompts.context_lens,
                 block_tables=tables.astype(np.int32),
-                slot_mapping=self._scratch_slots(part, begins),
+                slot_mapping=self._scratch_slots(prompts, first_blocks),
             ),
-            cached_blocks=_upload(
-                np.concatenate(cached).astype(np.int64), self.pool.device
-            ),
-            targets=_upload(
-                np.concatenate(targets) + np.arange(size)[:, None], self.pool.device
-            ),
+            cached_blocks=_upload(source_blocks, self.pool.device),
+            targets=_upload(targets_by_rank, self.pool.device),
         )
 
-    def _scratch_slots(self, part: AttentionBatch, begins: IntArray) -> IntArray:
-        """A sequence's blocks follow each other in scratch, so its tokens do."""
-        before = part.context_lens - np.cumsum(part.query_lens)
-        firsts = begins * self._stripe.block_size + before
-        return np.repeat(firsts, part.query_lens) + np.arange(
-            int(part.query_lens.sum())
-        )
+    def _scratch_slots(
+        self, prompts: AttentionBatch, first_blocks: IntArray
+    ) -> IntArray:
+        """The slots in scratch of the prompts' query tokens.
 
-    # -- attention ---------------------------------------------------------------------------
+        A sequence's blocks are contiguous in scratch, and so are its tokens.
+        """
+        num_preceding = prompts.context_lens - np.cumsum(prompts.query_lens)
+        first_slots = first_blocks * self._stripe.block_size + num_preceding
+        num_tokens = int(prompts.query_lens.sum())
+        return np.repeat(first_slots, prompts.query_lens) + np.arange(num_tokens)
+
+    # -- attention
+    # -----------------------------------------------------------------------
 
     def forward(
         self,
@@ -240,19 +281,23 @@ class ContextParallelBackend(AttentionBackend):
         k: Tensor,
         v: Tensor,
         *,
-        turn: Turn | None = None,
+        rope_norm: RopeNormArgs | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        assert turn is None and lse is None
+        assert rope_norm is None and lse is None
         out = q.new_empty(q.shape)
-        if count := self._num_decodes:
+        count = self._num_decodes
+        if count:
             queries = self._gather_heads(q[:count])
-            found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
-            part = self._shared.forward(layer, queries, k[:count], v[:count], lse=found)
-            out[:count] = self._merge(part, found)
-        for rows in self._filled(layer):
-            own_k, own_v = (self._own_heads(x[rows]) for x in (k, v))
-            out[rows] = self._alone.forward(0, q[rows], own_k, own_v)
+            part_lse = queries.new_empty(queries.shape[:2], dtype=torch.float32)
+            part = self._decode_backend.forward(
+                layer, queries, k[:count], v[:count], lse=part_lse
+            )
+            out[:count] = self._merge(part, part_lse)
+        for rows in self._filled_prompts(layer):
+            rank_k = self._heads_of_rank(k[rows])
+            rank_v = self._heads_of_rank(v[rows])
+            out[rows] = self._prefill_backend.forward(0, q[rows], rank_k, rank_v)
         self._store(layer, (k, v))
         return out
 
@@ -267,22 +312,22 @@ class ContextParallelBackend(AttentionBackend):
     ) -> Tensor:
         assert lse is None
         out = q_latent.new_empty(q_latent.shape)
-        if count := self._num_decodes:
-            rank = q_latent.shape[-1]
-            queries = self._gather_heads(
-                torch.cat([q_latent[:count], q_rope[:count]], -1)
-            )
-            found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
-            part = self._shared.forward_latent(
+        count = self._num_decodes
+        if count:
+            latent_dim = q_latent.shape[-1]
+            q = torch.cat([q_latent[:count], q_rope[:count]], -1)
+            queries = self._gather_heads(q)
+            part_lse = queries.new_empty(queries.shape[:2], dtype=torch.float32)
+            part = self._decode_backend.forward_latent(
                 layer,
-                queries[..., :rank],
-                queries[..., rank:],
+                queries[..., :latent_dim],
+                queries[..., latent_dim:],
                 latent[:count],
-                lse=found,
+                lse=part_lse,
             )
-            out[:count] = self._merge(part, found)
-        for rows in self._filled(layer):
-            out[rows] = self._alone.forward_latent(
+            out[:count] = self._merge(part, part_lse)
+        for rows in self._filled_prompts(layer):
+            out[rows] = self._prefill_backend.forward_latent(
                 0, q_latent[rows], q_rope[rows], latent[rows]
             )
         self._store(layer, (latent[:, None],))
@@ -293,74 +338,90 @@ class ContextParallelBackend(AttentionBackend):
         return self._group.all_gather(q.contiguous()).transpose(0, 1).flatten(1, 2)
 
     def _merge(self, out: Tensor, lse: Tensor) -> Tensor:
-        """The group's heads [n, size * heads, D] over this rank's tokens -> this rank's heads
-        [n, heads, D] over all tokens."""
-        num_rows, size = len(out), self._group.size
-        if out.device.type == "cuda" and out.element_size() == 2:
-            from attention.kernels import (
-                dcp,  # needs Triton, which only GPU machines have
-            )
+        """Merges partial results of the group into the results of this rank's heads.
 
-            packed = dcp.pack(out.contiguous(), lse, self._absent_rows, size)
+        Args:
+            out: The group's heads [n, size * heads, D] over this rank's tokens.
+            lse: Log-sum-exps [n, size * heads] of these.
+
+        Returns:
+            This rank's heads [n, heads, D] over all tokens.
+        """
+        num_rows = len(out)
+        size = self._group.size
+        if out.device.type == "cuda" and out.element_size() == 2:
+            # Imported here, because it needs Triton, which only GPU machines have.
+            from attention.kernels import dcp
+
+            packed = dcp.pack(out.contiguous(), lse, self._is_absent, size)
             return dcp.merge(self._group.all_to_all(packed))
-        lse = lse.masked_fill(self._absent_rows[:, None], float("-inf"))
-        parts = torch.cat(
-            [out.float(), lse.unsqueeze(-1)], -1
-        )  # as float32: merged only once
+        lse = lse.masked_fill(self._is_absent[:, None], float("-inf"))
+        # In float32, so that the result is rounded only once.
+        parts = torch.cat([out.float(), lse.unsqueeze(-1)], -1)
         parts = parts.view(num_rows, size, self.num_q_heads, -1).transpose(0, 1)
         parts = self._group.all_to_all(parts.contiguous())
-        outs, lses = parts[..., :-1], parts[..., -1:]
-        weights = torch.softmax(lses, dim=0)  # some rank has tokens: not all are -inf
-        # Where nothing was read, the output may be anything, and 0 * NaN would not be 0.
+        outs = parts[..., :-1]
+        lses = parts[..., -1:]
+        # At least one rank has tokens, so that not all log-sum-exps are -inf.
+        weights = torch.softmax(lses, dim=0)
+        # The output of a rank without tokens may be NaN, and 0 * NaN would not be 0.
         return torch.where(weights > 0, outs * weights, 0).sum(0).to(out.dtype)
 
-    def _filled(self, layer: int) -> Iterator[slice]:
-        """Rows of the step's prompts, whose cached context is in scratch and planned then."""
+    def _filled_prompts(self, layer: int) -> Iterator[slice]:
+        """Fills scratch with the cached context of each group of prompts and plans it.
+
+        Yields:
+            The rows of the step of the group that is in scratch then.
+        """
         for prompts in self._prompts:
             if len(self._prompts) > 1:
-                self._alone.plan(prompts.batch)
+                self._prefill_backend.plan(prompts.batch)
             self._exchange(layer, prompts)
             yield prompts.rows
 
     def _exchange(self, layer: int, prompts: _Prompts) -> None:
-        """Puts together the cached blocks that the group's ranks keep, of one layer, as they are
-        stored: to each rank the heads that its queries read."""
-        components = range(self._own.layout.num_components)
-        self.scratch.scales = tuple(self._own.scale(layer, c) for c in components)
-        at_once = max(
-            1, _EXCHANGED_BYTES // (self._stripe.size * self.scratch.layout.block_bytes)
-        )
-        for start in range(0, len(prompts.cached_blocks), at_once):
-            some = slice(start, start + at_once)
-            blocks = fp8.addressable(self._own.view(layer))[prompts.cached_blocks[some]]
-            parts = blocks[:, :, self._heads].permute(
-                2, 0, 1, 3, 4, 5
-            )  # of [n, C, H, N, D]
-            found = self._group.all_to_all(parts.contiguous())
-            fp8.addressable(self.scratch.view(0))[prompts.targets[:, some]] = found
+        """Collects the cached blocks of one layer from the group's ranks in scratch.
 
-    def _own_heads(self, kv: Tensor) -> Tensor:
+        Elements travel as stored. Each rank receives the heads that its queries read.
+        """
+        components = range(self._local_pool.layout.num_components)
+        scales = [self._local_pool.scale(layer, component) for component in components]
+        self.scratch.scales = tuple(scales)
+        bytes_per_block = self._stripe.size * self.scratch.layout.block_bytes
+        max_blocks = max(1, _EXCHANGED_BYTES // bytes_per_block)
+        cache = fp8.addressable(self._local_pool.view(layer))
+        scratch = fp8.addressable(self.scratch.view(0))
+        for start in range(0, len(prompts.cached_blocks), max_blocks):
+            chunk = slice(start, start + max_blocks)
+            blocks = cache[prompts.cached_blocks[chunk]]
+            # [n, C, size, H, N, D] -> [size, n, C, H, N, D]
+            parts = blocks[:, :, self._heads_by_rank].permute(2, 0, 1, 3, 4, 5)
+            received = self._group.all_to_all(parts.contiguous())
+            scratch[prompts.targets[:, chunk]] = received
+
+    def _heads_of_rank(self, kv: Tensor) -> Tensor:
         """[n, H, D] of the group's KV heads -> those that this rank's queries read."""
         first = self._group.rank * self.num_q_heads * kv.shape[1]
         first //= self._group.size * self.num_q_heads
         return kv[:, first : first + self.num_kv_heads]
 
     def _store(self, layer: int, components: tuple[Tensor, ...]) -> None:
-        """Keeps the prompt rows' [T, H, D] that belong here."""
+        """Stores the prompt rows [T, H, D] that belong to this rank's tokens."""
         rows, blocks, offsets = self._stored
-        if self._prompts and len(rows):
-            for component, new in enumerate(components):
-                target = self._own.component(layer, component)
-                scale = self._own.scale(layer, component)
-                stored = fp8.stored_as(new[rows], target.dtype, scale)
-                fp8.addressable(target)[blocks, :, offsets] = fp8.addressable(stored)
+        if not self._prompts or not len(rows):
+            return
+        for component, new in enumerate(components):
+            target = self._local_pool.component(layer, component)
+            scale = self._local_pool.scale(layer, component)
+            stored = fp8.stored_as(new[rows], target.dtype, scale)
+            fp8.addressable(target)[blocks, :, offsets] = fp8.addressable(stored)
 
 
-def _host(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """What a GPU can take without anybody waiting."""
+def _to_host_tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host tensor; pinned if `device` is a GPU, so that copies are asynchronous."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def _upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    return _host(array, device).to(device, non_blocking=True)
+    return _to_host_tensor(array, device).to(device, non_blocking=True)

@@ -1,17 +1,22 @@
 """The attention backend over FlashInfer's paged kernels, on NVIDIA GPUs.
 
-The kernels take any strides, so every KVLayout is read in place through [B, H, N, D] views. The
-sequences of one query token that lead a step are attended to by kernels of our own
-(attention/pieces.py), the rest of the step by the prefill kernel, which is FlashAttention-3 on
-Hopper, but for KV in FP8, which that reads with queries in FP8 only.
+The kernels take any strides, so every KVLayout is read in place through [B, H, N, D]
+views. A step is divided among three kinds of kernels:
 
-Long prompts of which nothing is stored yet need not read their keys and values back from the pool:
-FlashAttention-3 reads contiguous ones faster (`_plan_fresh`), and where the pool is in FP8, it can
-read these, once they have been rounded like what is stored. There the other prompts' blocks are
-copied for it in 16 bits, exactly: FlashAttention-2 reads FP8 at half its speed.
+- The sequences of one query token that lead the step use Baton's own decode kernels
+  (attention/pieces.py).
+- Long prompts without stored KV, at the end of the step, read the step's own contiguous
+  keys and values (`_plan_fresh`). FlashAttention-3 reads these faster than the pool.
+- All other sequences use the prefill kernel over the pool: FlashAttention-3 on Hopper.
 
-A window and a soft cap are arguments of a plan, so the layers of each kind have kernels and plans
-of their own. What sinks take is taken from the output afterwards, by the log-sum-exps.
+A pool in FP8 is an exception, because FlashAttention-3 reads FP8 KV with FP8 queries
+only. For fresh prompts it reads the step's keys and values, rounded like the stored
+ones. For the other prompts, their blocks are copied to 16 bits, exactly, and read from
+there: FlashAttention-2 reads FP8 at half the speed of FlashAttention-3.
+
+A window and a soft cap are arguments of a plan, so the layers of each kind have their
+own kernels and plans. The share of attention sinks is taken from the output afterwards,
+by the log-sum-exps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +30,14 @@ from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
 from attention import pieces
-from attention.base import AttentionBatch, Int32s, Kind, Pages, Turn, leave_to_sinks
+from attention.base import (
+    AttentionBatch,
+    AttentionKind,
+    Int32s,
+    Pages,
+    RopeNormArgs,
+    scale_for_sinks,
+)
 from attention.flashinfer_base import (
     LN_2,
     CapturedBuffers,
@@ -33,47 +45,59 @@ from attention.flashinfer_base import (
     indptr_of,
     pinned,
 )
-from attention.flashinfer_workspace import LEAST_INT_BYTES, Gpu, Workspace, workspace_of
+from attention.flashinfer_workspace import (
+    MIN_INT_BYTES,
+    Gpu,
+    Workspace,
+    workspace_of,
+)
 from attention.kernels.store import store
 from attention.kernels.widen import widen
-from attention.proofs import prove_decoding, prove_storing, prove_widening
+from attention.self_test import check_decoding, check_storing, check_widening
 from attention.support import StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
 
-_VIEW_ORDER: Final = (
-    "HND"  # of the views below; their strides say how the pool really lies
-)
-# Prompts that read their own keys and values, each by a launch of its own; see `_plan_fresh`.
-# Several shorter ones fill the GPU better by one launch over the pool.
-_FRESH_TOKENS: Final = 512
-_FRESH_TOKENS_OF_EACH: Final = 2048
+# The axes of the views that kernels read. The views' strides hold the pool's real
+# layout.
+_VIEW_ORDER: Final = "HND"
+# Prompts of at least _MIN_FRESH_TOKENS may read their own keys and values, each by a
+# launch of its own; see `_plan_fresh`. With several such prompts each needs
+# _MIN_FRESH_TOKENS_EACH: one launch over the pool fills the GPU better for shorter
+# ones.
+_MIN_FRESH_TOKENS: Final = 512
+_MIN_FRESH_TOKENS_EACH: Final = 2048
 _MAX_FRESH: Final = 8
-_MAX_COPIED: Final = 1 << 17  # tokens
+_MAX_COPIED_TOKENS: Final = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Rows [start, stop) of a step, and the planned kernel that attends for them."""
+    """Rows [start, stop) of a step, and the planned kernel that attends for them.
+
+    Attributes:
+        is_fresh: The kernel attends to the step's own keys and values.
+        copied: The blocks that the kernel reads as copies, and their number; None: it
+            reads the pool.
+    """
 
     start: int
     stop: int
     kernel: Any
-    is_fresh: bool = False  # it attends to the step's own keys and values
-    copied: tuple[Tensor, Tensor] | None = (
-        None  # blocks of which it reads copies; their number
-    )
+    is_fresh: bool = False
+    copied: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
-class _OfKind:
+class _KindKernels:
     """The kernels of the layers of one kind.
 
     Attributes:
-        options: of the plans of FlashInfer's, for the kind.
-        prefill: over the pool, and over copies of its blocks, where there are any.
-        fresh: made when first needed.
-        parts: of the step.
+        options: The kind's arguments of FlashInfer's plans.
+        prefill: The kernel over the pool, and the one over copies of its blocks; None:
+            there are no copies.
+        fresh: Kernels of fresh prompts, made when first needed.
+        parts: The parts of the planned step.
     """
 
     options: dict[str, Any]
@@ -84,69 +108,87 @@ class _OfKind:
 
 
 class FlashInferBackend(FlashInferBase):
-    """See AttentionBackend. `prefill` is "auto" (fa3 where the chip has it), "fa2" or "fa3"; the
-    other options are FlashInferBase's.
+    """See AttentionBackend.
+
+    Args:
+        prefill: "auto" (fa3 if the GPU supports it), "fa2" or "fa3".
+        options: As of FlashInferBase.
 
     Raises:
-        UnsupportedPool: a device, dtype or head_dim that the kernels lack.
+        UnsupportedPool: The kernels do not support the device, a dtype or the head_dim.
     """
 
     def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
         is_fp8 = pool.tensor.dtype is fp8.DTYPE
         super().__init__(pool, **options)
-        layers = range(pool.layout.num_layers)
         self._caches = [
-            (pool.component(layer, 0), pool.component(layer, 1)) for layer in layers
+            (pool.component(layer, 0), pool.component(layer, 1))
+            for layer in range(pool.layout.num_layers)
         ]
-        prove_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
-        prove_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
+        check_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
+        check_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
-        self._wide: Tensor | None = getattr(options.get("beside"), "_wide", None)
-        most = (
-            min(self._limits.max_context, _MAX_COPIED)
-            if is_fp8 and self._takes_fresh
-            else 0
-        )
-        if most and self._wide is None:
+        # Copies [2, blocks, H, N, D] of a layer's keys and values in 16 bits.
+        self._wide: Tensor | None = getattr(options.get("shared_with"), "_wide", None)
+        num_copied = 0
+        if is_fp8 and self._takes_fresh:
+            num_copied = min(self._limits.max_context, _MAX_COPIED_TOKENS)
+        if num_copied and self._wide is None:
             cache = self._caches[0][0]
-            shape = (2, -(-most // self.block_size), *cache.shape[1:])
+            shape = (2, -(-num_copied // self.block_size), *cache.shape[1:])
             self._wide = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            prove_widening(cache, self._wide[0], packed=True)
+            check_widening(cache, self._wide[0], packed=True)
         over_pool = "fa2" if is_fp8 else prefill  # fa3 reads FP8 with FP8 queries only
-        self._of_kind = {kind: self._kernels_of(kind, over_pool) for kind in self.kinds}
+        self._kernels = {
+            kind: self._make_kernels(kind, over_pool) for kind in self.kinds
+        }
 
-    def _kernels_of(self, kind: Kind, prefill: str) -> _OfKind:
-        options: dict[
-            str, Any
-        ] = {}  # so that other models' plans are called as if there were none
+    def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
+        # Without a window and a soft cap, plans get FlashInfer's defaults.
+        options: dict[str, Any] = {}
         if kind.window is not None:
-            options["window_left"] = kind.window - 1  # itself not counted
+            options["window_left"] = kind.window - 1  # the token itself is not counted
         if kind.soft_cap:
             options["logits_soft_cap"] = kind.soft_cap
         make = partial(
             flashinfer.BatchPrefillWithPagedKVCacheWrapper, self.workspace, _VIEW_ORDER
         )
-        over_copies = None if self._wide is None else self._roomy(make(backend="fa3"))
-        of_prompts = (self._roomy(make(backend=prefill)), over_copies)
-        return _OfKind(options, self._decode_kernel(kind), of_prompts)
+        over_copies = None
+        if self._wide is not None:
+            over_copies = self._with_int_workspace(make(backend="fa3"))
+        over_pool = self._with_int_workspace(make(backend=prefill))
+        decode = self._make_decode_kernel(kind)
+        return _KindKernels(options, decode, (over_pool, over_copies))
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         sizes = workspace_of(*self.heads, limits, gpu)
-        partial = pieces.partial_bytes(self.heads, limits.max_seqs, gpu.num_sms)
-        return replace(sizes, floats=max(sizes.floats, partial))
+        decode_bytes = pieces.partial_bytes(self.heads, limits.max_seqs, gpu.num_sms)
+        return replace(sizes, floats=max(sizes.floats, decode_bytes))
 
-    def _roomy(self, kernel: Any) -> Any:
-        """A kernel that has room for the indices of the largest step: it comes with the least."""
-        if self.sizes.ints > LEAST_INT_BYTES:
+    def _with_int_workspace(self, kernel: Any) -> Any:
+        """Gives a kernel enough workspace for the indices of the largest step.
+
+        FlashInfer creates kernels with MIN_INT_BYTES.
+        """
+        if self.sizes.ints > MIN_INT_BYTES:
             ints = torch.zeros(self.sizes.ints, dtype=torch.uint8, device=self.device)
             kernel.reset_workspace_buffer(self.workspace, ints)
         return kernel
 
-    def _decode_kernel(self, kind: Kind, **captured: Any) -> pieces.PieceDecode:
-        shape = (self.heads, self.block_size, kind, self.scale, self.workspace)
-        return pieces.PieceDecode(*shape, self.gpu.num_sms, **captured)
+    def _make_decode_kernel(
+        self, kind: AttentionKind, **captured: Any
+    ) -> pieces.PieceDecode:
+        return pieces.PieceDecode(
+            self.heads,
+            self.block_size,
+            kind,
+            self.scale,
+            self.workspace,
+            self.gpu.num_sms,
+            **captured,
+        )
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
@@ -154,129 +196,165 @@ class FlashInferBackend(FlashInferBase):
         first_fresh = batch.num_seqs
         if self._takes_fresh:
             first_fresh -= _num_fresh(batch.query_lens, batch.context_lens)
-        decodes, rest = batch.part(0, num_decodes), batch.part(num_decodes, first_fresh)
+        decodes = batch.select_sequences(0, num_decodes)
+        prefills = batch.select_sequences(num_decodes, first_fresh)
         fresh_lens = batch.query_lens[first_fresh:].tolist()
         pages = {
-            kind: [part.within(kind.window, self.block_size).pages(self.block_size)
-                   for part in (decodes, rest)]
+            kind: (self._pages(decodes, kind), self._pages(prefills, kind))
             for kind in self.kinds
-        }  # fmt: skip
+        }
         with self.planning():
-            for kind, kernels in self._of_kind.items():
-                of_decodes, of_rest = pages[kind]
+            for kind, kernels in self._kernels.items():
+                decode_pages, prefill_pages = pages[kind]
                 kernels.parts = []
                 if num_decodes:
-                    kernels.decode.plan(of_decodes)
+                    kernels.decode.plan(decode_pages)
                     kernels.parts.append(_Part(0, num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
-                    self._plan_prefill(kernels, num_decodes, rest.query_lens, of_rest)
+                    lens = prefills.query_lens
+                    self._plan_prefill(kernels, num_decodes, lens, prefill_pages)
                 self._plan_fresh(kernels, fresh_lens)
 
-    def _plan_fresh(self, kernels: _OfKind, lens: list[int]) -> None:
-        """Plans the prompts at the end of the step, of `lens` tokens, that read their own KV.
+    def _pages(self, batch: AttentionBatch, kind: AttentionKind) -> Pages:
+        seen = batch.limit_to_window(kind.window, self.block_size)
+        return seen.pages(self.block_size)
 
-        Each has a kernel of its own, which sees its rows only: one for several prompts would read,
-        before it multiplies by zero, values past a prompt's end, which are another's, perhaps NaN.
+    def _plan_fresh(self, kernels: _KindKernels, lens: list[int]) -> None:
+        """Plans the prompts at the end of the step that read their own keys and values.
+
+        Each prompt has its own kernel, which sees that prompt's rows only. A kernel for
+        several prompts would read values past a prompt's end before it multiplies them
+        by zero. These values belong to another prompt and may be NaN.
+
+        Args:
+            lens: Tokens of each of these prompts.
         """
         while len(kernels.fresh) < len(lens):
             kernel = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 self.workspace, backend="fa3"
             )
-            kernels.fresh.append(self._roomy(kernel))
+            kernels.fresh.append(self._with_int_workspace(kernel))
         start = kernels.parts[-1].stop if kernels.parts else 0
         for kernel, num_tokens in zip(kernels.fresh, lens, strict=False):
             indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
-            options = {
-                "q_data_type": self.dtype,
-                "sm_scale": self.scale,
+            kernel.plan(
+                indptr,
+                indptr,
+                *self.heads,
+                causal=True,
+                q_data_type=self.dtype,
+                sm_scale=self.scale,
                 **kernels.options,
-            }
-            kernel.plan(indptr, indptr, *self.heads, causal=True, **options)
-            kernels.parts.append(
-                _Part(start, start + num_tokens, kernel, is_fresh=True)
             )
-            start += num_tokens
+            stop = start + num_tokens
+            kernels.parts.append(_Part(start, stop, kernel, is_fresh=True))
+            start = stop
 
     def _plan_prefill(
-        self, kernels: _OfKind, start: int, lens: Int32s, pages: Pages
+        self, kernels: _KindKernels, start: int, lens: Int32s, pages: Pages
     ) -> None:
         part = _Part(start, start + int(lens.sum()), kernels.prefill[0])
-        kv_dtype, count = self.kv_dtype, len(pages.indices)
-        if self._wide is not None and count <= self._wide.shape[1]:
-            part = replace(part, kernel=kernels.prefill[1], copied=self.listed(pages))
-            kv_dtype, pages = (
-                self.dtype,
-                pages._replace(indices=np.arange(count, dtype=np.int32)),
-            )
-        indices = (indptr_of(lens), *map(pinned, pages))
-        types = {
-            "q_data_type": self.dtype,
-            "kv_data_type": kv_dtype,
-            "sm_scale": self.scale,
-        }
-        options = {**types, **kernels.options}
-        part.kernel.plan(*indices, *self.heads, self.block_size, causal=True, **options)
+        kv_dtype = self.kv_dtype
+        num_blocks = len(pages.indices)
+        if self._wide is not None and num_blocks <= self._wide.shape[1]:
+            copied = self.upload_block_list(pages)
+            part = replace(part, kernel=kernels.prefill[1], copied=copied)
+            kv_dtype = self.dtype
+            pages = pages._replace(indices=np.arange(num_blocks, dtype=np.int32))
+        part.kernel.plan(
+            indptr_of(lens),
+            *map(pinned, pages),
+            *self.heads,
+            self.block_size,
+            causal=True,
+            q_data_type=self.dtype,
+            kv_data_type=kv_dtype,
+            sm_scale=self.scale,
+            **kernels.options,
+        )
         kernels.parts.append(part)
 
-    def _copies(
+    def _widen_blocks(
         self, caches: tuple[Tensor, Tensor], blocks: Tensor, count: Tensor
     ) -> tuple[Tensor, ...]:
-        """Of these blocks of a layer, one after the other, until others are made."""
+        """Copies the listed blocks of a layer, packed, to 16 bits.
+
+        The copies are valid until the next call.
+        """
         assert self._wide is not None
         for stored, wide in zip(caches, self._wide, strict=True):
             widen(stored, wide, blocks, count, 1.0, packed=True)
         return tuple(self._wide)
 
     def captured_kernel(
-        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+        self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
-        return self._decode_kernel(kind, captured=buffers, num_seqs=num_rows)
+        return self._make_decode_kernel(kind, captured=buffers, num_seqs=num_rows)
 
     def plan_captured_kernel(
-        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+        self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         kernel.plan(pages)
-        self._of_kind[kind].parts = [_Part(0, batch.num_seqs, kernel)]
+        self._kernels[kind].parts = [_Part(0, batch.num_seqs, kernel)]
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.pool.scale(layer, 0), self.pool.scale(layer, 1)
 
     @property
-    def rotates(self) -> bool:
+    def applies_rope(self) -> bool:
         return True
 
     def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor,
-        *, turn: Turn | None = None, lse: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rope_norm: RopeNormArgs | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         kind, sinks = self.layers[layer]
-        parts = self._of_kind[kind].parts
-        caches, scales = self._caches[layer], self._scales(layer)
-        back = any(part.is_fresh for part in parts)
-        store(k, v, self.slots, caches, scales, q=q, turn=turn, read_back=back)
+        parts = self._kernels[kind].parts
+        caches = self._caches[layer]
+        scales = self._scales(layer)
+        has_fresh = any(part.is_fresh for part in parts)
+        store(
+            k,
+            v,
+            self.slots,
+            caches,
+            scales,
+            q=q,
+            rope_norm=rope_norm,
+            read_back=has_fresh,
+        )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in parts:
             rows = slice(part.start, part.stop)
-            wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
+            options: dict[str, Any] = {}
+            if lse is not None:
+                options = {"lse": lse[rows], "return_lse": True}
             if part.is_fresh:
-                part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **wanted)
-            else:
-                wanted |= {"k_scale": scales[0], "v_scale": scales[1]}
-                read = self._copies(caches, *part.copied) if part.copied else caches
-                part.kernel.run(q[rows], read, out=out[rows], **wanted)
+                part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **options)
+                continue
+            options["k_scale"] = scales[0]
+            options["v_scale"] = scales[1]
+            read = self._widen_blocks(caches, *part.copied) if part.copied else caches
+            part.kernel.run(q[rows], read, out=out[rows], **options)
         if lse is not None:
-            lse.mul_(LN_2)  # the kernels count in powers of two
+            lse.mul_(LN_2)  # the kernels use base-2 logarithms
             if sinks is not None:
-                leave_to_sinks(out, lse, sinks)
+                scale_for_sinks(out, lse, sinks)
         return out
 
 
 def _num_fresh(query_lens: Int32s, context_lens: Int32s) -> int:
-    """How many sequences at the end of a step are long and have no tokens but this step's."""
+    """Number of sequences at the end of a step that are long and have no stored KV."""
     fresh_lens = np.where(query_lens == context_lens, query_lens, 0)
-    others = np.flatnonzero(fresh_lens < _FRESH_TOKENS_OF_EACH)
+    others = np.flatnonzero(fresh_lens < _MIN_FRESH_TOKENS_EACH)
     after_others = int(others[-1]) + 1 if len(others) else 0
-    is_last_fresh = int(fresh_lens[-1] >= _FRESH_TOKENS)
+    is_last_fresh = int(fresh_lens[-1] >= _MIN_FRESH_TOKENS)
     return min(max(len(query_lens) - after_others, is_last_fresh), _MAX_FRESH)

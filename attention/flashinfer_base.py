@@ -1,13 +1,13 @@
-"""What the two FlashInfer backends share: the workspace, where tokens are stored, captured buffers.
+"""What the two FlashInfer backends share: workspace, slots and buffers of CUDA graphs.
 
-FlashInfer's kernels are planned on the host once a step and run once a layer. Decode steps can be
-planned for a CUDA graph (`plan_captured`): all that a captured forward reads then lies in buffers
-that do not move, and a plan only writes to them.
+FlashInfer's kernels are planned on the host once a step and run once a layer. Decode
+steps can be planned for a CUDA graph (`plan_captured`). Everything that a captured
+forward reads then lies in buffers that do not move, and a plan only writes to them.
 
-A step may be planned while the one before it runs. On the device the stream orders them; on the
-host a plan is written to pinned memory that the device copies from, and `planning` waits until the
-device has copied the last plan. That is so once the step before the last has ended, so the wait is
-short.
+A step may be planned while the step before it runs. On the device, the stream orders
+the two. On the host, a plan is written to pinned memory that the device copies from,
+and `planning` waits until the device has copied the last plan. The device does so when
+the step before the last one ends, so the wait is short.
 """
 
 import math
@@ -19,20 +19,27 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, Int32s, Int64s, Kind, Pages
-from attention.flashinfer_workspace import Gpu, Workspace, explaining
-from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, check
+from attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionKind,
+    Int32s,
+    Int64s,
+    Pages,
+)
+from attention.flashinfer_workspace import Gpu, Workspace, explain_overflow
+from attention.support import DEFAULT_LIMITS, AttentionSpec, StepLimits, check_supported
 from kvcache.pool import KVPool
 
-LN_2: Final = math.log(
-    2
-)  # from the kernels' log-sum-exps, in powers of two, to natural ones
+# Converts the kernels' base-2 log-sum-exps to natural ones.
+LN_2: Final = math.log(2)
 
 
 class CapturedBuffers:
-    """What captured graphs read, for up to S sequences of up to M blocks.
+    """Buffers that captured graphs read, for up to S sequences of up to M blocks.
 
-    All lie in one allocation, in the order in which `upload` fills them with one copy.
+    All buffers lie in one allocation, in the order in which `upload` fills them with a
+    single copy.
     """
 
     def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
@@ -44,26 +51,28 @@ class CapturedBuffers:
         )
 
     def upload(self, slots: Int64s, pages: Pages) -> None:
-        """Copies a step's indices to the device without waiting for it."""
+        """Copies a step's indices to the device without waiting for the copy."""
         parts: list[Int32s | Int64s] = [
             slots,
             pages.last_page_lens,
             pages.indptr,
             pages.indices,
         ]
-        host = torch.empty(
-            self._starts[3] + len(pages.indices), dtype=torch.int32, pin_memory=True
-        )
+        size = self._starts[3] + len(pages.indices)
+        host = torch.empty(size, dtype=torch.int32, pin_memory=True)
         target = host.numpy()
         for start, part in zip(self._starts, parts, strict=False):
             target[start : start + len(part)] = part
         self._all[: len(host)].copy_(host, non_blocking=True)
 
 
-def _wanted(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Wanted:
-    """What a backend over `pool` is to read, with queries of `dtype`, else of the pool's own."""
+def _spec_of(
+    pool: KVPool, dtype: torch.dtype | None, num_q_heads: int
+) -> AttentionSpec:
+    """The spec of a backend over `pool`; `dtype` of queries defaults to the pool's."""
+
     layout = pool.layout
-    return Wanted(
+    return AttentionSpec(
         device=pool.device.type,
         dtype=str(dtype).removeprefix("torch.") if dtype else layout.dtype,
         kv_dtype=layout.dtype,
@@ -74,16 +83,17 @@ def _wanted(pool: KVPool, dtype: torch.dtype | None, num_q_heads: int) -> Wanted
 
 
 class FlashInferBase(AttentionBackend):
-    """See AttentionBackend. Owns the workspace that all its kernels share: one step at a time.
+    """See AttentionBackend. Owns the workspace of all its kernels: one step at a time.
 
     Args:
-        dtype: of the queries; the pool's where not given.
-        limits: of the steps to come, which the workspace is made for.
-        beside: another one for the same heads and steps, never run meanwhile: its scratch memory is
-            used.
+        dtype: Of the queries; by default the pool's.
+        limits: The largest steps; they determine the size of the workspace.
+        shared_with: A backend for the same heads and steps whose workspace this one
+            uses. The two must not run concurrently.
 
     Raises:
-        UnsupportedPool: what the kernels lack; attention/support.py has the list.
+        UnsupportedPool: The kernels cannot serve the pool; attention/support.py lists
+            their limits.
     """
 
     def __init__(
@@ -92,31 +102,36 @@ class FlashInferBase(AttentionBackend):
         *,
         dtype: torch.dtype | None = None,
         limits: StepLimits = DEFAULT_LIMITS,
-        beside: "FlashInferBase | None" = None,
+        shared_with: "FlashInferBase | None" = None,
         **sizes: Any,
     ) -> None:
-        check("flashinfer", _wanted(pool, dtype, sizes["num_q_heads"]), limits)
+        spec = _spec_of(pool, dtype, sizes["num_q_heads"])
+        check_supported("flashinfer", spec, limits)
         super().__init__(pool, **sizes)
         self.device = pool.device
-        self.dtype, self.kv_dtype = dtype or pool.tensor.dtype, pool.tensor.dtype
+        self.dtype = dtype or pool.tensor.dtype
+        self.kv_dtype = pool.tensor.dtype
         self.block_size = pool.layout.block_size
-        # As the kernels' plans take them.
+        # In the order in which the kernels' plans take them.
         self.heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         self._limits = limits
-        gpu = torch.cuda.get_device_properties(self.device)
-        self.gpu = Gpu(gpu.multi_processor_count, gpu.major)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.gpu = Gpu(properties.multi_processor_count, properties.major)
         self.sizes = self.workspace_sizes(limits, self.gpu)
-        self.workspace: torch.Tensor = (
-            torch.zeros(self.sizes.floats, dtype=torch.uint8, device=self.device)
-            if beside is None else beside.workspace
-        )  # fmt: skip
-        self._buffers: dict[Kind, CapturedBuffers] = {}
-        self._captured: dict[tuple[Kind, int], Any] = {}
+        self.workspace: torch.Tensor
+        if shared_with is not None:
+            self.workspace = shared_with.workspace
+        else:
+            self.workspace = torch.zeros(
+                self.sizes.floats, dtype=torch.uint8, device=self.device
+            )
+        self._buffers: dict[AttentionKind, CapturedBuffers] = {}
+        self._captured: dict[tuple[AttentionKind, int], Any] = {}
         self._last_plan = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
 
     @abstractmethod
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
-        """What the plans of such steps take at most."""
+        """The largest workspace that the plans of such steps take."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -124,66 +139,74 @@ class FlashInferBase(AttentionBackend):
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Around the calls that write a plan."""
+        """Encloses the calls that write a plan."""
         self._last_plan.synchronize()
-        with explaining(self.sizes, self._limits):
+        with explain_overflow(self.sizes, self._limits):
             yield
         self._last_plan.record(torch.cuda.current_stream(self.device))
 
     def set_slots(self, slots: Int64s) -> None:
-        """Where the step's T tokens are stored."""
+        """Sets the slots in which the step's T tokens are stored."""
         self.slots = pinned(slots.astype(np.int32)).to(self.device, non_blocking=True)
 
-    def listed(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step's blocks, int32, and their number, as `widen` takes them."""
-        listed = np.concatenate((pages.indptr[-1:], pages.indices)).astype(np.int32)
-        read = pinned(listed).to(self.device, non_blocking=True)
-        return read[1:], read
+    def upload_block_list(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uploads the step's blocks and their number, as `widen` takes them.
+
+        Returns:
+            The blocks, int32, and a tensor whose first element is their number.
+        """
+        count_and_blocks = np.concatenate((pages.indptr[-1:], pages.indices))
+        host = pinned(count_and_blocks.astype(np.int32))
+        uploaded = host.to(self.device, non_blocking=True)
+        return uploaded[1:], uploaded
 
     def reserve_captured(self, max_seqs: int, max_blocks: int) -> None:
         for kind in self.kinds:
-            of_window = (
-                max_blocks
-                if kind.window is None
-                else kind.window // self.block_size + 2
-            )
-            most = min(max_blocks, of_window)
-            self._buffers[kind] = CapturedBuffers(max_seqs, most, self.device)
-        self._captured.clear()  # kernels of other buffers
+            seen_blocks = max_blocks
+            if kind.window is not None:
+                seen_blocks = min(max_blocks, kind.window // self.block_size + 2)
+            self._buffers[kind] = CapturedBuffers(max_seqs, seen_blocks, self.device)
+        self._captured.clear()  # its kernels read the previous buffers
 
     def plan_captured(self, batch: AttentionBatch, num_rows: int) -> None:
         assert self._buffers, "reserve_captured comes first"
-        assert bool((batch.query_lens == 1).all()), (
-            "only steps of single tokens are captured"
-        )
+        is_decode_step = bool((batch.query_lens == 1).all())
+        assert is_decode_step, "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
         plans = []
         for kind, buffers in self._buffers.items():
-            if (kernel := self._captured.get((kind, num_rows))) is None:
+            kernel = self._captured.get((kind, num_rows))
+            if kernel is None:
                 kernel = self.captured_kernel(kind, num_rows, buffers)
                 self._captured[kind, num_rows] = kernel
-            seen = padded.within(kind.window, self.block_size)
+            seen = padded.limit_to_window(kind.window, self.block_size)
             pages = seen.pages(self.block_size)
             buffers.upload(padded.slot_mapping, pages)
             self.slots = buffers.slots[:num_rows]
             plans.append((kind, kernel, seen, pages))
         with self.planning():
-            for plan in plans:
-                self.plan_captured_kernel(*plan)
+            for kind, kernel, seen, pages in plans:
+                self.plan_captured_kernel(kind, kernel, seen, pages)
 
     @abstractmethod
     def captured_kernel(
-        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+        self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
-        """A kernel for a kind's layers in steps of `num_rows` single tokens, that reads `buffers`
-        only."""
+        """Makes a kernel for the layers of `kind` in steps of `num_rows` single tokens.
+
+        The kernel reads `buffers` only.
+        """
 
     @abstractmethod
     def plan_captured_kernel(
-        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+        self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
-        """Plans it for a batch of exactly its rows, whose pages the buffers hold already, and
-        makes `forward` use it in that kind's layers."""
+        """Plans a captured kernel and makes `forward` use it in the layers of `kind`.
+
+        Args:
+            batch: Has exactly as many rows as the kernel was made for.
+            pages: The batch's blocks, which the caller has uploaded already.
+        """
 
 
 def indptr_of(lens: Int32s) -> torch.Tensor:
@@ -194,5 +217,5 @@ def indptr_of(lens: Int32s) -> torch.Tensor:
 
 
 def pinned(array: Int32s) -> torch.Tensor:
-    """A copy that the device can take without anybody waiting."""
+    """A copy in pinned memory, from which copies to the device are asynchronous."""
     return torch.from_numpy(array).pin_memory()

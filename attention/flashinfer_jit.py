@@ -1,8 +1,8 @@
-"""FlashInfer's compiled modules: made side by side before the first step needs one, and watched.
+"""FlashInfer's compiled modules: compiled ahead of the first step, in parallel.
 
-Left to themselves, modules are compiled one after the other, each when it is first called. They are
-kept in `~/.cache/flashinfer`, by version and GPU architecture; FLASHINFER_WORKSPACE_BASE replaces
-the home directory in that.
+By default FlashInfer compiles modules one after the other, each when it is first
+called. It caches them in `~/.cache/flashinfer`, by version and GPU architecture. The
+variable FLASHINFER_WORKSPACE_BASE replaces the home directory in that path.
 """
 
 import logging
@@ -17,65 +17,75 @@ from flashinfer.jit import core, env, gen_batch_mla_module, gen_batch_prefill_mo
 from flashinfer.jit.attention import modules as generators
 from flashinfer.utils import is_sm90a_supported
 
-from attention.support import LATENT_DIM, ROPE_DIM, Wanted
+from attention.support import LATENT_DIM, ROPE_DIM, AttentionSpec
 
 logger = logging.getLogger("baton.engine")
 
-_BYTES_OF_A_COMPILER: Final = 4 * 2**30  # of memory, ample
+_COMPILER_BYTES: Final = 4 * 2**30  # memory of one compiler process, with a margin
 
 
-def modules_for(wanted: Wanted, device: torch.device) -> dict[str, Any]:
-    """What steps over such a pool load: FlashInfer's JitSpecs, by short names of ours. One that is
-    forgotten here is compiled all the same, later and by itself."""
-    q, kv = (getattr(torch, name) for name in (wanted.dtype, wanted.kv_dtype))
-    hopper = is_sm90a_supported(device)
-    if wanted.is_latent:
-        backend, sizes = "fa3" if hopper else "fa2", (LATENT_DIM, ROPE_DIM, False)
-        attention = gen_batch_mla_module(backend, q, q, q, torch.int32, *sizes)
-        return {f"{backend} for latents": attention}
-    found = {}
-    for window, soft_cap in wanted.kinds:
-        # No position encoding, and no 16-bit products of queries and keys.
+def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+    """The modules that steps over such a pool load: JitSpecs by short names.
+
+    If a module is missing from this list, FlashInfer compiles it at its first call.
+    """
+    q_dtype = getattr(torch, spec.dtype)
+    kv_dtype = getattr(torch, spec.kv_dtype)
+    is_hopper = is_sm90a_supported(device)
+    if spec.is_latent:
+        backend = "fa3" if is_hopper else "fa2"
+        module = gen_batch_mla_module(
+            backend, q_dtype, q_dtype, q_dtype, torch.int32, LATENT_DIM, ROPE_DIM, False
+        )
+        return {f"{backend} for latents": module}
+    modules = {}
+    for has_window, has_soft_cap in spec.kinds:
+        # Position encoding mode 0 is none. The last option would enable 16-bit products
+        # of queries and keys.
         options = (
             torch.int32,
-            wanted.head_dim,
-            wanted.head_dim,
+            spec.head_dim,
+            spec.head_dim,
             0,
-            window,
-            soft_cap,
+            has_window,
+            has_soft_cap,
             False,
         )
-        names = [
-            name for name, has in (("window", window), ("soft cap", soft_cap)) if has
-        ]
-        suffix = " with " + " and ".join(names) if names else ""
-        if not hopper or kv != q:
-            module = generators._gen_batch_prefill_primary_module(
-                "fa2", q, kv, q, *options
+        features = []
+        if has_window:
+            features.append("window")
+        if has_soft_cap:
+            features.append("soft cap")
+        suffix = " with " + " and ".join(features) if features else ""
+        if not is_hopper or kv_dtype != q_dtype:
+            modules[f"fa2{suffix}"] = generators._gen_batch_prefill_primary_module(
+                "fa2", q_dtype, kv_dtype, q_dtype, *options
             )
-            found[f"fa2{suffix}"] = module
-        if hopper:
-            found[f"fa3{suffix}"] = gen_batch_prefill_module("fa3", q, q, q, *options)
-    return found
+        if is_hopper:
+            modules[f"fa3{suffix}"] = gen_batch_prefill_module(
+                "fa3", q_dtype, q_dtype, q_dtype, *options
+            )
+    return modules
 
 
 def compile_missing(modules: Mapping[str, Any], free_bytes: int) -> None:
-    """Compiles, all at once, those that are not there yet. Other processes may do the same: each
-    module is compiled by one of them.
+    """Compiles the modules that are not compiled yet, all in parallel.
+
+    Several processes may do so concurrently: each module is compiled by one of them.
 
     Args:
-        free_bytes: of this machine's memory.
+        free_bytes: Free memory of this machine.
     """
     missing = [name for name, spec in modules.items() if not spec.is_compiled]
     if not missing:
         return
     logger.info(
-        "compiling the attention modules %s into %s, once: this takes a minute or two, and "
-        "`baton warm` does it ahead",
+        "compiling the attention modules %s into %s: this takes a minute or two, once; "
+        "`baton warm` does it ahead of time",
         ", ".join(missing),
         env.FLASHINFER_JIT_DIR,
     )
-    jobs = max(1, free_bytes // _BYTES_OF_A_COMPILER // len(missing))
+    jobs = max(1, free_bytes // _COMPILER_BYTES // len(missing))
     if jobs < (os.cpu_count() or 1):
         os.environ.setdefault("MAX_JOBS", str(jobs))  # of each module
     with ThreadPoolExecutor(len(missing), "compile") as pool:
@@ -88,12 +98,12 @@ def _compile(name: str, spec: Any) -> None:
     logger.info("compiled %s in %.0f s", name, time.monotonic() - started_s)
 
 
-def on_load(told: Callable[[str], None]) -> None:
-    """Has `told` called with the name of every module that this process loads, before it does."""
+def watch_loads(on_load: Callable[[str], None]) -> None:
+    """Calls `on_load` with the name of every module before this process loads it."""
     load = core.JitSpec.build_and_load
 
     def build_and_load(spec: Any) -> Any:
-        told(spec.name)
+        on_load(spec.name)
         return load(spec)
 
     core.JitSpec.build_and_load = build_and_load

@@ -1,8 +1,8 @@
-"""Multi-head latent attention over FlashInfer's kernels: DeepSeek's latent of 512 + 64 elements.
+"""Multi-head latent attention over FlashInfer's kernels: DeepSeek's latent of 512 + 64.
 
-One kernel serves prefill and decode; it takes latents in place, whatever the layout. It reads 16
-bits: of a pool in FP8, a layer's blocks that a step reads are widened before it reads them, into a
-copy that all layers share.
+One kernel serves prefill and decode. It reads latents in place, whatever the layout,
+but in 16 bits only. For a pool in FP8, the blocks of a layer that a step reads are
+widened to a copy first. All layers share that copy.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
-from attention.base import AttentionBatch, Kind, Pages
+from attention.base import AttentionBatch, AttentionKind, Pages
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.kernels.store import store
 from attention.kernels.widen import widen
-from attention.proofs import prove_storing, prove_widening
+from attention.self_test import check_storing, check_widening
 from attention.support import LATENT_DIM, ROPE_DIM, StepLimits
 from kvcache import fp8
 from kvcache.pool import KVPool
@@ -32,22 +32,20 @@ class FlashInferMLABackend(FlashInferBase):
         latents = [
             pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)
         ]
-        # [B, 9, N, 64]: as if heads, of which the store kernel knows
-        self._parts = [_in_parts(rows).transpose(1, 2) for rows in latents]
-        prove_storing((self._parts[0],), (pool.scale(0, 0),), self.dtype)
+        # The store kernel takes heads: a latent looks like 9 heads, [B, 9, N, 64].
+        self._as_heads = [_split_into_heads(rows).transpose(1, 2) for rows in latents]
+        check_storing((self._as_heads[0],), (pool.scale(0, 0),), self.dtype)
         self._wide = None
         if self.kv_dtype is fp8.DTYPE:
             wide = torch.zeros(latents[0].shape, dtype=self.dtype, device=self.device)
-            self._wide = _in_parts(wide).transpose(1, 2)
-            prove_widening(self._parts[0], self._wide)
+            self._wide = _split_into_heads(wide).transpose(1, 2)
+            check_widening(self._as_heads[0], self._wide)
             latents = [wide] * len(latents)
         self._caches = [
             (rows[..., :LATENT_DIM], rows[..., LATENT_DIM:]) for rows in latents
         ]
-        self._read = (
-            torch.empty(0),
-            torch.empty(0),
-        )  # the step's blocks and their number
+        # The step's blocks and their number.
+        self._block_list = (torch.empty(0), torch.empty(0))
         self._backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
         self._eager = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace, backend=self._backend
@@ -59,14 +57,14 @@ class FlashInferMLABackend(FlashInferBase):
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         return latent_workspace_of(gpu)
 
-    def always_with_lse(self) -> None:
+    def require_lse(self) -> None:
         self._lse_mode = "base2"
 
     def plan(self, batch: AttentionBatch) -> None:
         self.set_slots(batch.slot_mapping)
         pages = batch.pages(self.block_size)
         if self._wide is not None:
-            self._read = self.listed(pages)
+            self._block_list = self.upload_block_list(pages)
         with self.planning():
             self._plan(self._eager, batch, pages)
 
@@ -94,7 +92,7 @@ class FlashInferMLABackend(FlashInferBase):
         self._num_rows = int(batch.query_lens.sum())
 
     def captured_kernel(
-        self, kind: Kind, num_rows: int, buffers: CapturedBuffers
+        self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
         return flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self.workspace,
@@ -107,30 +105,42 @@ class FlashInferMLABackend(FlashInferBase):
         )
 
     def plan_captured_kernel(
-        self, kind: Kind, kernel: Any, batch: AttentionBatch, pages: Pages
+        self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         buffers = self._buffers[kind]
-        self._read = buffers.indices, buffers.indptr[batch.num_seqs :]
+        self._block_list = (buffers.indices, buffers.indptr[batch.num_seqs :])
         self._plan(kernel, batch, pages)
 
     def forward_latent(
-        self, layer: int, q_latent: Tensor, q_rope: Tensor, latent: Tensor,
-        *, lse: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        *,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         scale = self.pool.scale(layer, 0)
-        store(_in_parts(latent), None, self.slots, (self._parts[layer],), (scale,))
+        as_heads = self._as_heads[layer]
+        store(_split_into_heads(latent), None, self.slots, (as_heads,), (scale,))
         if self._wide is not None:
-            widen(self._parts[layer], self._wide, *self._read, scale)
+            widen(as_heads, self._wide, *self._block_list, scale)
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         rows = slice(0, self._num_rows)
-        wanted = {} if lse is None else {"lse": lse[rows], "return_lse": True}
-        query, cache = (q_latent[rows], q_rope[rows]), self._caches[layer]
-        self._planned.run(query=query, kv_cache=cache, out=out[rows], **wanted)
+        options: dict[str, Any] = {}
         if lse is not None:
-            lse.mul_(LN_2)  # the kernels count in powers of two
+            options = {"lse": lse[rows], "return_lse": True}
+        self._planned.run(
+            query=(q_latent[rows], q_rope[rows]),
+            kv_cache=self._caches[layer],
+            out=out[rows],
+            **options,
+        )
+        if lse is not None:
+            lse.mul_(LN_2)  # the kernels use base-2 logarithms
         return out
 
 
-def _in_parts(latents: Tensor) -> Tensor:
+def _split_into_heads(latents: Tensor) -> Tensor:
     """[..., 576] -> [..., 9, 64]"""
     return latents.view(*latents.shape[:-1], -1, ROPE_DIM)

@@ -6,13 +6,18 @@ from typing import Any
 import torch
 
 from attention.base import AttentionBackend
-from attention.support import DEFAULT_LIMITS, StepLimits, Wanted, chosen
+from attention.support import (
+    DEFAULT_LIMITS,
+    AttentionSpec,
+    StepLimits,
+    resolve_backend_name,
+)
 from attention.torch_backend import TorchBackend
 from kvcache.pool import KVPool
 
 
 class BackendMissing(ValueError):
-    """A backend whose package is not installed; the message says how to get it."""
+    """The package of a backend is not installed; the message says how to install it."""
 
 
 def create_backend(
@@ -20,42 +25,45 @@ def create_backend(
     pool: KVPool,
     *,
     limits: StepLimits = DEFAULT_LIMITS,
-    beside: AttentionBackend | None = None,
+    shared_with: AttentionBackend | None = None,
     **options: Any,
 ) -> AttentionBackend:
-    """The backend `name` over `pool`; "auto" is flashinfer on a GPU and torch elsewhere.
+    """Creates the backend `name` over `pool`.
 
     Args:
-        limits: of the steps to come.
-        beside: another one for them, which runs before or after it: they share a workspace.
-        options: num_q_heads, head_dim and scale as of AttentionBackend; dtype, of the queries:
-            the pool's where not given.
+        name: "flashinfer", "torch" or "auto": flashinfer on a GPU and torch elsewhere.
+        limits: The largest steps that will be planned.
+        shared_with: A backend for the same steps whose workspace this one uses too. The
+            two must not run concurrently.
+        options: num_q_heads, head_dim and scale, as in AttentionBackend; dtype: of the
+            queries, by default the pool's.
 
     Raises:
-        UnsupportedPool: the backend cannot read it.
-        BackendMissing: its package cannot be imported.
+        UnsupportedPool: The backend cannot read the pool.
+        BackendMissing: The backend's package cannot be imported.
     """
     make = backend_class(name, pool.device.type, pool.layout.num_components)
-    if make is TorchBackend:  # which takes what it needs
+    if make is TorchBackend:  # it allocates per step and has no workspace to share
         return make(pool, **options)
-    return make(pool, **options, limits=limits, beside=beside)
+    return make(pool, **options, limits=limits, shared_with=shared_with)
 
 
 def backend_class(
     name: str, device: str, num_components: int
 ) -> Callable[..., AttentionBackend]:
-    """What makes the backend `name` over pools on `device`: see create_backend.
+    """The class of the backend `name` over pools on `device`; see create_backend.
 
     Args:
         device: "cpu" or "cuda".
-        num_components: of the pool.
+        num_components: Components of the pool's layout.
 
     Raises:
-        BackendMissing: its package cannot be imported.
+        BackendMissing: The backend's package cannot be imported.
     """
-    if chosen(name, device) == "torch":
+    if resolve_backend_name(name, device) == "torch":
         return TorchBackend
-    # Imported here, because flashinfer is installed where there is a GPU, and takes seconds.
+    # Imported here, because flashinfer is installed on GPU machines only and its import
+    # takes seconds.
     try:
         if num_components == 1:
             from attention.flashinfer_mla import FlashInferMLABackend
@@ -64,28 +72,30 @@ def backend_class(
         from attention.flashinfer_backend import FlashInferBackend
     except ImportError as error:
         raise BackendMissing(
-            f"the attention backend flashinfer is not here ({error}): install it with "
-            "pip install flashinfer-python, or use --attention-backend torch"
+            f"attention backend flashinfer cannot be imported ({error}): install it "
+            "with pip install flashinfer-python, or use --attention-backend torch"
         ) from error
     return FlashInferBackend
 
 
 def compile_modules(
-    name: str, wanted: Wanted, device: torch.device, *, free_bytes: int
+    name: str, spec: AttentionSpec, device: torch.device, *, free_bytes: int
 ) -> None:
-    """Compiles what the backend `name` needs of a library's kernels and is not there yet: minutes,
-    the first time. See flashinfer_jit.py for the rest."""
-    if chosen(name, wanted.device) == "flashinfer":
+    """Compiles the kernel modules that the backend `name` needs and that are missing.
+
+    The first time this takes minutes. See flashinfer_jit.py for details.
+    """
+    if resolve_backend_name(name, spec.device) == "flashinfer":
         from attention import flashinfer_jit
 
-        modules = flashinfer_jit.modules_for(wanted, device)
+        modules = flashinfer_jit.modules_for(spec, device)
         flashinfer_jit.compile_missing(modules, free_bytes)
 
 
-def watch_modules(told: Callable[[str], None]) -> None:
-    """Has `told` called with the name of every module of a library's kernels that is loaded."""
+def watch_modules(on_load: Callable[[str], None]) -> None:
+    """Calls `on_load` with the name of every kernel module that a backend loads."""
     try:
         from attention import flashinfer_jit
     except ImportError:
-        return  # not installed: nothing is loaded
-    flashinfer_jit.on_load(told)
+        return  # flashinfer is not installed, so no module is ever loaded
+    flashinfer_jit.watch_loads(on_load)

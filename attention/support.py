@@ -1,4 +1,7 @@
-"""The limits of each attention backend, known before a model is loaded: no torch, no flashinfer."""
+"""The limits of each attention backend, known before a model is loaded.
+
+This module imports neither torch nor flashinfer.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,26 +10,27 @@ from protocol.handshake import FP8
 
 LATENT_DIM: Final = 512
 ROPE_DIM: Final = 64
-QUERY_TILE: Final = 128  # rows: heads that do not divide it lose keys at tile borders
+# Rows of the MLA kernel's tile. With a number of heads that does not divide it, the
+# kernel loses keys at tile borders.
+QUERY_TILE: Final = 128
 
 _HEAD_DIMS: Final = (64, 128, 256)
 _DTYPES: Final = ("bfloat16", "float16")
-_MLA_WORKS: Final = (
-    16384  # tiles of queries times pieces of contexts that a plan has room for
-)
-_MLA_TILE: Final = (
-    128  # queries times heads; half of it where sequences have 64 or fewer
-)
-_MOST_SMS: Final = 256  # of any GPU
+# FlashInfer's MLA plan has space for this many work items: query tiles times pieces of
+# contexts.
+_MLA_MAX_WORKS: Final = 16384
+# Queries times heads; half of it where sequences have 64 or fewer.
+_MLA_TILE: Final = 128
+_MAX_SMS: Final = 256  # more streaming multiprocessors than any GPU has
 
 
 class UnsupportedPool(ValueError):
-    """A KV pool that a backend cannot read; the message names what it found and the fix."""
+    """A backend cannot read this KV pool; the message names the reason and the fix."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The pool that a backend is to read, and its queries."""
+class AttentionSpec:
+    """The pool and the queries that an attention backend must support."""
 
     device: str  # "cpu" | "cuda"
     dtype: str  # of the queries
@@ -34,7 +38,7 @@ class Wanted:
     head_dim: int  # elements of a head in the KV cache, or of a latent
     num_components: int  # 2: keys and values; 1: latents
     num_q_heads: int  # of one rank
-    # Of layers, whether they have a window and whether they have a soft cap: those there are.
+    # (has a window, has a soft cap): the combinations that the model's layers have.
     kinds: tuple[tuple[bool, bool], ...] = ((False, False),)
 
     @property
@@ -44,90 +48,92 @@ class Wanted:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest steps that a backend is asked for."""
+    """The largest steps that a backend must support."""
 
     max_seqs: int = 256
-    max_tokens: int = 8192  # queries, those of all sequences together
-    max_context: int = 8192  # tokens of the longest sequence that has several queries
+    max_tokens: int = 8192  # query tokens of all sequences together
+    max_context: int = 8192  # tokens of the longest sequence with several queries
 
 
 DEFAULT_LIMITS: Final = StepLimits()
 
 
-def chosen(name: str, device: str) -> str:
-    """The backend that `name` means on `device`: "auto" is flashinfer on a GPU, torch elsewhere."""
+def resolve_backend_name(name: str, device: str) -> str:
+    """Replaces "auto" by flashinfer on a GPU and by torch elsewhere."""
     if name != "auto":
         return name
     return "flashinfer" if device == "cuda" else "torch"
 
 
-def check(name: str, wanted: Wanted, limits: StepLimits) -> None:
-    """Refuses what the backend `name` will not serve, in steps up to `limits`.
+def check_supported(name: str, spec: AttentionSpec, limits: StepLimits) -> None:
+    """Checks that the backend `name` can serve `spec` in steps up to `limits`.
 
     Raises:
-        UnsupportedPool: names the limit, what was found and which option helps.
+        UnsupportedPool: Names the limit, the value and the option that helps.
     """
-    if chosen(name, wanted.device) == "torch":
+    if resolve_backend_name(name, spec.device) == "torch":
         return
-    if wanted.device != "cuda":
-        raise _refused(
-            f"reads GPU memory only, and the KV pool is on {wanted.device}: use"
+    if spec.device != "cuda":
+        raise _unsupported(
+            f"reads GPU memory only, and the KV pool is on {spec.device}: use"
         )
-    _check_dtypes(wanted)
-    if wanted.is_latent:
-        _check_latents(wanted, limits)
-    elif wanted.head_dim not in _HEAD_DIMS:
+    _check_dtypes(spec)
+    if spec.is_latent:
+        _check_latents(spec, limits)
+    elif spec.head_dim not in _HEAD_DIMS:
         dims = ", ".join(map(str, _HEAD_DIMS))
-        raise _refused(
-            f"does not serve a head_dim of {wanted.head_dim}, only {dims}: use"
+        raise _unsupported(
+            f"does not serve a head_dim of {spec.head_dim}, only {dims}: use"
         )
 
 
-def copied_bytes(name: str, wanted: Wanted, block_size: int) -> int:
-    """Of a block of a pool, what the backend `name` keeps besides: one layer's latents of FP8 in
-    the queries' 16 bits."""
-    if (
-        not wanted.is_latent
-        or wanted.kv_dtype != FP8
-        or chosen(name, wanted.device) == "torch"
-    ):
+def extra_bytes_per_block(name: str, spec: AttentionSpec, block_size: int) -> int:
+    """Bytes that the backend `name` allocates for each block, the pool excluded.
+
+    Only latents in FP8 need any: the backend keeps one layer's latents in the queries'
+    16 bits.
+    """
+    if not spec.is_latent or spec.kv_dtype != FP8:
         return 0
-    return 2 * block_size * wanted.head_dim
+    if resolve_backend_name(name, spec.device) == "torch":
+        return 0
+    return 2 * block_size * spec.head_dim
 
 
-def _refused(why: str) -> UnsupportedPool:
+def _unsupported(reason: str) -> UnsupportedPool:
     return UnsupportedPool(
-        f"attention_backend flashinfer {why} --attention-backend torch"
+        f"attention_backend flashinfer {reason} --attention-backend torch"
     )
 
 
-def _check_dtypes(wanted: Wanted) -> None:
-    if wanted.dtype in _DTYPES and wanted.kv_dtype in (wanted.dtype, FP8):
+def _check_dtypes(spec: AttentionSpec) -> None:
+    if spec.dtype in _DTYPES and spec.kv_dtype in (spec.dtype, FP8):
         return
-    kind = "latents" if wanted.is_latent else "KV"
-    other_kv = " and --kv-cache-dtype auto" if wanted.kv_dtype == FP8 else ""
-    raise _refused(
-        f"does not serve queries of {wanted.dtype} over {kind} of {wanted.kv_dtype}: use --dtype "
-        f"bfloat16 or float16{other_kv}, or"
+    content = "latents" if spec.is_latent else "KV"
+    kv_option = " and --kv-cache-dtype auto" if spec.kv_dtype == FP8 else ""
+    raise _unsupported(
+        f"does not serve queries of {spec.dtype} over {content} of {spec.kv_dtype}: "
+        f"use --dtype bfloat16 or float16{kv_option}, or"
     )
 
 
-def _check_latents(wanted: Wanted, limits: StepLimits) -> None:
-    num_q_heads = wanted.num_q_heads
-    if wanted.head_dim != LATENT_DIM + ROPE_DIM or QUERY_TILE % num_q_heads:
-        raise _refused(
-            f"does not serve latents of {wanted.head_dim} elements for {num_q_heads} query heads, "
-            f"only of {LATENT_DIM + ROPE_DIM} for a number of heads that divides {QUERY_TILE}: use"
+def _check_latents(spec: AttentionSpec, limits: StepLimits) -> None:
+    num_q_heads = spec.num_q_heads
+    if spec.head_dim != LATENT_DIM + ROPE_DIM or QUERY_TILE % num_q_heads:
+        raise _unsupported(
+            f"does not serve latents of {spec.head_dim} elements for {num_q_heads} "
+            f"query heads, only of {LATENT_DIM + ROPE_DIM} for a number of heads that "
+            f"divides {QUERY_TILE}: use"
         )
-    seqs = min(limits.max_seqs, limits.max_tokens)
-    long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + seqs
-    short = 2 * seqs + 2 * seqs // _MLA_TILE + 1
-    works = (
-        max(long, short) + _MOST_SMS
-    )  # so many pieces are cut beyond one for each tile
-    if works > _MLA_WORKS:
-        raise _refused(
-            f"splits a step over latents into {_MLA_WORKS} parts at most; {limits.max_tokens} "
-            f"tokens of {seqs} sequences with {num_q_heads} query heads may take {works}: lower "
-            "--max-num-batched-tokens or --max-num-seqs, use a larger --tp, or"
+    max_seqs = min(limits.max_seqs, limits.max_tokens)
+    tiles_if_long = -(-limits.max_tokens * num_q_heads // _MLA_TILE) + max_seqs
+    tiles_if_short = 2 * max_seqs + 2 * max_seqs // _MLA_TILE + 1
+    # The planner cuts at most one piece per multiprocessor beyond one for each tile.
+    works = max(tiles_if_long, tiles_if_short) + _MAX_SMS
+    if works > _MLA_MAX_WORKS:
+        raise _unsupported(
+            f"splits a step over latents into {_MLA_MAX_WORKS} parts at most; "
+            f"{limits.max_tokens} tokens of {max_seqs} sequences with {num_q_heads} "
+            f"query heads may take {works}: lower --max-num-batched-tokens or "
+            "--max-num-seqs, use a larger --tp, or"
         )

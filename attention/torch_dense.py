@@ -1,5 +1,7 @@
-"""Attention over keys and values that lie densely, for the torch backend: fused kernels where
-scores are plain products, sums over pieces of the queries where they have a window or a soft cap.
+"""Attention over dense keys and values, for the torch backend.
+
+Plain scores use fused kernels. Scores with a window or a soft cap are computed piece by
+piece of the queries.
 """
 
 from typing import Final
@@ -7,13 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attention.base import Kind
+from attention.base import AttentionKind
 
-_MAX_SCORES: Final = 2**24  # that are held at once, of all heads
-_MAX_QUERIES: Final = (
-    512  # of a piece in a window: the more, the more scores are hidden
-)
-_ALIGNMENT: Final = 16  # elements, of the rows of a bias that fused kernels take
+_MAX_SCORES: Final = 2**24  # scores held at once, of all heads
+# Queries of a piece in a window: the more there are, the more scores are masked.
+_MAX_QUERIES: Final = 512
+_ALIGNMENT: Final = 16  # elements; fused kernels need it of the rows of a bias
 
 
 def dense_attention(
@@ -26,32 +27,22 @@ def dense_attention(
     bias: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + bias) v without ever holding all scores, but where they are capped.
+    """Computes softmax(scale * q k^T + bias) v.
+
+    Only a soft cap makes this function hold all scores at once.
 
     Args:
         q: [A, B, Tq, D]; k, v: [A, B, Tk, D], where an expanded axis costs no copy.
-        causal: query i sees keys 0..i; needs Tq == Tk, and no soft cap.
-        bias: added to the scores, [A or 1, 1, Tq or 1, Tk] in q's dtype.
-        soft_cap: of the scores before the bias, see attention.base.Kind.
+        causal: Query i sees keys 0..i; needs Tq == Tk, and no soft cap.
+        bias: Added to the scores, [A or 1, 1, Tq or 1, Tk] in q's dtype.
+        soft_cap: Of the scores before the bias; see attention.base.AttentionKind.
 
     Returns:
         The output [A, B, Tq, D] in q's dtype and the log-sum-exp, float32 [A, B, Tq].
     """
     if soft_cap:
         assert not causal
-        rows = q.shape
-        if k.stride(1) == 0:  # one memory for all of B: their queries make one product
-            q, k, v = q.flatten(1, 2)[:, None], k[:, :1], v[:, :1]
-        scores = (
-            q.float() @ k.float().mT
-        )  # in 16 bits they would be rounded before they are capped
-        scores = (
-            scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).view(*rows[:3], -1)
-        )
-        scores = scores if bias is None else scores.add_(bias)
-        lse = scores.logsumexp(-1)
-        weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype)
-        return (weights.view(*q.shape[:3], -1) @ v).view(rows), lse
+        return _soft_capped_attention(q, k, v, scale, bias, soft_cap)
     full_bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -63,6 +54,24 @@ def dense_attention(
         )
         lse = lse[..., : q.shape[2]]  # the kernel pads its rows
     return out, lse.float()
+
+
+def _soft_capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, soft_cap: float
+) -> tuple[Tensor, Tensor]:
+    shape = q.shape
+    if k.stride(1) == 0:
+        # All of B share the keys' memory, so that their queries make one product.
+        q = q.flatten(1, 2)[:, None]
+        k = k[:, :1]
+        v = v[:, :1]
+    # In float32: products of 16 bits would be rounded before they are capped.
+    scores = q.float() @ k.float().mT
+    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).view(*shape[:3], -1)
+    scores = scores if bias is None else scores.add_(bias)
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype)
+    return (weights.view(*q.shape[:3], -1) @ v).view(shape), lse
 
 
 def merge_attention(
@@ -77,38 +86,45 @@ def merge_attention(
         The merged output in out_a's dtype and its log-sum-exp.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (
-        torch.exp(part - lse).unsqueeze(-1) for part in (lse_a, lse_b)
-    )
+    weight_a = torch.exp(lse_a - lse).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - lse).unsqueeze(-1)
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, kind: Kind
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, kind: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last tokens of a sequence, of any kind.
+    """Causal attention of any kind, for the last tokens of a sequence.
 
     Args:
-        q: [H, B, Tq, D]; k, v: [H, Tk, D], the queries' own tokens at their end.
+        q: [H, B, Tq, D]; k, v: [H, Tk, D], with the queries' own tokens at their end.
 
     Returns:
-        As dense_attention.
+        The output and the log-sum-exp, as of dense_attention.
     """
-    heads, num_queries, num_keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[1]
-    window, before = kind.window or num_keys, num_keys - num_queries
-    reach = min(num_keys, window + _MAX_QUERIES)
-    at_once = max(1, min(_MAX_QUERIES, _MAX_SCORES // (heads * reach)))
+    num_heads = q.shape[0] * q.shape[1]
+    num_queries = q.shape[2]
+    num_keys = k.shape[1]
+    window = kind.window or num_keys
+    num_cached = num_keys - num_queries
+    max_keys = min(num_keys, window + _MAX_QUERIES)
+    piece_size = max(1, min(_MAX_QUERIES, _MAX_SCORES // (num_heads * max_keys)))
     parts = []
-    for start in range(0, num_queries, at_once):
-        stop = min(start + at_once, num_queries)
-        first, last = max(0, before + start + 1 - window), before + stop
-        seen = (x[:, None, first:last].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        keys = torch.arange(first, last, device=q.device)
-        own = keys[start - stop :, None]
-        is_hidden = (keys > own) | (keys <= own - window)
-        width = -(-len(keys) // _ALIGNMENT) * _ALIGNMENT
-        bias = q.new_zeros(1, 1, stop - start, width)[..., : len(keys)]
-        bias.masked_fill_(is_hidden, float("-inf"))
+    for start in range(0, num_queries, piece_size):
+        stop = min(start + piece_size, num_queries)
+        first_key = max(0, num_cached + start + 1 - window)
+        last_key = num_cached + stop
+        seen = (
+            tensor[:, None, first_key:last_key].expand(-1, q.shape[1], -1, -1)
+            for tensor in (k, v)
+        )
+        key_positions = torch.arange(first_key, last_key, device=q.device)
+        query_positions = key_positions[start - stop :, None]
+        is_after_query = key_positions > query_positions
+        is_before_window = key_positions <= query_positions - window
+        width = -(-len(key_positions) // _ALIGNMENT) * _ALIGNMENT
+        bias = q.new_zeros(1, 1, stop - start, width)[..., : len(key_positions)]
+        bias.masked_fill_(is_after_query | is_before_window, float("-inf"))
         part = dense_attention(
             q[:, :, start:stop], *seen, scale=scale, bias=bias, soft_cap=kind.soft_cap
         )

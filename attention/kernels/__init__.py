@@ -1,1 +1,1 @@
-"""Triton kernels of attention, which only machines with a GPU have."""
+"""Triton kernels of attention. Only machines with a GPU have Triton."""

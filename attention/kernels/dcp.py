@@ -1,7 +1,8 @@
 """Kernels before and after the exchange of partial attention results.
 
-As single operations they would be a dozen launches per layer: on H200s 30 us, in each of 32 layers.
-A partial result is sent as D elements of 16 bits, and its log-sum-exp as two more.
+As single torch operations they would be a dozen launches per layer: 30 us on an H200,
+in each of 32 layers. A partial result is sent as D elements of 16 bits, followed by its
+log-sum-exp in the space of two more elements.
 """
 
 from typing import Any, Final
@@ -14,41 +15,55 @@ _LSE_ELEMENTS: Final = 2  # of 16 bits
 
 
 def _pack(  # type: ignore[no-untyped-def]
-    out, lse, absent, packed, num_rows, num_heads, own_heads,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    out,
+    lse,
+    absent,
+    packed,
+    num_rows,
+    num_heads,
+    rank_heads,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     place = row * num_heads + head
-    target = ((head // own_heads) * num_rows + row) * own_heads + head % own_heads
+    target = ((head // rank_heads) * num_rows + row) * rank_heads + head % rank_heads
     offsets = tl.arange(0, BLOCK)
     x = tl.load(out + place * D + offsets, mask=offsets < D)
     tl.store(packed + target * (D + 2) + offsets, x, mask=offsets < D)
-    certainty = tl.where(tl.load(absent + row), float("-inf"), tl.load(lse + place))
+    row_lse = tl.where(tl.load(absent + row), float("-inf"), tl.load(lse + place))
     as_floats = packed.to(tl.pointer_type(tl.float32))
-    tl.store(as_floats + (target * (D + 2) + D) // 2, certainty)
+    tl.store(as_floats + (target * (D + 2) + D) // 2, row_lse)
 
 
 def _merge(  # type: ignore[no-untyped-def]
-    packed, out, num_rows, own_heads,
-    SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    packed,
+    out,
+    num_rows,
+    rank_heads,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     offsets = tl.arange(0, BLOCK)
     as_floats = packed.to(tl.pointer_type(tl.float32))
     highest = tl.full((), float("-inf"), tl.float32)
     for source in tl.static_range(SIZE):
-        place = (source * num_rows + row) * own_heads + head
+        place = (source * num_rows + row) * rank_heads + head
         highest = tl.maximum(highest, tl.load(as_floats + (place * (D + 2) + D) // 2))
     total = tl.full((), 0.0, tl.float32)
     summed = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(SIZE):
-        place = (source * num_rows + row) * own_heads + head
+        place = (source * num_rows + row) * rank_heads + head
         weight = tl.exp(tl.load(as_floats + (place * (D + 2) + D) // 2) - highest)
         x = tl.load(packed + place * (D + 2) + offsets, mask=offsets < D, other=0.0)
-        # Where nothing was read, x may be anything, and 0 * NaN would not be 0.
+        # x may be NaN for a rank that read nothing, and 0 * NaN would not be 0.
         summed += tl.where(weight > 0, x.to(tl.float32) * weight, 0.0)
         total += weight
-    place = row * own_heads + head
+    place = row * rank_heads + head
     result = (summed / total).to(out.dtype.element_ty)
     tl.store(out + place * D + offsets, result, mask=offsets < D)
 
@@ -58,27 +73,41 @@ _merge_kernel: Any = triton.jit(_merge, do_not_specialize=["num_rows"])
 
 
 def pack(out: Tensor, lse: Tensor, absent: Tensor, size: int) -> Tensor:
-    """Partial results by the rank they are for.
+    """Packs partial results by the rank that they are sent to.
 
     Args:
         out: 16 bits, contiguous [n, size * heads, D].
         lse: float32, contiguous [n, size * heads].
-        absent: bool [n], where nothing was read.
+        absent: bool [n]: this rank has no tokens of the sequence.
 
     Returns:
-        out's dtype [size, n, heads, D + 2].
+        [size, n, heads, D + 2] in out's dtype.
     """
     num_rows, num_heads, dim = out.shape
     packed = out.new_empty(size, num_rows, num_heads // size, dim + _LSE_ELEMENTS)
     _pack_kernel[(num_rows, num_heads)](
-        out, lse, absent, packed, num_rows, num_heads, num_heads // size,
-        D=dim, BLOCK=triton.next_power_of_2(dim),
-    )  # fmt: skip
+        out,
+        lse,
+        absent,
+        packed,
+        num_rows,
+        num_heads,
+        num_heads // size,
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
+    )
     return packed
 
 
 def merge(packed: Tensor) -> Tensor:
-    """[size, n, heads, D + 2], each rank's partial results -> [n, heads, D] over all of them."""
+    """Merges the partial results of all ranks.
+
+    Args:
+        packed: [size, n, heads, D + 2], by source rank.
+
+    Returns:
+        [n, heads, D]: attention over the tokens of all ranks.
+    """
     size, num_rows, heads, width = packed.shape
     dim = width - _LSE_ELEMENTS
     out = packed.new_empty(num_rows, heads, dim)

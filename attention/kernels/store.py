@@ -1,8 +1,8 @@
-"""A Triton kernel that stores a step's keys and values: normed and rotated, scaled and clamped to
-FP8, or all of it.
+"""A Triton kernel that stores a step's keys and values.
 
-Libraries take two kernels and two passes over the keys to rotate and store; torch would take six to
-store FP8.
+On request it also norms and rotates queries and keys, and scales and clamps what it
+stores to FP8. Libraries take two kernels and two passes over the keys to rotate and
+store. Torch would take six kernels to store FP8.
 """
 
 from typing import Any, Final
@@ -11,54 +11,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.base import Turn
+from attention.base import RopeNormArgs
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
-_HEADS: Final = 8  # of one program; of few tokens one, which then take less time
+# Heads of one program. For at most _FEW_TOKENS tokens a program takes one head, which
+# is faster then.
+_HEADS: Final = 8
 _FEW_TOKENS: Final = 32
 
 
 def _rotated(  # type: ignore[no-untyped-def]
-    source, own, angles, norms, eps,
+    source, is_head, angles, norms, eps,
     HALF: tl.constexpr, PAIR: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Both elements of each pair of some heads of one token, normed, and turned by its angles."""
-    low, high = tl.load(source, mask=own), tl.load(source + PAIR, mask=own)
+    """Loads, norms and rotates some heads of one token.
+
+    Returns:
+        The first and the second element of each pair.
+    """
+    low = tl.load(source, mask=is_head)
+    high = tl.load(source + PAIR, mask=is_head)
     if NORM:
-        first, second = low.to(tl.float32), high.to(tl.float32)
+        first = low.to(tl.float32)
+        second = high.to(tl.float32)
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         size = tl.sqrt(squares / (2 * HALF) + eps)[:, None]
         low = (first / size * norms[0].to(tl.float32)).to(low.dtype)
         high = (second / size * norms[1].to(tl.float32)).to(high.dtype)
     if ROTATE:
-        first, second = low.to(tl.float32), high.to(tl.float32)
+        first = low.to(tl.float32)
+        second = high.to(tl.float32)
         low = (first * angles[0] - second * angles[1]).to(low.dtype)
         high = (second * angles[0] + first * angles[1]).to(high.dtype)
     return low, high
 
 
 def _put(  # type: ignore[no-untyped-def]
-    x, source, into, own, scale, factor,
+    x, source, into, is_head, scale, factor,
     SCALED: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores elements, and keeps where they came from what is read of them."""
+    """Stores elements in the cache, and in their source what is read of them later."""
     if STORE:
-        kept = (x.to(tl.float32) * factor if SCALED else x).to(into.dtype.element_ty)
-        tl.store(into, kept, mask=own)  # the conversion to FP8 saturates
+        stored = (x.to(tl.float32) * factor if SCALED else x).to(into.dtype.element_ty)
+        tl.store(into, stored, mask=is_head)  # the conversion to FP8 saturates
         if SCALED:
-            x = (kept.to(tl.float32) * scale).to(x.dtype)
+            x = (stored.to(tl.float32) * scale).to(x.dtype)
     if KEEP:
-        tl.store(source, x, mask=own)
+        tl.store(source, x, mask=is_head)
 
 
 _rotated_heads: Any = triton.jit(_rotated)
 _put_heads: Any = triton.jit(_put)
 
 
+def _put_pairs(  # type: ignore[no-untyped-def]
+    low, high, source, into, is_head, scale, factor,
+    PAIR: tl.constexpr, SCALED: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Stores both elements of each pair; see `_put`."""
+    _put_heads(low, source, into, is_head, scale, factor, SCALED, STORE, KEEP)
+    _put_heads(
+        high, source + PAIR, into + PAIR, is_head, scale, factor, SCALED, STORE, KEEP
+    )
+
+
+_put_pairs_of_heads: Any = triton.jit(_put_pairs)
+
+
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
     key_scale, value_scale, key_factor, value_factor,
-    q_token, k_token, v_token, q_head, k_head, block_stride, head_stride, slot_stride, block_size,
+    q_token, k_token, v_token, q_head, k_head,
+    block_stride, head_stride, slot_stride, block_size,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HAS_V: tl.constexpr, HALF: tl.constexpr,
     PAIR: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
@@ -69,7 +93,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     first = half * (1 if PAIR == HALF else 2)  # of each pair
     at, angles, norms = token, None, None
-    if NORM:  # from far, and no kernel of the step writes it: loaded before the wait
+    if NORM:
+        # Before the wait: slow loads of weights that no kernel of the step writes.
         norm = (q_norm if part < q_parts else k_norm) + half
         norms = tl.load(norm), tl.load(norm + HALF)
     if STORE:
@@ -82,44 +107,36 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     if NUM_Q > 0:
         if part < q_parts:
             head = part * HEADS + some
-            source, own = q + token * q_token + head * q_head + first, head < NUM_Q
+            source = q + token * q_token + head * q_head + first
+            is_head = head < NUM_Q
             low, high = _rotated_heads(
-                source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM
+                source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
             )
-            tl.store(source, low, mask=own)
-            tl.store(source + PAIR, high, mask=own)
+            tl.store(source, low, mask=is_head)
+            tl.store(source + PAIR, high, mask=is_head)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
-        source, own = k + token * k_token + head * k_head + first, head < NUM_KV
+        source, is_head = k + token * k_token + head * k_head + first, head < NUM_KV
         low, high = _rotated_heads(
-            source, own, angles, norms, eps, HALF, PAIR, ROTATE, NORM
+            source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
         )
         into = keys + at + head * head_stride + first if STORE else source
-        _put_heads(low, source, into, own, key_scale, key_factor, SCALED, STORE, KEEP)
-        _put_heads(
-            high,
-            source + PAIR,
-            into + PAIR,
-            own,
-            key_scale,
-            key_factor,
-            SCALED,
-            STORE,
-            KEEP,
-        )
+        _put_pairs_of_heads(
+            low, high, source, into, is_head, key_scale, key_factor,
+            PAIR, SCALED, STORE, KEEP,
+        )  # fmt: skip
     if HAS_V:
         if part >= q_parts + kv_parts:
             head = (part - q_parts - kv_parts) * HEADS + some
-            source, own = v + token * v_token + head * 2 * HALF + first, head < NUM_KV
-            low, high = tl.load(source, mask=own), tl.load(source + PAIR, mask=own)
+            source = v + token * v_token + head * 2 * HALF + first
+            is_head = head < NUM_KV
+            low = tl.load(source, mask=is_head)
+            high = tl.load(source + PAIR, mask=is_head)
             into = values + at + head * head_stride + first
             back: tl.constexpr = KEEP and SCALED
-            _put_heads(
-                low, source, into, own, value_scale, value_factor, SCALED, STORE, back
-            )
-            _put_heads(
-                high, source + PAIR, into + PAIR, own, value_scale, value_factor, SCALED, STORE,
-                back,
+            _put_pairs_of_heads(
+                low, high, source, into, is_head, value_scale, value_factor,
+                PAIR, SCALED, STORE, back,
             )  # fmt: skip
 
 
@@ -129,26 +146,35 @@ _kernel: Any = triton.jit(_rotate_and_store)
 def store(
     k: Tensor, v: Tensor | None, slots: Tensor | None, caches: tuple[Tensor, ...],
     scales: tuple[float, ...] = (1.0, 1.0),
-    *, q: Tensor | None = None, turn: Turn | None = None, interleaved: bool = False,
-    read_back: bool = False,
+    *, q: Tensor | None = None, rope_norm: RopeNormArgs | None = None,
+    interleaved: bool = False, read_back: bool = False,
 ) -> None:  # fmt: skip
-    """Stores k and v by slot; with a `turn` changes q, in place, and what is stored of k.
+    """Stores k and v by slot.
+
+    With `rope_norm`, it also changes q in place and stores the normed and rotated k.
 
     Args:
         k, v: [T, H, D], D a power of two; elements contiguous, v's heads as well.
         slots: int32 [T].
-        caches: of keys, and of values if there are any: [B, H, N, D], of equal strides, the last of
-            them 1; of k's dtype, or float8_e4m3fn. None: nothing is stored.
-        scales: of the caches' elements, where they are of FP8.
+        caches: The keys' cache, and the values' if there are any: [B, H, N, D], of
+            equal strides, the last of them 1; of k's dtype, or float8_e4m3fn. Empty:
+            nothing is stored.
+        scales: Of the caches' elements, if they are FP8.
         q: [T, HQ, D], as k.
-        interleaved: whether neighbours are turned together, not normed, else halves.
-        read_back: whether k and v become, in place, what is read of them later; else they stay.
+        interleaved: Rotates neighbouring elements against each other, without norms,
+            else the halves of a head.
+        read_back: Changes k and v in place to what is read of them later.
     """
-    q, cos_sin, norms, eps = (None, None, None, 0.0) if turn is None else (q, *turn)
-    q_norm, k_norm = norms or (None, None)
-    assert all(x.stride(2) == 1 for x in (q, k, v) if x is not None) and not (
-        interleaved and norms
-    )
+    cos_sin = norms = q_norm = k_norm = None
+    eps = 0.0
+    if rope_norm is None:
+        q = None
+    else:
+        cos_sin, norms, eps = rope_norm
+    if norms:
+        q_norm, k_norm = norms
+    assert all(x.stride(2) == 1 for x in (q, k, v) if x is not None)
+    assert not (interleaved and norms)
     assert v is None or v.stride(1) == k.shape[2], v.stride()
     keys, values = (caches[0], caches[-1]) if caches else (None, None)
     strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -156,24 +182,35 @@ def store(
         assert keys.stride() == values.stride() and keys.stride(3) == 1, keys.stride()
         assert keys.dtype == k.dtype or keys.element_size() == 1, (keys.dtype, k.dtype)
         strides = (*keys.stride()[:3], keys.shape[2])
-    num_q, num_kv, half = 0 if q is None else q.shape[1], k.shape[1], k.shape[2] // 2
+    num_q = 0 if q is None else q.shape[1]
+    num_kv = k.shape[1]
+    half = k.shape[2] // 2
     heads, warps = (1, 1) if len(k) <= _FEW_TOKENS else (_HEADS, 2)
-    parts = triton.cdiv(num_q, heads) + triton.cdiv(num_kv, heads) * (
-        1 if v is None else 2
-    )
-    tokens = [0 if x is None else x.stride(0) for x in (q, k, v)]
+    kv_parts = triton.cdiv(num_kv, heads) * (1 if v is None else 2)
+    parts = triton.cdiv(num_q, heads) + kv_parts
+    token_strides = [0 if x is None else x.stride(0) for x in (q, k, v)]
     _kernel[k.shape[0], parts](
         q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
         scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
-        *tokens, 0 if q is None else q.stride(1), k.stride(1), *strides,
-        NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=half, PAIR=1 if interleaved else half,
-        HEADS=heads, ROTATE=cos_sin is not None, NORM=norms is not None, STORE=keys is not None,
+        *token_strides, 0 if q is None else q.stride(1), k.stride(1), *strides,
+        NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=half,
+        PAIR=1 if interleaved else half, HEADS=heads, ROTATE=cos_sin is not None,
+        NORM=norms is not None, STORE=keys is not None,
         SCALED=keys is not None and keys.dtype != k.dtype, KEEP=read_back,
         num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
 
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
-    """Rotates q and k in place; as of `store`."""
-    turn = Turn(cos_sin)
-    store(k, None, None, (), q=q, turn=turn, interleaved=interleaved, read_back=True)
+    """Rotates q and k in place; arguments as of `store`."""
+    rope_norm = RopeNormArgs(cos_sin)
+    store(
+        k,
+        None,
+        None,
+        (),
+        q=q,
+        rope_norm=rope_norm,
+        interleaved=interleaved,
+        read_back=True,
+    )

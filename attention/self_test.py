@@ -1,0 +1,279 @@
+"""Self-tests of attention's own kernels, which run before the kernels serve requests.
+
+Compilers, drivers and GPUs differ, and a kernel that computes wrong numbers without an
+error would produce wrong text. The tests use the pool's null block.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.base import AttentionKind, Pages, RopeNormArgs
+from attention.kernels.store import store
+from attention.kernels.widen import widen
+from attention.pieces import PieceDecode, partial_bytes
+from attention.support import UnsupportedPool
+from kvcache import fp8
+
+_TOLERANCE: Final = 0.01  # outputs have 8 bits of precision
+# Tokens of sequences: less than a tile, one tile, and several pieces of several tiles.
+_CONTEXTS: Final = (5, 64, 4500)
+_NUM_SMS: Final = 1  # of a GPU that cuts contexts into the fewest pieces
+_SCALES: Final = (2.0, 0.5)  # of keys, and of values
+_NORM_FACTORS: Final = (2.0, 0.5)  # of queries, and of keys
+_SMALL_EPS: Final = 1e-20
+_MAX_ERROR_CHARS: Final = 200
+
+
+def check_storing(
+    caches: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    dtype: torch.dtype,
+    num_q_heads: int = 0,
+) -> None:
+    """Checks `store` with keys and values of `dtype`.
+
+    With query heads, it also checks norms and rotation.
+
+    Raises:
+        UnsupportedPool: The kernel stores other elements than expected.
+    """
+    _run_check("stores KV", lambda: _check_store(caches, scales, dtype, num_q_heads))
+
+
+def check_decoding(
+    caches: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    num_q_heads: int,
+    kinds: Sequence[AttentionKind],
+) -> None:
+    """Checks PieceDecode against plain attention, with queries of `dtype`.
+
+    Raises:
+        UnsupportedPool: The results differ.
+    """
+
+    def compare() -> str | None:
+        errors = []
+        for kind in kinds:
+            errors += _decode_errors(caches, dtype, num_q_heads, kind)
+        max_error = torch.stack(errors).max().item()  # NaN if one of them is NaN
+        return None if max_error < _TOLERANCE else f"deviates by {max_error:.2g}"
+
+    _run_check("decodes", compare)
+
+
+def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> None:
+    """Checks `widen` from FP8 to 16 bits.
+
+    Args:
+        stored, wide: [B, H, N, D].
+
+    Raises:
+        UnsupportedPool: The kernel reads other elements than expected.
+    """
+
+    def compare() -> str | None:
+        null_block = torch.tensor([0], dtype=torch.int32, device=wide.device)
+        count = torch.tensor([1], dtype=torch.int32, device=wide.device)
+        with _null_blocks([stored]) as (block,):
+            block.copy_(torch.randn(block.shape, device=wide.device))
+            widen(stored, wide, null_block, count, _SCALES[0], packed=packed)
+            num_wrong = (wide[0].float() != block.float() * _SCALES[0]).sum()
+        return f"deviates in {int(num_wrong)} elements" if num_wrong else None
+
+    _run_check("reads KV of FP8", compare)
+
+
+def _run_check(action: str, check: Callable[[], str | None]) -> None:
+    """Runs the check of the kernel that does `action`.
+
+    Raises:
+        UnsupportedPool: The check failed or returned a problem.
+    """
+    try:
+        problem = check()
+    except Exception as error:  # compilers and drivers raise errors of any class
+        text = str(error).strip()[:_MAX_ERROR_CHARS]
+        problem = f"raises {type(error).__name__}: {text}"
+    if problem is not None:
+        raise UnsupportedPool(
+            f"attention_backend flashinfer: the kernel that {action} {problem} on this "
+            "GPU: use --attention-backend torch"
+        )
+
+
+@contextmanager
+def _null_blocks(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The null blocks [H, N, D] of caches; restores their content at the end."""
+    blocks = [cache[0] for cache in caches]
+    saved = [block.clone() for block in blocks]
+    try:
+        yield blocks
+    finally:
+        for block, content in zip(blocks, saved, strict=True):
+            block.copy_(content)
+
+
+def _check_store(
+    caches: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    dtype: torch.dtype,
+    num_q_heads: int,
+) -> str | None:
+    cases: list[RopeNormArgs | None] = [None]
+    if num_q_heads:
+        cases += _exact_rope_norms(caches[0], dtype)
+    num_wrong = torch.zeros((), dtype=torch.int64, device=caches[0].device)
+    for rope_norm in cases:
+        num_wrong += _count_wrong(caches, scales, dtype, num_q_heads, rope_norm)
+    return f"deviates in {int(num_wrong)} elements" if num_wrong else None
+
+
+def _exact_rope_norms(cache: Tensor, dtype: torch.dtype) -> list[RopeNormArgs]:
+    """Arguments with which rotation and norms round nothing.
+
+    The rotation is by a quarter turn. The norms scale elements of -1 and 1 by powers of
+    two.
+    """
+    num_tokens, dim = cache.shape[2:]
+    is_sine = torch.arange(dim, device=cache.device) >= dim // 2
+    cos_sin = is_sine.float().repeat(num_tokens, 1)
+    q_norm, k_norm = (
+        torch.full((dim,), factor, device=cache.device, dtype=dtype)
+        for factor in _NORM_FACTORS
+    )
+    return [
+        RopeNormArgs(cos_sin),
+        RopeNormArgs(cos_sin, (q_norm, k_norm), _SMALL_EPS),
+    ]
+
+
+def _count_wrong(
+    caches: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    dtype: torch.dtype,
+    num_q_heads: int,
+    rope_norm: RopeNormArgs | None,
+) -> Tensor:
+    """Stores random elements; returns how many of q and of the blocks are wrong."""
+    num_heads, num_tokens, dim = caches[0].shape[1:]
+    device = caches[0].device
+    has_norms = rope_norm is not None and rope_norm.norms is not None
+    tensors = []
+    for heads in [num_q_heads, *[num_heads] * len(caches)]:
+        tensor = torch.randn(num_tokens, heads, dim, device=device)
+        if has_norms:
+            tensor = 1 - 2.0 * (tensor < 0)
+        tensors.append(tensor.to(dtype))
+    q, *components = tensors
+    expected_q = q
+    expected = list(components)
+    if rope_norm is not None:
+        q_factor, k_factor = _NORM_FACTORS if has_norms else (1.0, 1.0)
+        expected_q = _quarter_turn(q) * q_factor
+        expected[0] = _quarter_turn(components[0]) * k_factor
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    values = components[1] if len(components) > 1 else None
+    with _null_blocks(caches) as blocks:
+        store(components[0], values, slots, caches, scales, q=q, rope_norm=rope_norm)
+        num_wrong = (q != expected_q).sum()
+        for block, component, scale in zip(blocks, expected, scales, strict=False):
+            stored = fp8.stored_as(component, block.dtype, scale).float()
+            num_wrong += (block.transpose(0, 1).float() != stored).sum()
+    return num_wrong
+
+
+def _quarter_turn(x: Tensor) -> Tensor:
+    """[..., D], with its first half rotated against its second half by 90 degrees."""
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def _decode_errors(
+    caches: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    num_q_heads: int,
+    kind: AttentionKind,
+) -> list[Tensor]:
+    """Relative errors of each context's output and log-sum-exp.
+
+    An error is the norm of the difference divided by the norm of the expected tensor.
+    """
+    num_heads, block_size, dim = caches[0].shape[1:]
+    device = caches[0].device
+    heads = (num_q_heads, num_heads, dim)
+    num_seqs = len(_CONTEXTS)
+    workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS)
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    # The query's scale is divided by the keys' scale, so that scores are as without
+    # FP8.
+    scale = dim**-0.5 / _SCALES[0]
+    decode = PieceDecode(heads, block_size, kind, scale, workspace, _NUM_SMS)
+    q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
+    results = []
+    errors = []
+    with _null_blocks(caches) as (key, value):
+        for block in (key, value):
+            block.copy_(torch.randn(block.shape, device=device))
+        decode.plan(_null_pages(block_size))
+        for crowded in (False, True):
+            out = torch.empty_like(q)
+            lse = torch.empty(q.shape[:2], device=device)
+            decode.run(
+                q,
+                caches,
+                out=out,
+                k_scale=_SCALES[0],
+                v_scale=_SCALES[1],
+                lse=lse,
+                crowded=crowded,
+            )
+            results.append((out, lse))
+        for row, length in enumerate(_CONTEXTS):
+            expected = _attend_repeated_block(q[row], key, value, length, kind)
+            for result in results:
+                for tensor, right in zip(result, expected, strict=True):
+                    difference = tensor[row].float() - right.view(tensor[row].shape)
+                    errors.append(difference.norm() / right.norm())
+    return errors
+
+
+def _null_pages(block_size: int) -> Pages:
+    """Contexts of _CONTEXTS tokens whose blocks are all the null block."""
+    counts = -(-np.array(_CONTEXTS, np.int32) // block_size)
+    indptr = np.cumsum([0, *counts], dtype=np.int32)
+    return Pages(
+        indptr=indptr,
+        indices=np.zeros(indptr[-1], np.int32),
+        last_page_lens=_CONTEXTS - (counts - 1) * block_size,
+    )
+
+
+def _attend_repeated_block(
+    q: Tensor, key: Tensor, value: Tensor, length: int, kind: AttentionKind
+) -> tuple[Tensor, Tensor]:
+    """Plain attention over a context that repeats one block of keys and values.
+
+    Args:
+        q: [Hq, D]; key, value: [H, N, D].
+        length: Tokens of the context.
+
+    Returns:
+        The output [H, Hq/H, D] and the base-2 log-sum-exp [H, Hq/H].
+    """
+    num_heads, block_size, dim = key.shape
+    tokens = torch.arange(length, device=q.device) % block_size
+    scores = q.float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
+    if kind.soft_cap:
+        scores = (scores / kind.soft_cap).tanh() * kind.soft_cap
+    scores = scores[..., tokens]
+    scores[..., : -(kind.window or length)] = float("-inf")
+    weights = scores.new_zeros(*scores.shape[:2], block_size)
+    weights.index_add_(-1, tokens, scores.softmax(-1))
+    out = weights @ value.float() * _SCALES[1]
+    return out, scores.logsumexp(-1) / np.log(2)

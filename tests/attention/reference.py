@@ -1,4 +1,7 @@
-"""Attention problems and their answers: plain attention in float64 over what a pool stores."""
+"""Attention problems and their answers by plain attention in float64.
+
+The reference attends over the elements as a pool stores them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, Kind, LayerAttention
+from attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionKind,
+    LayerAttention,
+)
 from attention.registry import create_backend
 from kvcache import fp8
 from kvcache.layout import KVLayout
@@ -16,18 +24,26 @@ from kvcache.pool import KVPool
 
 NUM_LAYERS = 2
 SINKS = torch.linspace(-2.0, 3.0, 6)
-# What layers may have beside all tokens before, in pools of two: layers alike, and layers not.
+# Windows, soft caps and sinks of the two layers of a pool.
 SPECIAL = {
-    "a window in one layer": (LayerAttention(Kind(5)), LayerAttention()),
-    "windows of one and of two": (LayerAttention(Kind(1)), LayerAttention(Kind(2))),
-    "soft caps": (LayerAttention(Kind(soft_cap=0.7)),) * 2,
-    "sinks beside a window": (LayerAttention(Kind(6), SINKS), LayerAttention(Kind(), -SINKS)),
-    "soft caps, windows, sinks": (
-        LayerAttention(Kind(4, 0.5), SINKS), LayerAttention(Kind(9, 2.0), -SINKS)
+    "a window in one layer": (LayerAttention(AttentionKind(5)), LayerAttention()),
+    "windows of one and of two": (
+        LayerAttention(AttentionKind(1)),
+        LayerAttention(AttentionKind(2)),
     ),
-}  # fmt: skip
+    "soft caps": (LayerAttention(AttentionKind(soft_cap=0.7)),) * 2,
+    "sinks with a window": (
+        LayerAttention(AttentionKind(6), SINKS),
+        LayerAttention(AttentionKind(), -SINKS),
+    ),
+    "soft caps, windows, sinks": (
+        LayerAttention(AttentionKind(4, 0.5), SINKS),
+        LayerAttention(AttentionKind(9, 2.0), -SINKS),
+    ),
+}
 FP8 = "float8_e4m3fn"
-Span = tuple[int, int, int]  # a sequence, its first token of a step, past its last
+# A sequence, its first token of a step, and the token after its last.
+Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,10 +55,10 @@ class Shape:
     num_q_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 16
-    rope_dim: int = 0  # of latents: elements that values lack; 0: keys and values
+    rope_dim: int = 0  # elements of latents that values lack; 0: keys and values
     dtype: str = "float32"  # of the queries
-    kv_dtype: str = ""  # of the pool; the queries' where not given
-    scales: tuple[float, ...] = ()  # of the pool; all 1 where not given
+    kv_dtype: str = ""  # of the pool; empty: the queries' dtype
+    scales: tuple[float, ...] = ()  # of the pool; empty: all 1
     steepness: float = 1.0  # of the softmax
     num_blocks: int = 64
     device: str = "cpu"
@@ -58,10 +74,17 @@ class Shape:
 
 
 def make_pool(shape: Shape) -> KVPool:
-    """A pool in which every row that no test wrote is NaN, the null block included."""
-    heads = (shape.num_blocks, shape.num_kv_heads, NUM_LAYERS, shape.num_components)
-    sizes = (*heads, shape.block_size, shape.head_dim)
-    layout = KVLayout(shape.order, *sizes, shape.kv_dtype or shape.dtype)
+    """A pool filled with NaN, the null block included."""
+    layout = KVLayout(
+        order=shape.order,
+        num_blocks=shape.num_blocks,
+        num_heads=shape.num_kv_heads,
+        num_layers=NUM_LAYERS,
+        num_components=shape.num_components,
+        block_size=shape.block_size,
+        head_dim=shape.head_dim,
+        dtype=shape.kv_dtype or shape.dtype,
+    )
     pool = KVPool(layout, shape.device, shape.scales)
     pool.tensor.fill_(float("nan"))
     return pool
@@ -70,25 +93,26 @@ def make_pool(shape: Shape) -> KVPool:
 def make(
     shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any
 ) -> Any:
-    """The backend `name` for the problem, over a pool of its own where none is given."""
-    heads = {
-        "num_q_heads": shape.num_q_heads,
-        "head_dim": shape.head_dim,
-        "scale": shape.scale,
-    }
-    heads["layers"] = [
-        each._replace(sinks=None if each.sinks is None else each.sinks.to(shape.device))
-        for each in shape.layers
-    ]
-    dtype = getattr(torch, shape.dtype)
+    """The backend `name` for the problem, over `pool` or over a new pool."""
+    layers = []
+    for layer in shape.layers:
+        sinks = None if layer.sinks is None else layer.sinks.to(shape.device)
+        layers.append(layer._replace(sinks=sinks))
     return create_backend(
-        name, pool or make_pool(shape), dtype=dtype, **heads, **options
+        name,
+        pool or make_pool(shape),
+        dtype=getattr(torch, shape.dtype),
+        num_q_heads=shape.num_q_heads,
+        head_dim=shape.head_dim,
+        scale=shape.scale,
+        layers=layers,
+        **options,
     )
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whole sequences: q, k, v per token and layer, and the blocks in which each lies."""
+    """Complete sequences: q, k and v by token and layer, and each sequence's blocks."""
 
     q: list[torch.Tensor]  # per sequence [L, n, Hq, D]
     k: list[torch.Tensor]  # per sequence [L, n, H, D]
@@ -146,9 +170,8 @@ def rows_of(
 
     def rows(parts: list[torch.Tensor]) -> torch.Tensor:
         real = torch.cat([parts[seq][layer, start:stop] for seq, start, stop in spans])
-        padding = torch.full(
-            (num_padding, *real.shape[1:]), float("nan"), dtype=real.dtype
-        )
+        padding_shape = (num_padding, *real.shape[1:])
+        padding = torch.full(padding_shape, float("nan"), dtype=real.dtype)
         return torch.cat([real, padding]).to(shape.device)
 
     return [rows(parts) for parts in (seqs.q, seqs.k, seqs.v)]
@@ -161,7 +184,11 @@ def forward(
     rows: Sequence[torch.Tensor],
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, Hq, D] of a planned step's q, k and v, or [T, Hq, D - rope] of its latents."""
+    """Runs one layer of a planned step.
+
+    Returns:
+        [T, Hq, D] for q, k and v, or [T, Hq, D - rope_dim] for latents.
+    """
     q, k, v = (part.clone() for part in rows)
     if not shape.rope_dim:
         return backend.forward(layer, q, k, v, lse=lse)
@@ -176,14 +203,16 @@ def run_step(
     spans: Sequence[Span],
     num_padding: int = 0,
 ) -> list[torch.Tensor]:
-    """One step through all layers; the output of each span as [L, n, Hq, D]."""
+    """Runs one step through all layers.
+
+    Returns:
+        The output of each span as [L, n, Hq, D].
+    """
     backend.plan(make_batch(shape, seqs, spans, num_padding))
-    outs = [
-        forward(
-            backend, shape, layer, rows_of(shape, seqs, layer, spans, num_padding)
-        ).cpu()
-        for layer in range(NUM_LAYERS)
-    ]
+    outs = []
+    for layer in range(NUM_LAYERS):
+        rows = rows_of(shape, seqs, layer, spans, num_padding)
+        outs.append(forward(backend, shape, layer, rows).cpu())
     sizes = [stop - start for _, start, stop in spans]
     assert all(len(out) == sum(sizes) + num_padding for out in outs)
     return list(torch.stack(outs)[:, : sum(sizes)].split(sizes, dim=1))
@@ -192,21 +221,22 @@ def run_step(
 def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
     """[L, n, H, D] as the pool holds them, in float64."""
     scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
-    of_layer = (
-        torch.tensor(scales)
-        .double()
-        .view(NUM_LAYERS, -1)[:, component, None, None, None]
-    )
+    by_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)
+    scale = by_layer[:, component, None, None, None]
     dtype = getattr(torch, shape.kv_dtype or shape.dtype)
-    scaled = values.float() * (1 / of_layer).float() if shape.scales else values
-    return fp8.stored_as(scaled, dtype).double() * of_layer
+    scaled = values.float() * (1 / scale).float() if shape.scales else values
+    return fp8.stored_as(scaled, dtype).double() * scale
 
 
 def reference(
     shape: Shape, seqs: Sequences, seq: int, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [L, n, Hq, D] of a span, without a latent's rope, and log-sum-exps [L, n, Hq], which
-    sinks are not among."""
+    """Plain attention of the tokens [start, stop) of a sequence.
+
+    Returns:
+        The outputs [L, n, Hq, D], without a latent's rope part, and the log-sum-exps
+        [L, n, Hq] without sinks.
+    """
     repeats = shape.num_q_heads // shape.num_kv_heads
     k, v = (
         stored(shape, values[seq][:, :stop], component)
@@ -216,16 +246,15 @@ def reference(
     )
     q = seqs.q[seq][:, start:stop].double().transpose(1, 2)
     scores = q @ k.mT * shape.scale
-    ago = torch.arange(start, stop)[:, None] - torch.arange(stop)
-    for layer, ((window, soft_cap), _) in enumerate(
-        shape.layers or [LayerAttention()] * NUM_LAYERS
-    ):
+    distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
+    layers = shape.layers or [LayerAttention()] * NUM_LAYERS
+    for layer, ((window, soft_cap), _) in enumerate(layers):
         if soft_cap:
             scores[layer] = (scores[layer] / soft_cap).tanh() * soft_cap
-        scores[layer].masked_fill_((ago < 0) | (ago >= (window or stop)), float("-inf"))
-    out = (scores.softmax(-1) @ v).transpose(1, 2)[
-        ..., : shape.head_dim - shape.rope_dim
-    ]
+        is_masked = (distance < 0) | (distance >= (window or stop))
+        scores[layer].masked_fill_(is_masked, float("-inf"))
+    value_dim = shape.head_dim - shape.rope_dim
+    out = (scores.softmax(-1) @ v).transpose(1, 2)[..., :value_dim]
     lse = scores.logsumexp(-1).transpose(1, 2)
     for layer, (_, sinks) in enumerate(shape.layers):
         if sinks is not None:
@@ -242,7 +271,10 @@ def check_step(
     tolerance: float = 5e-6,
     with_lse: bool = True,
 ) -> None:
-    """A step's outputs and log-sum-exps are the reference's, and both forwards give the same."""
+    """Asserts that a step's outputs and log-sum-exps equal the reference's.
+
+    It also asserts that forwards with and without log-sum-exps have the same outputs.
+    """
     outs = run_step(backend, shape, seqs, spans, num_padding)
     for span, out in zip(spans, outs, strict=True):
         assert out.dtype == getattr(torch, shape.dtype)
@@ -261,8 +293,8 @@ def check_step(
         again[:num_tokens], before, atol=tolerance, rtol=tolerance
     )
     expected = torch.cat([reference(shape, seqs, *span)[1][1] for span in spans])
-    found = lse[:num_tokens].double().cpu()
-    torch.testing.assert_close(found, expected, atol=2 * tolerance, rtol=2 * tolerance)
+    actual = lse[:num_tokens].double().cpu()
+    torch.testing.assert_close(actual, expected, atol=2 * tolerance, rtol=2 * tolerance)
 
 
 def check_steps(
@@ -272,5 +304,7 @@ def check_steps(
     *steps: Sequence[Span],
     **options: Any,
 ) -> None:
+    """Checks several steps, one after the other; see check_step."""
+
     for spans in steps:
         check_step(backend, shape, seqs, spans, **options)

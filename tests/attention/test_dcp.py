@@ -1,4 +1,7 @@
-"""Ranks that share the tokens of sequences, here threads, attend as one that has them whole."""
+"""Ranks that share the tokens of sequences attend like one rank that has all tokens.
+
+Threads take the part of the ranks.
+"""
 
 import threading
 from collections.abc import Callable
@@ -35,7 +38,7 @@ class Ranks:
         self.size = size
         self._slots: list[torch.Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
-        self.most_exchanged = 0  # elements sent by a rank at once
+        self.max_exchanged = 0  # elements that a rank sent at once
 
     def member(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -43,14 +46,18 @@ class Ranks:
     def exchange(self, rank: int, tensor: torch.Tensor, pick: Callable) -> torch.Tensor:
         self._slots[rank] = tensor
         self._barrier.wait()
-        found = torch.stack([pick(part) for part in self._slots])
+        received = torch.stack([pick(part) for part in self._slots])
         self._barrier.wait()
-        return found
+        return received
 
     def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """What `work` gives for each rank."""
+        """Runs `work` on each rank; returns its results by rank.
 
-        def one(rank: int) -> torch.Tensor:
+        An error of a rank breaks the barrier for the others. The first error is raised
+        that is not such a consequence.
+        """
+
+        def run_rank(rank: int) -> torch.Tensor:
             try:
                 return work(rank)
             except BaseException:
@@ -58,34 +65,37 @@ class Ranks:
                 raise
 
         with ThreadPoolExecutor(self.size) as threads:
-            done = [threads.submit(one, rank) for rank in range(self.size)]
-        errors = [error for each in done if (error := each.exception())]
-        for error in sorted(
-            errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)
-        ):
-            raise error
-        return [each.result() for each in done]
+            futures = [threads.submit(run_rank, rank) for rank in range(self.size)]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error and not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
 
 
 class Member:
+    """The ContextGroup of one rank."""
+
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
+        self.ranks = ranks
+        self.rank = rank
+        self.size = ranks.size
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.ranks.exchange(self.rank, tensor, lambda part: part)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.ranks.most_exchanged = max(self.ranks.most_exchanged, tensor.numel())
+        self.ranks.max_exchanged = max(self.ranks.max_exchanged, tensor.numel())
         return self.ranks.exchange(self.rank, tensor, lambda part: part[self.rank])
 
 
 class Bench:
-    """Torch attention over whole sequences, and `size` ranks that share them.
+    """Torch attention over complete sequences, and `size` ranks that share them.
 
     Args:
-        size: ranks of the group, which has the heads of `shape`.
-        scratch: tokens of prompts' contexts at once.
-        name: the backend that the ranks attend with.
+        size: Ranks of the group, which has the heads of `shape`.
+        scratch: Context tokens of the prompts that are computed at once.
+        name: The backend that the ranks attend with.
     """
 
     def __init__(
@@ -97,7 +107,8 @@ class Bench:
         name: str = "torch",
         tolerance: float = 1e-5,
     ) -> None:
-        self.size, self.tolerance = size, tolerance
+        self.size = size
+        self.tolerance = tolerance
         self.shape = shape = replace(shape, order="BHLCND", num_blocks=NUM_BLOCKS)
         self.tokens_per_block = size * shape.block_size
         self.whole = make(replace(shape, block_size=self.tokens_per_block))
@@ -135,7 +146,7 @@ class Bench:
     def check_captured_step(
         self, context_lens: list[int], tables: np.ndarray, num_rows: int
     ) -> None:
-        """A decode step as CUDA graphs have it."""
+        """Checks a decode step that is planned as for CUDA graphs."""
         ones = [1] * len(context_lens)
         batch = make_batch(ones, context_lens, tables, self.tokens_per_block)
         self.whole.plan(batch)
@@ -154,15 +165,15 @@ class Bench:
             )
             expected = forward(self.whole, shape, layer, (q, k, v))
             padded = [F.pad(x, (0, 0, 0, 0, 0, num_padding)) for x in (q, k, v)]
-            found = torch.cat(
-                self.ranks.run(partial(self._forward_part, layer, *padded)), 1
+            outs = self.ranks.run(partial(self._forward_part, layer, *padded))
+            actual = torch.cat(outs, 1)[:num_tokens]
+            torch.testing.assert_close(
+                actual, expected, atol=self.tolerance, rtol=self.tolerance
             )
-            close = {"atol": self.tolerance, "rtol": self.tolerance}
-            torch.testing.assert_close(found[:num_tokens], expected, **close)
 
     def _forward_part(self, layer, q, k, v, rank) -> torch.Tensor:
-        own = q.chunk(self.size, 1)[rank]
-        return forward(self.parts[rank], self.shape, layer, (own, k, v))
+        rank_q = q.chunk(self.size, 1)[rank]
+        return forward(self.parts[rank], self.shape, layer, (rank_q, k, v))
 
 
 def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
@@ -181,26 +192,29 @@ def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
 
 
 def check_growing_sequences(bench: Bench) -> None:
-    """Steps of prompts, parts of prompts and single tokens, until sequences fill their blocks."""
+    """Checks steps of prompts, chunks of prompts and single tokens.
+
+    The steps continue until the sequences fill their blocks.
+    """
     block_size = bench.shape.block_size
     longest = 3 * bench.tokens_per_block
     random = np.random.default_rng(3)
     tables = random.permutation(np.arange(1, NUM_BLOCKS))[:20].reshape(5, 4)
     lens = [0] * 5
     while min(lens) < longest:
-        drawn = random.choice([1, 1, 3, block_size, 2 * block_size + 1], 5)
+        sizes = random.choice([1, 1, 3, block_size, 2 * block_size + 1], 5)
         queries = [
-            min(int(n), longest - done) for n, done in zip(drawn, lens, strict=True)
+            min(int(size), longest - length)
+            for size, length in zip(sizes, lens, strict=True)
         ]
-        # Single tokens come first, as the scheduler has it.
-        order = [
-            i for i in np.argsort([n > 1 for n in queries], kind="stable") if queries[i]
-        ]
+        # Single tokens come first, as in the scheduler's steps.
+        sorted_seqs = np.argsort([n > 1 for n in queries], kind="stable")
+        order = [i for i in sorted_seqs if queries[i]]
         for i in order:
             lens[i] += queries[i]
-        bench.check_step(
-            [queries[i] for i in order], [lens[i] for i in order], tables[order]
-        )
+        query_lens = [queries[i] for i in order]
+        context_lens = [lens[i] for i in order]
+        bench.check_step(query_lens, context_lens, tables[order])
 
 
 def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
@@ -208,12 +222,12 @@ def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
 
 
 def in_8_bits(shape: Shape) -> Shape:
-    """Of unlike scales, one of which cuts the largest keys off."""
+    """The shape with an FP8 pool of different scales; one of them clamps large keys."""
     scales = (0.02, 0.5, 0.003, 1.0) if shape.num_components == 2 else (0.02, 0.003)
     return replace(shape, kv_dtype=FP8, scales=scales)
 
 
-# size of the group, its KV heads, its query heads, rope of latents
+# Size of the group, its KV heads, its query heads, rope dimensions of latents.
 GQA = [(2, 1, 4, 0), (2, 2, 4, 0), (2, 4, 4, 0), (4, 2, 8, 0), (4, 1, 4, 0)]
 MLA = [(2, 1, 4, 4), (4, 1, 8, 4)]
 
@@ -227,29 +241,29 @@ def test_shared_tokens_attend_like_whole_sequences(group, scratch, kv_dtype):
     bench = Bench(size, shape, scratch=scratch)
     check_growing_sequences(bench)
     for layer, component in np.ndindex(NUM_LAYERS, shape.num_components):
-        kept = [pool.component(layer, component)[1:].float() for pool in bench.pools]
+        parts = [pool.component(layer, component)[1:].float() for pool in bench.pools]
         whole = bench.whole.pool.component(layer, component)[1:].float()
         torch.testing.assert_close(
-            torch.cat(kept, 2), whole, rtol=0, atol=0, equal_nan=True
+            torch.cat(parts, 2), whole, rtol=0, atol=0, equal_nan=True
         )
 
 
-def test_a_long_context_is_put_together_in_parts(monkeypatch):
-    """Memory for all of it at once is nothing that the size of a KV pool has left free."""
+def test_long_context_is_collected_in_several_exchanges(monkeypatch):
+    """One exchange would need memory that sizing the KV pool does not reserve."""
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)
     bench.check_step([60], [60], tables)
     two_blocks = 2 * bench.size * bench.parts[0].scratch.layout.block_bytes
     monkeypatch.setattr("attention.dcp._EXCHANGED_BYTES", two_blocks)
     bench.check_step([3], [63], tables)
-    assert bench.ranks.most_exchanged * 4 == two_blocks
+    assert bench.ranks.max_exchanged * 4 == two_blocks
 
 
-def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
+def test_sequence_shorter_than_a_stripe_is_stored_on_one_rank():
     bench = Bench(2, shape_of(1, 4), scratch=64)
     tables = np.array([[3], [7]])
     bench.check_step([2, 3], [2, 3], tables)
-    bench.check_step([1, 1], [3, 4], tables)  # rank 1 still has nothing to say
+    bench.check_step([1, 1], [3, 4], tables)  # rank 1 still has no tokens
     bench.check_step([1, 1], [4, 5], tables)
     first, second = (pool.component(0, 0) for pool in bench.pools)
     assert not first[3].isnan().any()
@@ -258,12 +272,13 @@ def test_a_sequence_shorter_than_a_stripe_lies_on_one_rank():
 
 
 def is_admitted(q_heads: int, kv_heads: int, tp: int, dcp: int) -> bool:
-    heads = {
+    sizes = {
         "num_attention_heads": q_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 16,
+        "intermediate_size": tp,
     }
-    model = parse_config({**LLAMA, **heads, "intermediate_size": tp})
+    model = parse_config({**LLAMA, **sizes})
     try:
         check_parallelism(model, tp, dcp)
     except InvalidParallelism:
@@ -283,16 +298,18 @@ ADMITTED = [
 
 @examples(25)
 @given(st.sampled_from(ADMITTED))
-def test_however_ranks_are_grouped_a_query_meets_its_own_kv_head(sizes):
+def test_queries_meet_their_kv_heads_for_every_grouping_of_ranks(sizes):
     q_heads, kv_heads, tp, dcp = sizes
-    groups, of_group = tp // dcp, q_heads * dcp // tp
-    for group in range(groups):
-        held = heads_of(group, groups, kv_heads)
-        for head in range(of_group):
-            whole = (group * of_group + head) * kv_heads // q_heads
-            assert held[head * len(held) // of_group] == whole
-    bench = Bench(dcp, shape_of(len(held), of_group), scratch=32)
+    num_groups = tp // dcp
+    group_heads = q_heads * dcp // tp
+    for group in range(num_groups):
+        group_kv_heads = heads_of(group, num_groups, kv_heads)
+        for head in range(group_heads):
+            expected = (group * group_heads + head) * kv_heads // q_heads
+            actual = group_kv_heads[head * len(group_kv_heads) // group_heads]
+            assert actual == expected
+    bench = Bench(dcp, shape_of(len(group_kv_heads), group_heads), scratch=32)
     tables = np.array([[3, 1, 7, 4], [2, 5, 8, 6]])
-    # Queries and contexts: two prompts, one more part of the second, a token for each.
+    # Query and context lengths: two prompts, a chunk of the second, a token for each.
     for queries, contexts in (([5, 9], [5, 9]), ([1, 5], [6, 14]), ([1, 1], [7, 15])):
         bench.check_step(queries, contexts, tables)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.pieces import TILE, num_pieces, pieces_of
+from attention.pieces import TILE, num_pieces, plan_pieces
 from tests.rigs.examples import examples
 
 
@@ -14,17 +14,20 @@ from tests.rigs.examples import examples
     st.integers(1, 32),
     st.integers(1, 140),
 )
-def test_pieces_cover_each_context_once_and_are_as_short_as_there_is_room_for(
-    lens, heads, sms
-):
-    most = num_pieces(len(lens), heads, sms)
-    plan = pieces_of(np.array(lens, np.int32), most)
-    tokens, seqs, begins = int(plan[0]), plan[1 : 1 + most], plan[1 + most :]
-    assert len(begins) == len(lens) + 1 and begins[-1] <= most and tokens % TILE == 0
+def test_pieces_cover_each_context_once_and_are_as_short_as_possible(lens, heads, sms):
+    max_pieces = num_pieces(len(lens), heads, sms)
+    plan = plan_pieces(np.array(lens, np.int32), max_pieces)
+    tokens = int(plan[0])
+    seqs = plan[1 : 1 + max_pieces]
+    begins = plan[1 + max_pieces :]
+    assert len(begins) == len(lens) + 1
+    assert begins[-1] <= max_pieces
+    assert tokens % TILE == 0
     for seq, length in enumerate(lens):
         count = begins[seq + 1] - begins[seq]
         assert (count - 1) * tokens < length <= count * tokens
         assert (seqs[begins[seq] : begins[seq + 1]] == seq).all()
     assert (seqs[begins[-1] :] == -1).all()
     shorter = tokens - TILE
-    assert shorter == 0 or sum(-(-length // shorter) for length in lens) > most
+    if shorter:
+        assert sum(-(-length // shorter) for length in lens) > max_pieces

@@ -1,4 +1,4 @@
-"""What backends lack is known without them, without a GPU; they are found by name."""
+"""The limits of backends are known without importing them and without a GPU."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -8,24 +8,28 @@ import pytest
 from attention.registry import BackendMissing, backend_class
 from attention.support import (
     DEFAULT_LIMITS,
+    AttentionSpec,
     StepLimits,
     UnsupportedPool,
-    Wanted,
-    check,
-    chosen,
-    copied_bytes,
+    check_supported,
+    extra_bytes_per_block,
+    resolve_backend_name,
 )
 from tests.attention.reference import Shape, make
 
-_SERVED = Wanted(
-    device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, num_components=2,
+_SERVED = AttentionSpec(
+    device="cuda",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    head_dim=128,
+    num_components=2,
     num_q_heads=32,
-)  # fmt: skip
+)
 _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "spec",
     [
         _SERVED,
         replace(_SERVED, head_dim=64, num_q_heads=7),
@@ -38,13 +42,13 @@ _LATENT = replace(_SERVED, head_dim=576, num_components=1, num_q_heads=16)
     ],
     ids=str,
 )
-def test_what_the_kernels_have_is_served(wanted):
-    check("auto", wanted, DEFAULT_LIMITS)
-    check("flashinfer", wanted, DEFAULT_LIMITS)
+def test_supported_pools_pass_the_check(spec):
+    check_supported("auto", spec, DEFAULT_LIMITS)
+    check_supported("flashinfer", spec, DEFAULT_LIMITS)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("spec", "message"),
     [
         (
             replace(_SERVED, device="cpu"),
@@ -54,7 +58,7 @@ def test_what_the_kernels_have_is_served(wanted):
         (replace(_SERVED, head_dim=576), r"head_dim of 576, only"),
         (
             replace(_SERVED, dtype="float32", kv_dtype="float32"),
-            r"queries of float32 over KV of float32: use --dtype bfloat16 or float16, or",
+            r"queries of float32 over KV of float32: use --dtype bfloat16 or float16, ",
         ),
         (
             replace(_SERVED, kv_dtype="float16"),
@@ -72,18 +76,19 @@ def test_what_the_kernels_have_is_served(wanted):
         (replace(_LATENT, num_q_heads=20), r"for 20 query heads, .* that divides 128"),
     ],
 )
-def test_what_they_lack_is_refused_with_what_helps(wanted, message):
+def test_unsupported_pool_raises_an_error_with_the_fix(spec, message):
     with pytest.raises(UnsupportedPool, match=f"{message}.*--attention-backend torch"):
-        check("flashinfer", wanted, DEFAULT_LIMITS)
-    check("torch", wanted, DEFAULT_LIMITS)
+        check_supported("flashinfer", spec, DEFAULT_LIMITS)
+    check_supported("torch", spec, DEFAULT_LIMITS)
 
 
-def test_auto_is_the_kernels_on_a_gpu_only():
-    unserved = replace(_SERVED, head_dim=80)
-    check("auto", replace(unserved, device="cpu"), DEFAULT_LIMITS)
+def test_auto_is_flashinfer_on_a_gpu_only():
+    unsupported = replace(_SERVED, head_dim=80)
+    check_supported("auto", replace(unsupported, device="cpu"), DEFAULT_LIMITS)
     with pytest.raises(UnsupportedPool):
-        check("auto", unserved, DEFAULT_LIMITS)
-    assert (chosen("auto", "cuda"), chosen("auto", "cpu")) == ("flashinfer", "torch")
+        check_supported("auto", unsupported, DEFAULT_LIMITS)
+    assert resolve_backend_name("auto", "cuda") == "flashinfer"
+    assert resolve_backend_name("auto", "cpu") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -96,23 +101,22 @@ def test_auto_is_the_kernels_on_a_gpu_only():
         (16, StepLimits(max_seqs=9000, max_tokens=9000), False),
     ],
 )
-def test_steps_over_latents_are_no_larger_than_their_plan(
-    num_q_heads, limits, is_served
-):
-    wanted = replace(_LATENT, num_q_heads=num_q_heads)
-    check("torch", wanted, limits)
+def test_steps_over_latents_must_fit_into_their_plan(num_q_heads, limits, is_served):
+    spec = replace(_LATENT, num_q_heads=num_q_heads)
+    check_supported("torch", spec, limits)
     if is_served:
-        check("flashinfer", wanted, limits)
+        check_supported("flashinfer", spec, limits)
         return
-    told = rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences .*{num_q_heads} query"
-    with pytest.raises(
-        UnsupportedPool, match=f"{told}.*lower --max-num-batched-tokens or"
-    ):
-        check("flashinfer", wanted, limits)
+    message = (
+        rf"{limits.max_tokens} tokens of {limits.max_seqs} sequences "
+        rf".*{num_q_heads} query.*lower --max-num-batched-tokens or"
+    )
+    with pytest.raises(UnsupportedPool, match=message):
+        check_supported("flashinfer", spec, limits)
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "copied"),
+    ("name", "changes", "expected"),
     [
         ("auto", {"kv_dtype": "float8_e4m3fn"}, 2 * 16 * 576),
         ("torch", {"kv_dtype": "float8_e4m3fn"}, 0),
@@ -121,18 +125,19 @@ def test_steps_over_latents_are_no_larger_than_their_plan(
         ("auto", {"kv_dtype": "float8_e4m3fn", "device": "cpu"}, 0),
     ],
 )
-def test_latents_of_fp8_are_copied_for_the_kernels(name, sizes, copied):
-    assert copied_bytes(name, replace(_LATENT, **sizes), 16) == copied
+def test_only_fp8_latents_on_a_gpu_need_extra_bytes(name, changes, expected):
+    spec = replace(_LATENT, **changes)
+    assert extra_bytes_per_block(name, spec, 16) == expected
 
 
-def test_a_backend_that_cannot_read_the_pool_is_refused():
+def test_backend_that_cannot_read_the_pool_is_not_created():
     with pytest.raises(ValueError, match=r"flashinfer .*--attention-backend torch"):
         make(Shape(), "flashinfer")
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
 @pytest.mark.parametrize("num_components", [1, 2])
-def test_a_missing_package_is_named_with_its_fix(num_components):
+def test_missing_package_raises_an_error_with_the_fix(num_components):
     with pytest.raises(
         BackendMissing, match=r"pip install flashinfer-python, or use --att"
     ):

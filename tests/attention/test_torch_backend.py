@@ -1,4 +1,4 @@
-"""The torch backend equals plain attention, whatever the layout, the dtypes and the batch."""
+"""The torch backend equals plain attention for all layouts, dtypes and batches."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.base import Kind, LayerAttention
+from attention.base import AttentionKind, LayerAttention
 from kvcache.layout import NAMED_ORDERS
 from tests.attention.reference import (
     FP8,
@@ -29,16 +29,15 @@ from tests.attention.reference import (
 from tests.rigs.examples import examples
 
 LATENT = Shape(num_kv_heads=1, num_q_heads=5, head_dim=24, rope_dim=8)
-SCALES = (
-    0.02,
-    0.5,
-    0.003,
-    1.0,
-)  # K and V of two layers; the third cuts the largest keys off
+# Scales of K and V of two layers. The third is so small that the largest keys are
+# clamped.
+SCALES = (0.02, 0.5, 0.003, 1.0)
 SHAPES = {
     "grouped heads": Shape(),
-    **{f"{q} heads over {kv}": Shape(num_q_heads=q, num_kv_heads=kv)
-       for q, kv in ((1, 1), (4, 4), (9, 3), (8, 1), (14, 2))},
+    **{
+        f"{q} heads over {kv}": Shape(num_q_heads=q, num_kv_heads=kv)
+        for q, kv in ((1, 1), (4, 4), (9, 3), (8, 1), (14, 2))
+    },
     "one key outweighs all others": Shape(steepness=10.0),
     "a pool of 16 bits": Shape(kv_dtype="bfloat16"),
     "a pool of 8 bits": Shape(kv_dtype=FP8, scales=SCALES),
@@ -48,15 +47,26 @@ SHAPES = {
     "float16": Shape(dtype="float16"),
     "bfloat16 over 8 bits": Shape(dtype="bfloat16", kv_dtype=FP8, scales=SCALES),
     "windows and soft caps in 16 bits": Shape(
-        dtype="bfloat16", num_q_heads=8, num_kv_heads=2,
-        layers=(LayerAttention(Kind(4, 0.5)), LayerAttention(Kind(None, 2.0))),
+        dtype="bfloat16",
+        num_q_heads=8,
+        num_kv_heads=2,
+        layers=(
+            LayerAttention(AttentionKind(4, 0.5)),
+            LayerAttention(AttentionKind(None, 2.0)),
+        ),
     ),
     **{name: Shape(layers=layers) for name, layers in SPECIAL.items()},
-    **{f"{name}, copied, of 8 bits": Shape(num_kv_heads=1, kv_dtype=FP8, scales=SCALES, layers=each)
-       for name, each in SPECIAL.items()},
-}  # fmt: skip
-# Keys are read in place where few query heads share them, else copied.
-both_ways = pytest.mark.parametrize("num_kv_heads", [1, 4], ids=["copied", "in place"])
+    **{
+        f"{name}, copied, of 8 bits": Shape(
+            num_kv_heads=1, kv_dtype=FP8, scales=SCALES, layers=layers
+        )
+        for name, layers in SPECIAL.items()
+    },
+}
+# Keys are read in place if few query heads share them, and copied otherwise.
+both_implementations = pytest.mark.parametrize(
+    "num_kv_heads", [1, 4], ids=["copied", "in place"]
+)
 
 
 def tolerance_of(shape: Shape) -> float:
@@ -67,17 +77,18 @@ def tolerance_of(shape: Shape) -> float:
 def test_mixed_steps_equal_the_reference(name):
     shape = SHAPES[name]
     seqs = make_sequences(shape, [11, 3, 17, 1])
-    backend, tolerance = make(shape), tolerance_of(shape)
+    backend = make(shape)
+    tolerance = tolerance_of(shape)
+    prompts = [(0, 0, 10), (1, 0, 2)]
     mixed = [(0, 10, 11), (2, 0, 7), (3, 0, 1), (1, 2, 3)]
-    check_steps(
-        backend, shape, seqs, [(0, 0, 10), (1, 0, 2)], mixed, tolerance=tolerance
-    )
-    later = ([(2, 7, 16)], [(2, 16, 17)])
-    check_steps(backend, shape, seqs, *later, num_padding=3, tolerance=tolerance)
+    check_steps(backend, shape, seqs, prompts, mixed, tolerance=tolerance)
+    chunk = [(2, 7, 16)]
+    decode = [(2, 16, 17)]
+    check_steps(backend, shape, seqs, chunk, decode, num_padding=3, tolerance=tolerance)
 
 
-@both_ways
-def test_lengths_far_apart_share_a_step(num_kv_heads):
+@both_implementations
+def test_very_different_lengths_share_a_step(num_kv_heads):
     shape = Shape(
         num_q_heads=8, num_kv_heads=num_kv_heads, block_size=8, num_blocks=400
     )
@@ -88,17 +99,24 @@ def test_lengths_far_apart_share_a_step(num_kv_heads):
     check_step(backend, shape, seqs, [(i, n - 1, n) for i, n in enumerate(lens)])
 
 
-@both_ways
-def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
-    layers = (LayerAttention(Kind(40)), LayerAttention(Kind(280, 2.0)))
-    sizes = {"num_q_heads": 8, "block_size": 8, "num_blocks": 100, "head_dim": 8}
-    shape = Shape(num_kv_heads=num_kv_heads, layers=layers, **sizes)
-    seqs, backend = make_sequences(shape, [600, 90]), make(shape)
+@both_implementations
+def test_prompts_longer_than_the_window_arrive_in_chunks(num_kv_heads):
+    shape = Shape(
+        num_q_heads=8,
+        num_kv_heads=num_kv_heads,
+        block_size=8,
+        num_blocks=100,
+        head_dim=8,
+        layers=(
+            LayerAttention(AttentionKind(40)),
+            LayerAttention(AttentionKind(280, 2.0)),
+        ),
+    )
+    seqs = make_sequences(shape, [600, 90])
+    backend = make(shape)
     steps = [(0, 520), (520, 559), (559, 598), (598, 599), (599, 600)]
-    for at, (start, stop) in enumerate(steps):
-        check_step(
-            backend, shape, seqs, [(0, start, stop), (1, at * 18, (at + 1) * 18)]
-        )
+    for i, (start, stop) in enumerate(steps):
+        check_step(backend, shape, seqs, [(0, start, stop), (1, i * 18, (i + 1) * 18)])
 
 
 @examples(30)
@@ -109,27 +127,32 @@ def test_prompts_of_many_windows_arrive_in_chunks(num_kv_heads):
     lens=st.lists(st.integers(1, 15), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_any_division_of_sequences_into_steps(name, order, block_size, lens, seed):
-    """Property: a token's output is the reference's, in whatever steps the prompt arrives."""
+def test_output_does_not_depend_on_how_prompts_are_divided_into_steps(
+    name, order, block_size, lens, seed
+):
     shape = replace(SHAPES[name], order=order, block_size=block_size)
-    rng, seqs = random.Random(seed), make_sequences(shape, lens, seed)
+    rng = random.Random(seed)
+    seqs = make_sequences(shape, lens, seed)
     backend = make(shape)
-    done = [0] * len(lens)
-    while done != lens:
-        sizes = [
-            min(rng.choice([0, 1, 1, 2, 5]), n - d)
-            for d, n in zip(done, lens, strict=True)
+    computed = [0] * len(lens)
+    while computed != lens:
+        stops = [
+            start + min(rng.choice([0, 1, 1, 2, 5]), length - start)
+            for start, length in zip(computed, lens, strict=True)
         ]
+        bounds = zip(computed, stops, strict=True)
         spans = [
-            (i, d, d + n) for i, (d, n) in enumerate(zip(done, sizes, strict=True)) if n
+            (seq, start, stop)
+            for seq, (start, stop) in enumerate(bounds)
+            if stop > start
         ]
         if spans:
-            padding, tolerance = rng.randrange(3), tolerance_of(shape)
-            check_step(backend, shape, seqs, spans, padding, tolerance)
-        done = [d + n for d, n in zip(done, sizes, strict=True)]
+            num_padding = rng.randrange(3)
+            check_step(backend, shape, seqs, spans, num_padding, tolerance_of(shape))
+        computed = stops
 
 
-def test_a_sequence_of_nan_harms_no_other_and_no_later_step():
+def test_nan_in_one_sequence_affects_no_other_sequence_and_no_later_step():
     shape = Shape()
     seqs = make_sequences(shape, [6, 6])
     seqs.q[0][:, 5] = float("nan")
@@ -144,14 +167,16 @@ def test_a_sequence_of_nan_harms_no_other_and_no_later_step():
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(order="LBCNHD"), Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4)],
-    ids=[
-        "exact",
-        "16 bits rounded once to 8",
-    ],  # rounded twice, some would lie on a tie between
+    [
+        Shape(order="LBCNHD"),
+        # Values rounded twice would differ, because some lie on a tie after the first.
+        Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4),
+    ],
+    ids=["exact", "16 bits rounded once to 8"],
 )
-def test_a_step_writes_its_own_slots_only(shape):
-    seqs, backend = make_sequences(shape, [7]), make(shape)
+def test_step_writes_only_the_slots_of_its_tokens(shape):
+    seqs = make_sequences(shape, [7])
+    backend = make(shape)
     run_step(backend, shape, seqs, [(0, 0, 7)], num_padding=1)
     written = torch.zeros(shape.num_blocks, shape.block_size, dtype=torch.bool)
     for t in range(7):
@@ -161,16 +186,17 @@ def test_a_step_writes_its_own_slots_only(shape):
             rows = backend.pool.component(layer, component).transpose(
                 1, 2
             )  # [B, N, H, D]
-            found = torch.stack([rows[seqs.tables[0][t // 4], t % 4] for t in range(7)])
+            table = seqs.tables[0]
+            actual = torch.stack([rows[table[t // 4], t % 4] for t in range(7)])
             scale = backend.pool.scale(layer, component)
-            wanted = stored(shape, values[0], component)[layer]
+            expected = stored(shape, values[0], component)[layer]
             torch.testing.assert_close(
-                found.double() * scale, wanted, atol=0, rtol=1e-7
+                actual.double() * scale, expected, atol=0, rtol=1e-7
             )
             assert rows[~written].float().isnan().all()
 
 
-@both_ways
+@both_implementations
 def test_inputs_may_be_slices_of_one_projection(num_kv_heads):
     shape = Shape(num_q_heads=8, num_kv_heads=num_kv_heads)
     seqs = make_sequences(shape, [6, 4])
@@ -180,13 +206,13 @@ def test_inputs_may_be_slices_of_one_projection(num_kv_heads):
         parts = rows_of(shape, seqs, 0, spans)
         sliced = torch.cat(parts, dim=1).split([x.shape[1] for x in parts], dim=1)
         assert not sliced[0].is_contiguous()
-        torch.testing.assert_close(
-            backend.forward(0, *sliced), forward(backend, shape, 0, parts)
-        )
+        expected = forward(backend, shape, 0, parts)
+        torch.testing.assert_close(backend.forward(0, *sliced), expected)
 
 
-def test_rounding_to_eight_bits_moves_the_output_a_little():
-    exact, rounded = Shape(), Shape(kv_dtype=FP8, scales=(0.01, 0.01, 0.02, 0.05))
+def test_rounding_to_eight_bits_changes_the_output_slightly():
+    exact = Shape()
+    rounded = Shape(kv_dtype=FP8, scales=(0.01, 0.01, 0.02, 0.05))
     seqs = make_sequences(exact, [60])
     out = run_step(make(rounded), rounded, seqs, [(0, 0, 60)])[0]
     error = (out - reference(exact, seqs, 0, 0, 60)[0]).norm() / out.norm()

@@ -1,4 +1,4 @@
-"""Mixtures of experts by kernels in Triton's interpreter equal the way without them."""
+"""Kernels of mixtures of experts, run by Triton's interpreter, equal plain torch."""
 
 import pytest
 import torch
@@ -13,111 +13,119 @@ from tests.model.quantised_files import in_groups
 from tests.model.test_config import DEEPSEEK
 from tests.model.test_moe import ROUTERS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # of what is left undefined
-HIDDEN, TOTAL, CHOSEN, BF16 = 128, 6, 2, torch.bfloat16
+# Kernels compute with undefined elements, which they ignore later.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+HIDDEN = 128
+TOTAL = 6
+EXPERTS_PER_TOKEN = 2
+BF16 = torch.bfloat16
 kernels = fused_ops.experts()
 
 
-def experts_of(own, width, monkeypatch):
+def make_experts(rank_experts, width, monkeypatch):
+    """The experts of a rank, with kernels and without them."""
     monkeypatch.setattr(fused_ops, "works", lambda device, dtype: dtype == BF16)
     monkeypatch.setattr(kernels, "works", lambda gate_up, down: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    both = [
-        torch.randn(len(own), 2 * width, HIDDEN) / 11,
-        torch.randn(len(own), HIDDEN, width) / 8,
-    ]
-    which = {"first": own.start, "total": TOTAL, "chosen": CHOSEN}
-    return Experts(*(each.to(BF16) for each in both), **which), Experts(*both, **which)
+    gate_up = torch.randn(len(rank_experts), 2 * width, HIDDEN) / 11
+    down = torch.randn(len(rank_experts), HIDDEN, width) / 8
+    options = {"first": rank_experts.start, "total": TOTAL, "chosen": EXPERTS_PER_TOKEN}
+    with_kernels = Experts(gate_up.to(BF16), down.to(BF16), **options)
+    return with_kernels, Experts(gate_up, down, **options)
 
 
-@pytest.mark.parametrize("own", [range(6), range(2, 5), range(5, 6)], ids=str)
-def test_kernels_sum_what_is_this_ranks(monkeypatch, own):
-    """One expert gets nothing. All tiles were proved before."""
-    ours, plain = experts_of(own, 64, monkeypatch)
-    assert ours.takes_one and not plain.takes_one
+@pytest.mark.parametrize("rank_experts", [range(6), range(2, 5), range(5, 6)], ids=str)
+def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
+    """One expert gets no tokens. All tiles passed their self-test before."""
+    experts, plain = make_experts(rank_experts, 64, monkeypatch)
+    assert experts.takes_one
+    assert not plain.takes_one
     x = torch.randn(7, HIDDEN).to(BF16)
-    weights, chosen = torch.randn(7, TOTAL - 1).topk(CHOSEN)
-    expected = plain(x.float(), weights, chosen)
-    assert (ours(x, weights, chosen) - expected).norm() <= 0.01 * expected.norm()
+    weights, expert_ids = torch.randn(7, TOTAL - 1).topk(EXPERTS_PER_TOKEN)
+    expected = plain(x.float(), weights, expert_ids)
+    error = experts(x, weights, expert_ids) - expected
+    assert error.norm() <= 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("width", [64, 320])
 @pytest.mark.parametrize("size", [None, 32, 64])
-def test_one_token_s_sums_by_codes_of_fp8(size, width, monkeypatch):
-    """Scales of rows, and of groups of columns; with an expert of another rank among its own."""
+def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
+    """FP8 has scales of rows, or of groups of columns.
+
+    One of a token's experts may be on another rank.
+    """
     monkeypatch.setattr(fused_ops, "works", lambda device, dtype: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    both = torch.randn(5, 2 * width, HIDDEN) / 11, torch.randn(5, HIDDEN, width) / 8
-    small = [
-        quantise(w.to(BF16)) if size is None else in_groups(w.to(BF16), size)
-        for w in both
-    ]
-    ours = Experts(*small, total=TOTAL, first=1, chosen=CHOSEN)
-    assert ours.takes_one
-    plain = Experts(*(w.dequantise().float() for w in small), total=TOTAL, first=1)
-    for experts in ([3, 1], [0, 4]):
-        x, routed = (
-            torch.randn(1, HIDDEN).to(BF16),
-            (torch.rand(1, 2), torch.tensor([experts])),
-        )
-        expected = plain(x.float(), *routed)
-        assert (ours(x, *routed) - expected).norm() <= 0.01 * expected.norm()
+    gate_up = torch.randn(5, 2 * width, HIDDEN) / 11
+    down = torch.randn(5, HIDDEN, width) / 8
+    quantised = []
+    for weight in (gate_up, down):
+        small = weight.to(BF16)
+        quantised.append(quantise(small) if size is None else in_groups(small, size))
+    experts = Experts(*quantised, total=TOTAL, first=1, chosen=EXPERTS_PER_TOKEN)
+    assert experts.takes_one
+    dequantised = [weight.dequantise().float() for weight in quantised]
+    plain = Experts(*dequantised, total=TOTAL, first=1)
+    for expert_ids in ([3, 1], [0, 4]):
+        x = torch.randn(1, HIDDEN).to(BF16)
+        weights = torch.rand(1, 2)
+        routed = torch.tensor([expert_ids])
+        expected = plain(x.float(), weights, routed)
+        error = experts(x, weights, routed) - expected
+        assert error.norm() <= 0.01 * expected.norm()
 
 
-def router_of(name, num_experts, monkeypatch):
+def make_router(name, num_experts, monkeypatch):
     monkeypatch.setattr(fused_ops, "works", lambda device, dtype: True)
-    raw = {**DEEPSEEK, **ROUTERS[name]}
-    raw |= dict.fromkeys(
-        ("n_routed_experts", "num_experts", "num_local_experts"), num_experts
-    )
-    there = {"dtype": BF16, "device": "cpu"}
-    return Router(
-        WeightLoader(DummySource(0, "cpu"), **there), "mlp", parse_config(raw)
-    )
+    counts = ("n_routed_experts", "num_experts", "num_local_experts")
+    config = {**DEEPSEEK, **ROUTERS[name], **dict.fromkeys(counts, num_experts)}
+    loader = WeightLoader(DummySource(0, "cpu"), dtype=BF16, device="cpu")
+    return Router(loader, "mlp", parse_config(config))
 
 
 @pytest.mark.parametrize("num_experts", [8, 20, 160])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_kernel_chooses_and_weighs_as_every_router_does(
+def test_kernel_chooses_experts_and_weights_like_plain_torch(
     name, num_experts, monkeypatch
 ):
-    router = router_of(name, num_experts, monkeypatch)
+    router = make_router(name, num_experts, monkeypatch)
     assert router._has_kernel
     logits = 3 * torch.randn(50, num_experts)
     logits[0, 3] = float("nan")
-    (weights, experts), right = router.choose(logits), router._choose(logits)
-    assert torch.equal(experts[1:], right[1][1:])
-    torch.testing.assert_close(weights, right[0], equal_nan=True)
+    weights, experts = router.choose(logits)
+    expected_weights, expected_experts = router._choose(logits)
+    assert torch.equal(experts[1:], expected_experts[1:])
+    torch.testing.assert_close(weights, expected_weights, equal_nan=True)
 
 
-def test_of_equal_logits_the_first_are_chosen_however_small_their_scores(monkeypatch):
+def test_first_of_equal_logits_are_chosen_even_with_tiny_scores(monkeypatch):
     logits = torch.zeros(1, 20)
     logits[0, 7] = 200.0
-    weights, experts = router_of("normalised", 20, monkeypatch).choose(logits)
-    assert (
-        experts[0].tolist() == [7, *range(experts.shape[1] - 1)]
-        and weights[0, 0] == 1.0
-    )
+    weights, experts = make_router("normalised", 20, monkeypatch).choose(logits)
+    assert experts[0].tolist() == [7, *range(experts.shape[1] - 1)]
+    assert weights[0, 0] == 1.0
 
 
-def test_a_kernel_that_chooses_otherwise_is_not_used_and_told_of(monkeypatch, caplog):
+def test_deviating_router_kernel_is_not_used_and_logged(monkeypatch, caplog):
     choose = kernels.choose
-    monkeypatch.setattr(
-        kernels, "choose", lambda *which: [x.flip(1) for x in choose(*which)]
-    )
-    assert not router_of("groups", 28, monkeypatch)._has_kernel
+
+    def choose_reversed(*args):
+        return [x.flip(1) for x in choose(*args)]
+
+    monkeypatch.setattr(kernels, "choose", choose_reversed)
+    assert not make_router("groups", 28, monkeypatch)._has_kernel
     assert "the kernel that chooses experts deviates" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("flaw", "told"), [(lambda x: 1 / 0, "raises Zero"), (torch.log, "nan")]
+    ("flaw", "message"), [(lambda x: 1 / 0, "raises Zero"), (torch.log, "nan")]
 )
-def test_kernels_with_a_flaw_are_not_used_and_told_of_once(
-    monkeypatch, caplog, flaw, told
+def test_deviating_expert_kernels_are_not_used_and_logged_once(
+    monkeypatch, caplog, flaw, message
 ):
     monkeypatch.setattr(kernels, "mixture", lambda x, *_: flaw(x))
-    found = [experts_of(range(2), 64 * len(told), monkeypatch) for _ in range(2)]
-    assert not any(ours.takes_one for ours, _ in found)
-    assert [told in line for line in caplog.messages] == [True]
+    # The width depends on the case, because results of self-tests are cached by shape.
+    width = 64 * len(message)
+    pairs = [make_experts(range(2), width, monkeypatch) for _ in range(2)]
+    assert not any(experts.takes_one for experts, _ in pairs)
+    assert [message in line for line in caplog.messages] == [True]

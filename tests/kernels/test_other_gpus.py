@@ -1,6 +1,7 @@
-"""Kernels of ours compile for the GPUs that people have, and fit their shared memory.
+"""Baton's kernels compile for common GPUs and fit into their shared memory.
 
-Triton compiles for each of them on any machine. Nothing runs; each has a process of its own.
+Triton compiles for each GPU on any machine. Nothing runs. Each GPU has a process of its
+own.
 """
 
 import importlib
@@ -12,9 +13,9 @@ from unittest.mock import MagicMock
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Bytes of shared memory that a thread block may have, by compute capability: A100, RTX 3090, L40S
+# Bytes of shared memory per thread block, by compute capability: A100, RTX 3090, L40S
 # and RTX 4090, H100 and H200, B200, RTX 5090.
-SHARED = {
+SHARED_BYTES = {
     80: 166_912,
     86: 101_376,
     89: 101_376,
@@ -25,20 +26,31 @@ SHARED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_kernels_compile_and_fit(capability):
     pytest.importorskip("triton", reason="needs the extra `kernels`")
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_other_gpus", str(capability)], cwd=ROOT,
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_other_gpus", str(capability)],
+        cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    kernels = {line.split()[0] for line in ran.stdout.splitlines()}
-    wanted = "_attend _merge _rotate_and_store _rms_norm _one_row _multiply _choose"
-    assert kernels >= set(wanted.split())
-    assert ("_grouped" in kernels) == (capability == 90)
-    assert ("_widen" in kernels) == (capability >= 89)
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    compiled = {line.split()[0] for line in process.stdout.splitlines()}
+    required = {
+        "_attend",
+        "_merge",
+        "_rotate_and_store",
+        "_rms_norm",
+        "_one_row",
+        "_multiply",
+        "_choose",
+    }
+    assert compiled >= required
+    assert ("_grouped" in compiled) == (capability == 90)
+    assert ("_widen" in compiled) == (capability >= 89)
 
 
 def _compile_for(capability: int) -> None:
@@ -47,37 +59,37 @@ def _compile_for(capability: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    found = MagicMock()
-    found.get_current_target.return_value = GPUTarget("cuda", capability, 32)
-    found.get_current_device.return_value = 0
-    driver.set_active(found)
+    target = MagicMock()
+    target.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    target.get_current_device.return_value = 0
+    driver.set_active(target)
     run = JITFunction.run
 
-    def compiled(kernel, *args, grid, warmup, **options):
-        made = run(kernel, *args, grid=grid, warmup=True, **options)
-        assert made.metadata.shared <= SHARED[capability], (
-            kernel,
-            made.metadata.shared,
-            options,
-        )
-        print(kernel.fn.__name__, made.metadata.shared)
+    def compile_only(kernel, *args, grid, warmup, **options):
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        shared = compiled.metadata.shared
+        assert shared <= SHARED_BYTES[capability], (kernel, shared, options)
+        print(kernel.fn.__name__, shared)
 
-    JITFunction.run = compiled
+    JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    eight_bits = [torch.float8_e4m3fn] * (capability >= 89)
     for dtype in (torch.bfloat16, torch.float16):
-        _model(dtype, capability)
-        for kv_dtype in (dtype, *eight_bits):
+        _launch_model_kernels(dtype, capability)
+        kv_dtypes = [dtype]
+        if capability >= 89:
+            kv_dtypes.append(torch.float8_e4m3fn)
+        for kv_dtype in kv_dtypes:
             for dim in (64, 128, 256):
-                _attention(dtype, kv_dtype, dim)
+                _launch_attention_kernels(dtype, kv_dtype, dim)
 
 
-def _attention(dtype, kv_dtype, dim) -> None:
+def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
+    import numpy as np
     import torch
 
     from attention import pieces
-    from attention.base import Kind, Pages, Turn
+    from attention.base import AttentionKind, Pages, RopeNormArgs
     from attention.kernels import store, widen
 
     caches = tuple(torch.zeros(6, 2, 16, dim).to(kv_dtype) for _ in range(2))
@@ -85,21 +97,25 @@ def _attention(dtype, kv_dtype, dim) -> None:
     if kv_dtype != dtype:
         wide = caches[0].to(dtype)
         widen.widen(caches[0], wide, torch.zeros(3).int(), torch.ones(1).int(), 0.5)
-    slots, norms = torch.zeros(3, dtype=torch.int32), (torch.ones(dim), torch.ones(dim))
-    turn = Turn(torch.zeros(3, dim), norms, 1e-6)
+    slots = torch.zeros(3, dtype=torch.int32)
+    norms = (torch.ones(dim), torch.ones(dim))
+    rope_norm = RopeNormArgs(torch.zeros(3, dim), norms, 1e-6)
     store.rotate(q, k, torch.zeros(3, dim), interleaved=True)
-    store.store(k, v, slots, caches, (0.5, 0.25), q=q, turn=turn, read_back=True)
-    heads, one = (8, 2, dim), pieces.np.ones(3, "int32")
-    pages = Pages(pieces.np.arange(4, dtype="int32"), one, one)
+    store.store(
+        k, v, slots, caches, (0.5, 0.25), q=q, rope_norm=rope_norm, read_back=True
+    )
+    heads = (8, 2, dim)
+    ones = np.ones(3, np.int32)
+    pages = Pages(np.arange(4, dtype=np.int32), ones, ones)
     workspace = torch.empty(pieces.partial_bytes(heads, 3, 132), dtype=torch.uint8)
     pieces.pinned = torch.from_numpy
-    for kind in (Kind(), Kind(100, 3.0)):
+    for kind in (AttentionKind(), AttentionKind(100, 3.0)):
         decode = pieces.PieceDecode(heads, 16, kind, dim**-0.5, workspace, 132)
         decode.plan(pages)
         decode.run(q, caches, out=q, k_scale=1.0, v_scale=1.0)
 
 
-def _model(dtype, capability) -> None:
+def _launch_model_kernels(dtype, capability) -> None:
     import torch
 
     from model import fused_kernels
@@ -109,8 +125,9 @@ def _model(dtype, capability) -> None:
     from tests.model.test_config import DEEPSEEK, V3
 
     kernels = importlib.import_module("model.quantization.kernels")
-    x, weight, norm = torch.zeros(3, 512), torch.zeros(1024, 512), torch.ones(512)
-    x, weight, norm = (each.to(dtype) for each in (x, weight, norm))
+    x = torch.zeros(3, 512).to(dtype)
+    weight = torch.zeros(1024, 512).to(dtype)
+    norm = torch.ones(512).to(dtype)
     fused_kernels.rms_norm(x, norm, 1e-6)
     fused_kernels.silu_and_mul(weight)
     fused_kernels.one_row(x[:1], weight, norm=norm, eps=1e-6, gated=True)
@@ -121,21 +138,20 @@ def _model(dtype, capability) -> None:
             kernels.multiply(
                 quantised, torch.zeros(rows, quantised.shape[1], dtype=dtype)
             )
-    experts, which = (
-        importlib.import_module("model.kernels.experts"),
-        (torch.ones(8), None),
-    )
-    for raw, correction in zip(({**DEEPSEEK, **V3}, DEEPSEEK), which, strict=True):
-        experts.choose(torch.zeros(3, 8), correction, parse_config(raw).moe, 2)
+    experts = importlib.import_module("model.kernels.experts")
+    routers = (({**DEEPSEEK, **V3}, torch.ones(8)), (DEEPSEEK, None))
+    for config, correction in routers:
+        moe = parse_config(config).moe
+        experts.choose(torch.zeros(3, 8), correction, moe, 2)
     if capability == 90:
         fused_kernels._num_programs = lambda device: 132
         fused_kernels.gated_rows(x, weight)
-        gate_up, down = (
-            torch.zeros(4, *size, dtype=dtype) for size in ((512, 512), (512, 256))
-        )
-        weights, chosen = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)
-        experts.mixture(x, gate_up, down, weights, chosen, 4)
-        experts.mixture_of_one(x[:1], gate_up, down, weights[:1], chosen[:1])
+        gate_up = torch.zeros(4, 512, 512, dtype=dtype)
+        down = torch.zeros(4, 512, 256, dtype=dtype)
+        weights = torch.zeros(3, 2)
+        expert_ids = torch.zeros(3, 2, dtype=torch.int64)
+        experts.mixture(x, gate_up, down, weights, expert_ids, 4)
+        experts.mixture_of_one(x[:1], gate_up, down, weights[:1], expert_ids[:1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from attention.support import chosen
+from attention.support import resolve_backend_name
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
@@ -58,7 +58,9 @@ class EngineConfig(KVOptions, ModelOptions):
             "kv_layout": self.kv_layout,
             "tp": self.tp,
             "dcp": self.dcp,
-            "attention_backend": chosen(self.attention_backend, self.device),
+            "attention_backend": resolve_backend_name(
+                self.attention_backend, self.device
+            ),
             "itl_target_s": self.itl_target_s,
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,

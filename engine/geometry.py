@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from attention.support import StepLimits, Wanted, check
+from attention.support import AttentionSpec, StepLimits, check_supported
 from engine.config import EngineConfig
 from kvcache.groups import KVGroups, deal
 from kvcache.layout import KVLayout
@@ -165,16 +165,18 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     own = model.num_heads // config.tp
     for num_q_heads, of_group in {own: False, own * config.dcp: config.dcp > 1}.items():
         wanted = wanted_of(config, model, num_q_heads)
-        check(
+        check_supported(
             config.attention_backend,
             wanted,
             step_limits(config, model, of_group=of_group),
         )
 
 
-def wanted_of(config: EngineConfig, model: ModelConfig, num_q_heads: int) -> Wanted:
+def wanted_of(
+    config: EngineConfig, model: ModelConfig, num_q_heads: int
+) -> AttentionSpec:
     """What the attention backend of a rank with so many query heads is to read."""
-    return Wanted(
+    return AttentionSpec(
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,

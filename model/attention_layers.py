@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.base import AttentionBackend, Kind, LayerAttention, Turn
+from attention.base import AttentionBackend, AttentionKind, LayerAttention, RopeNormArgs
 from model.config import ModelConfig
 from model.layers import (
     Join,
@@ -48,20 +48,22 @@ class Query(NamedTuple):
 
     layer: int
     inputs: tuple[Tensor, ...]  # [T, ...] each
-    turn: Turn | None = None
+    rope_norm: RopeNormArgs | None = None
     is_latent: bool = False
 
     def answer(self, backend: AttentionBackend) -> Tensor:
         """[T, heads, dim]; see the backend's `forward` and `forward_latent`."""
         if self.is_latent:
             return backend.forward_latent(self.layer, *self.inputs)
-        return backend.forward(self.layer, *self.inputs, turn=self.turn)
+        return backend.forward(self.layer, *self.inputs, rope_norm=self.rope_norm)
 
     def first(self, num_tokens: int) -> "Query":
         """Of so many tokens."""
-        turn = self.turn and self.turn._replace(cos_sin=self.turn.cos_sin[:num_tokens])
+        rope_norm = self.rope_norm and self.rope_norm._replace(
+            cos_sin=self.rope_norm.cos_sin[:num_tokens]
+        )
         return self._replace(
-            inputs=tuple(x[:num_tokens] for x in self.inputs), turn=turn
+            inputs=tuple(x[:num_tokens] for x in self.inputs), rope_norm=rope_norm
         )
 
 
@@ -120,7 +122,7 @@ class HeadAttention:
                 f"{prefix}.sinks", (count,), rows=rows, dtype=torch.float32
             )
         self.attends = LayerAttention(
-            Kind(config.window_of(layer), config.score_cap), sinks
+            AttentionKind(config.window_of(layer), config.score_cap), sinks
         )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None, step: Step) -> Asking:
@@ -136,16 +138,16 @@ class HeadAttention:
         cos_sin = (
             rope.cos_sin(angles) if rope is not None and step.backend_rotates else None
         )
-        turn = None
+        rope_norm = None
         if cos_sin is not None:
             weights = (norms[0].weight, norms[1].weight) if norms else None
-            turn = Turn(cos_sin, weights, norms[0].eps if norms else 0.0)
+            rope_norm = RopeNormArgs(cos_sin, weights, norms[0].eps if norms else 0.0)
         else:
             if norms:
                 q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
             if rope is not None:
                 q, k = rope.rotate_pair(q, k, angles)
-        attended = (yield Query(self._layer, (q, k, v), turn)).flatten(1)
+        attended = (yield Query(self._layer, (q, k, v), rope_norm)).flatten(1)
         if step.rows is not None:
             attended, hidden = attended[step.rows], hidden[step.rows]
         return self._out(attended, hidden)

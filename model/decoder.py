@@ -109,7 +109,7 @@ class CausalLM:
         Returns:
             [T, hidden] or [R, hidden], as `logits` takes it, equal on every rank.
         """
-        asking = self.asking(token_ids, positions, attention.rotates, rows)
+        asking = self.asking(token_ids, positions, attention.applies_rope, rows)
         query = next(asking)
         while True:
             try:

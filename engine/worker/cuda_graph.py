@@ -241,7 +241,7 @@ class PromptGraphs:
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
         """Captures them in a pool; without one they run."""
         token_ids, positions = self._inputs[:, :size]
-        asking = self._model.asking(token_ids, positions, self._backend.rotates)
+        asking = self._model.asking(token_ids, positions, self._backend.applies_rope)
         pieces: list[_Piece] = []
         answer = query = None
         while not pieces or query is not None:

@@ -56,8 +56,8 @@ class GroupedBackend(AttentionBackend):
         return self._backends[0].workspace_bytes
 
     @property
-    def rotates(self) -> bool:
-        return all(backend.rotates for backend in self._backends)
+    def applies_rope(self) -> bool:
+        return all(backend.applies_rope for backend in self._backends)
 
     def plan(self, batch: AttentionBatch) -> None:
         for group, backend in enumerate(self._backends):

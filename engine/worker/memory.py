@@ -12,7 +12,7 @@ import torch
 from attention.base import AttentionBackend, LayerAttention
 from attention.dcp import ContextParallelBackend
 from attention.registry import create_backend
-from attention.support import copied_bytes
+from attention.support import extra_bytes_per_block
 from engine.config import EngineConfig
 from engine.geometry import kv_groups, layout_of, step_limits, wanted_of
 from engine.worker.grouped import GroupedBackend
@@ -65,7 +65,7 @@ def make_memory(
         over: KVPool,
         num_q_heads: int,
         layers: Sequence[LayerAttention] = spec.layers,
-        beside: AttentionBackend | None = None,
+        shared_with: AttentionBackend | None = None,
     ) -> AttentionBackend:
         return create_backend(
             config.attention_backend,
@@ -73,7 +73,7 @@ def make_memory(
             **sizes,
             num_q_heads=num_q_heads,
             layers=layers,
-            beside=beside,
+            shared_with=shared_with,
             dtype=getattr(torch, config.dtype),
             limits=step_limits(
                 config, model_config, of_group=num_q_heads > spec.num_q_heads
@@ -128,7 +128,7 @@ def fitting(what: str, device: torch.device, fix: str) -> Iterator[None]:
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Of a block of a rank's pool, and of what its attention backend keeps of it besides."""
     layout, wanted = layout_of(config, model, 2), wanted_of(config, model, 1)
-    return layout.block_bytes + copied_bytes(
+    return layout.block_bytes + extra_bytes_per_block(
         config.attention_backend, wanted, layout.block_size
     )
 

@@ -14,7 +14,7 @@ from model.architectures.rotation import RopeConfig
 from model.layers import Columns, Linear
 from model.rope import Rope
 
-proofs = pytest.importorskip("attention.proofs", reason="needs triton")
+proofs = pytest.importorskip("attention.self_test", reason="needs triton")
 
 pytestmark = pytest.mark.gpu
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}

@@ -13,7 +13,8 @@ from engine.text.harmony import HarmonyParser, head_of, tags_of
 from engine.text.reasoning import SPECIAL_TAGS as THINK_TAGS
 from engine.text.reasoning import ReasoningParser, reasoning_begins
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_formats import SPECIAL_TAGS, CallOpenings
+from engine.text.tool_calls.registry import SPECIAL_TAGS
+from engine.text.tool_formats import CallOpenings
 from engine.text.tool_parser import ToolParser, create_tool_parser
 from protocol.errors import InternalError
 from protocol.messages import AddRequest, KVUsage, TokenDelta, TokenLogprobs

@@ -19,20 +19,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+from engine.text.harmony_tags import ALL_TAGS, CHANNEL, CONSTRAIN, END, MESSAGE, START
 from engine.text.reasoning import ReasoningParser
 from engine.text.tokenizer import Tokenizer
 
-START, END, MESSAGE, CHANNEL, CONSTRAIN = _CHARS = "\ud800\ud801\ud802\ud803\ud804"
 _TAGS: Final = {
     "<|start|>": START, "<|end|>": END, "<|call|>": END, "<|return|>": END,
     "<|message|>": MESSAGE, "<|channel|>": CHANNEL, "<|constrain|>": CONSTRAIN,
 }  # fmt: skip
-_PIECE = re.compile(f"[{_CHARS}]|[^{_CHARS}]+")
+_PIECE = re.compile(f"[{ALL_TAGS}]|[^{ALL_TAGS}]+")
 _MAX_HEAD = 512  # characters
 _ROLE = START + "assistant"
 _CHANNEL = re.compile(rf"{CHANNEL}\W*(analysis|commentary|final)")
 _RECIPIENT = re.compile(r"\bto=\s*([\w.-]+)")
-_NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{_CHARS}]")
+_NO_TEXT = re.compile(rf"{_ROLE}|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|[{ALL_TAGS}]")
 # The head of a call behind a text that has no <|end|>, and how it begins.
 _OPEN_RECIPIENT = re.compile(
     r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
@@ -112,7 +112,7 @@ class HarmonyParser(ReasoningParser):
             if not self.is_in_head:
                 self._look_for_end(piece)
             if not self.is_in_head:
-                self._tell_message(piece.strip(_CHARS))
+                self._tell_message(piece.strip(ALL_TAGS))
             elif piece == MESSAGE:
                 self._begin_message(is_whole=True)
             elif piece in (START, END):
@@ -131,7 +131,7 @@ class HarmonyParser(ReasoningParser):
 
     @property
     def _has_tags(self) -> bool:
-        return not {*_CHARS}.isdisjoint(self._head)
+        return not {*ALL_TAGS}.isdisjoint(self._head)
 
     def _look_for_end(self, tag: str) -> None:
         """Ends a message before a tag that begins a head, or goes on with one."""

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from engine.text.harmony import MESSAGE, head_of
+from engine.text.harmony import head_of
+from engine.text.harmony_tags import MESSAGE
 from engine.text.reasoning import reasoning_begins
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import call_beginnings

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from engine.http.text_encoder import grammar_of
 from engine.text.grammar import COMPLETE, GrammarCompiler
 from engine.text.harmony import HarmonyParser, one_call_each, tags_of
 from engine.text.reasoning import reasoning_begins
+from engine.text.request_grammar import grammar_of
 from engine.text.tool_parser import create_tool_parser
 from protocol.messages import AddRequest, Grammar, SamplingParams, TokenLogprobs
 from protocol.openai.chat import ChatRequest

@@ -1,0 +1,154 @@
+"""Calls whose arguments are JSON objects, alone or after a name. Pure, no I/O."""
+
+import re
+from collections.abc import Callable
+from typing import ClassVar
+
+from engine.text.tool_arguments import call_in
+from engine.text.tool_calls.answer_reader import BLANKS, AnswerReader, Reader
+from engine.text.tool_calls.format import ToolCallFormat
+from protocol.openai.tools import Tools
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+# An object with the name before the arguments, through the arguments' first bracket.
+_OBJECT_HEAD = re.compile(
+    rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]',
+    re.DOTALL,
+)
+
+
+class BracketScanner:
+    """Reads text up to a bracket depth, without a look into quoted strings.
+
+    Args:
+        quotes: the characters that quote strings.
+        opening: the opening brackets.
+        closing: the closing brackets.
+        stops_at_tags: whether an unquoted "<" ends the object, because the brackets
+            before it are missing. It suits formats whose tags begin as no JSON does.
+
+    Attributes:
+        depth: the number of brackets that are open.
+    """
+
+    def __init__(
+        self,
+        answer: AnswerReader,
+        *,
+        quotes: str = '"',
+        opening: str = "[{",
+        closing: str = "]}",
+        stops_at_tags: bool = False,
+    ) -> None:
+        self.depth = 0
+        self._answer = answer
+        self._quotes = quotes
+        self._opening = opening
+        self._closing = closing
+        self._stops_at_tags = stops_at_tags
+        self._open_quote = ""
+        self._is_escaped = False
+
+    def read_until(
+        self, depths: tuple[int, ...], take: Callable[[str], None]
+    ) -> Reader[None]:
+        """Pass text to `take` until a bracket makes the depth one of `depths`.
+
+        The read also ends before a tag, where the format has tags.
+        """
+        answer = self._answer
+        while True:
+            for at, char in enumerate(answer.text, 1):
+                if self._is_escaped or (self._open_quote and char == "\\"):
+                    self._is_escaped = not self._is_escaped
+                elif char == self._open_quote:
+                    self._open_quote = ""
+                elif self._open_quote:
+                    pass
+                elif char in self._quotes:
+                    self._open_quote = char
+                elif char == "<" and self._stops_at_tags:
+                    take(answer.text[: at - 1])
+                    answer.text = answer.text[at - 1 :]
+                    return
+                elif char in self._opening or char in self._closing:
+                    self.depth += 1 if char in self._opening else -1
+                    if self.depth in depths:
+                        take(answer.text[:at])
+                        answer.text = answer.text[at:]
+                        return
+            take(answer.take_text())
+            answer.text = yield
+
+
+class JsonCallFormat(ToolCallFormat):
+    """A format whose calls are JSON objects.
+
+    Attributes:
+        stops_at_tags: whether a tag may end an object whose last brackets are missing.
+    """
+
+    stops_at_tags: ClassVar[bool] = False
+
+    def __init__(self, answer: AnswerReader, tools: Tools) -> None:
+        super().__init__(answer, tools)
+        self.scanner = BracketScanner(answer, stops_at_tags=self.stops_at_tags)
+
+    def read_object_call(self, before: str = BLANKS) -> Reader[bool]:
+        """Read {"name": ..., "arguments" or "parameters": ...}.
+
+        Returns whether it was a call. An object that is no call becomes content, as the
+        model wrote it.
+
+        Args:
+            before: characters that may precede the object.
+        """
+        answer = self.answer
+        is_object = yield from answer.match_tag("{", before)
+        if answer.held_belongs_to_call:
+            answer.held = ["{"] if is_object else []
+            answer.held_belongs_to_call = False
+        if not is_object:
+            answer.release_held()
+            return False
+        start = len(answer.held) - 1
+        self.scanner.depth = 1
+        yield from self.scanner.read_until((0, 2), answer.held.append)
+        text = "".join(answer.held[start:])
+        head = _OBJECT_HEAD.fullmatch(text)
+        if head and answer.begin_call(call_in(head[1] + "}")[0]):
+            answer.add_arguments(text[-1])
+            yield from self._stream_arguments()
+            return True
+        if self.scanner.depth:
+            yield from self.scanner.read_until((0,), answer.held.append)
+        name, arguments = call_in("".join(answer.held[start:]))
+        if answer.begin_call(name):
+            answer.add_arguments(arguments)
+            answer.end_call()
+            return True
+        answer.release_held()
+        return False
+
+    def _stream_arguments(self) -> Reader[None]:
+        """Pass the arguments on as they come, then skip the rest of the object."""
+        yield from self.scanner.read_until((1,), self.answer.add_arguments)
+        self.answer.end_call(is_complete=self.scanner.depth == 1)
+        # The close tag may come without the object's last bracket.
+        if not (yield from self.answer.skip_tag("</tool_call>")):
+            yield from self.scanner.read_until((0,), lambda _: None)
+
+    def read_headed_call(self, head: re.Pattern[str]) -> Reader[bool]:
+        """Read a name, as `head` matches it, and the arguments that follow.
+
+        Returns whether it was a call; else the text that it read is content.
+        """
+        name = yield from self.answer.read_name(head, "{")
+        if not self.answer.begin_call(name):
+            self.answer.release_held()
+            return False
+        self.answer.add_arguments("{")
+        self.scanner.depth = 1
+        yield from self.scanner.read_until((0,), self.answer.add_arguments)
+        self.answer.end_call(is_complete=self.scanner.depth == 0)
+        return True

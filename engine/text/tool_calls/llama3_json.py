@@ -1,0 +1,35 @@
+"""Llama 3: an answer that is nothing but JSON objects.
+
+{"name": "f", "parameters": {...}}; {...}
+"""
+
+import re
+
+from engine.text.tool_calls.answer_reader import BLANKS, Reader
+from engine.text.tool_calls.json_calls import JsonCallFormat
+
+_PYTHON_TAG = "<|python_tag|>"
+_BETWEEN_CALLS = BLANKS + "[],;"
+
+
+class JsonListFormat(JsonCallFormat):
+    """Reads objects one after another, in a list or separated by semicolons."""
+
+    def read(self) -> Reader[None]:
+        """Read calls until something else follows; all from there on is content."""
+        while (yield from self.answer.match_tag(_PYTHON_TAG, BLANKS + "[")):
+            pass  # the tag announces calls
+        between = BLANKS
+        while (yield from self.read_object_call(between)):
+            self.answer.held_belongs_to_call = True
+            between = _BETWEEN_CALLS
+        yield from self.answer.read_rest_as_content()
+
+
+class Llama3JsonFormat(JsonListFormat):
+    name = "llama3_json"
+    template_pattern = r"""["']parameters["']\s*:|""" + re.escape(_PYTHON_TAG)
+    answer_starts = (_PYTHON_TAG, '{{"name": "{}"')
+    openings = (_PYTHON_TAG + '{{"name":"{}"',)
+    start_tags = (_PYTHON_TAG,)
+    requires_offered_name = True

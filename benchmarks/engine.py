@@ -1,18 +1,22 @@
-"""How fast one rank prefills and decodes a model shape, beside what its memory and matrix units do.
+"""Speed of one engine: decode and prefill steps, compared with the device's limits.
 
-    python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256] [--context 1024]
-                                [--prompt 8192 1024] [--device cuda] [--quantization fp8] [--tp 4]
+    python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256]
+                                [--context 1024] [--prompt 8192 1024] [--device cuda]
+                                [--quantization fp8] [--tp 4]
 
-Weights are dummies: speed does not depend on their values. The ceilings come from the same run: a
-copy between two buffers (bytes read plus bytes written) and a square matmul in the model's dtype,
-both on random data. A decode step cannot be faster than reading once what it must read (weights
-without the input embedding, of experts those that are hit, and the KV that is seen) at the copy's
-rate; a prefill not faster than its model FLOPs (causal attention counted by half) at the matmul's.
-Of several ranks each has its share of both.
+Weights are dummies, because speed does not depend on their values. The limits come from
+the same run: a copy between two buffers (bytes read plus bytes written) and a square
+matmul in the model's dtype, both on random data.
 
-Per step, "step" is the time from one step's drawn tokens to the next one's, a step being launched
-before the last one's tokens are read; "device" is the same step's graph alone, replayed back to
-back. The last line is JSON.
+A decode step must read the weights without the input embedding, the experts that its
+tokens hit, and the KV that it attends to. Its floor is the time to read all of that
+once at the copy's rate. The floor of a prefill is the time of its model FLOPs at the
+matmul's rate; causal attention counts by half. With several ranks, each rank has its
+share.
+
+"step" is the time from the tokens of one step to the tokens of the next step. A step is
+launched before the tokens of the previous step are read. "device" is the time of the
+same step's CUDA graph alone, replayed back to back. The last line is JSON.
 """
 
 import argparse
@@ -24,15 +28,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.benchmark import Timer
 
+from benchmarks.engine_limits import (
+    Ceilings,
+    mean_s,
+    measure_ceilings,
+    num_seen,
+    prefill_flops,
+    read_weight_bytes,
+)
+from benchmarks.shapes import SHAPES
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.worker.memory import block_bytes, size_pool
@@ -41,76 +53,24 @@ from engine.worker.runner import ModelRunner
 from kvcache.blocks import NULL_BLOCK
 from model.config import ModelConfig, load_config
 from model.parallel import Parallel
-from model.sizes import Weights, bits_of, implied_weights
 from protocol.messages import SamplingParams
 from protocol.settings.machine import available_cores
 
-_RANKS_TIMEOUT_S = 600.0  # of the slowest rank behind the fastest
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": 768,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    },
-    # Of its layers the last three, with experts, and one before them, without.
-    "deepseek-v3-4-layers": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 4,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 2048,
-        "vocab_size": 129280,
-        "max_position_embeddings": 32768,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-    },
-}
-
-
-class Ceilings(NamedTuple):
-    """What the device does at most, measured."""
-
-    copy_bytes_per_s: float  # read plus written
-    matmul_flops_per_s: float
+# The fastest rank waits this long for the slowest rank to start.
+_CONNECT_TIMEOUT_S = 600.0
+_ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "block_size",
+    "kv_layout",
+    "kv_cache_tokens",
+    "kv_cache_dtype",
+    "attention_backend",
+    "enforce_eager",
+    "quantization",
+    "tp",
+    "ep",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -118,138 +78,136 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = args.shape
         if source in SHAPES:
-            source, shape = (
-                folder,
-                {"architectures": ["LlamaForCausalLM"], **SHAPES[source]},
-            )
+            shape = {"architectures": ["LlamaForCausalLM"], **SHAPES[source]}
+            source = folder
             Path(source, "config.json").write_text(json.dumps(shape))
         config = load_config(source, quantization=args.quantization)
-        spawn, meeting = multiprocessing.get_context("spawn"), f"{folder}/ranks"
+        rendezvous = f"{folder}/ranks"
         if args.tp == 1:
-            return _run(args, config, 0, meeting)
-        start = partial(spawn.Process, target=_run, daemon=True)
-        ranks = [start(args=(args, config, rank, meeting)) for rank in range(args.tp)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-        if any(each.exitcode for each in ranks):
-            sys.exit(1)
+            _run(args, config, 0, rendezvous)
+        else:
+            _run_ranks(args, config, rendezvous)
+
+
+def _run_ranks(args: argparse.Namespace, config: ModelConfig, rendezvous: str) -> None:
+    """Run one process per rank. Exit with status 1 if one of them fails."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = []
+    for rank in range(args.tp):
+        rank_args = (args, config, rank, rendezvous)
+        process = spawn.Process(target=_run, args=rank_args, daemon=True)
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
 
 
 def _run(
-    args: argparse.Namespace, config: ModelConfig, rank: int, meeting: str
+    args: argparse.Namespace, config: ModelConfig, rank: int, rendezvous: str
 ) -> None:
-    """One rank; the first tells."""
+    """Run all measurements of one rank. Only rank 0 prints them.
+
+    Args:
+        rendezvous: path of the file through which the ranks find each other.
+    """
     if rank:
         sys.stdout = open(os.devnull, "w")
-    torch.set_num_threads(
-        max(1, available_cores() // args.tp)
-    )  # as a server's rank has
+    # A rank of a server has the same number of threads.
+    torch.set_num_threads(max(1, available_cores() // args.tp))
     started_s = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
     ceilings = measure_ceilings(device, getattr(torch, args.dtype))
+    _print_figures(
+        "ceilings",
+        copy_gb_per_s=ceilings.copy_bytes_per_s / 1e9,
+        matmul_tflops=ceilings.matmul_flops_per_s / 1e12,
+    )
     ranks = Parallel.connect(
         rank,
         args.tp,
-        meeting=meeting,
+        meeting=rendezvous,
         device=device,
         ep=args.ep,
-        timeout_s=_RANKS_TIMEOUT_S,
+        timeout_s=_CONNECT_TIMEOUT_S,
     )
-    runner, figures = _start(args, config, ranks)
+    runner, start_figures = _start(args, config, ranks)
+    figures: dict[str, Any] = {"benchmark": "engine", "args": vars(args)}
+    figures |= start_figures
     figures["ceilings"] = ceilings._asdict()
-    figures["decode"] = [_decode(runner, args, ceilings, batch) for batch in args.batch]
-    figures["prefill"] = [
-        _prefill(runner, args, ceilings, tokens) for tokens in args.prompt
-    ]
+    figures["decode"] = [_decode(runner, args, ceilings, n) for n in args.batch]
+    figures["prefill"] = [_prefill(runner, args, ceilings, n) for n in args.prompt]
     figures["total_s"] = round(time.perf_counter() - started_s, 1)
-    print(
-        json.dumps({"benchmark": "engine", "args": vars(args), **figures}), flush=True
-    )
+    print(json.dumps(figures), flush=True)
     if args.tp > 1:
-        os._exit(
-            0
-        )  # as a rank of an engine ends: leaving a group that graphs refer to blocks
+        # Leaving a process group that CUDA graphs refer to blocks. A rank of an engine
+        # ends in the same way.
+        os._exit(0)
 
 
-def _told(name: str, **figures: float) -> dict[str, float]:
-    """Prints figures; returns them, rounded."""
+def _print_figures(name: str, **figures: float) -> dict[str, float]:
+    """Print the figures and return them, rounded to three digits."""
     rounded = {key: round(value, 3) for key, value in figures.items()}
     print(f"{name}: {rounded}", flush=True)
     return rounded
 
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else None
-    )
+    description = __doc__.splitlines()[0] if __doc__ else None
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
+    shapes = ", ".join(SHAPES)
     add(
         "--shape",
         default="llama-3.1-8b",
-        help=f"{', '.join(SHAPES)}, or a config.json's folder",
+        help=f"{shapes}, or a folder with a config.json",
     )
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--dtype", default="bfloat16")
-    add("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
+    add(
+        "--batch",
+        type=int,
+        nargs="*",
+        default=[1, 8, 64, 256],
+        help="numbers of sequences in a decode step",
+    )
     add("--context", type=int, default=1024, help="tokens per decoding sequence")
-    add("--prompt", type=int, nargs="*", default=[8192, 1024], help="tokens")
+    add(
+        "--prompt",
+        type=int,
+        nargs="*",
+        default=[8192, 1024],
+        help="prompt lengths of the prefills (tokens)",
+    )
     add("--steps", type=int, default=30, help="steps timed for each figure")
     add("--kv-layout", default="BHLCND")
-    add("--block-size", type=int, default=64)
+    add("--block-size", type=int, default=64, help="tokens per KV block")
     add("--kv-cache-tokens", type=int, default=None)
     add("--kv-cache-dtype", default="auto")
     add("--attention-backend", default="auto")
     add("--quantization", choices=["fp8"])
-    add("--tp", type=int, default=1, help="ranks")
-    add("--ep", type=int, default=1, help="parts of the experts, over these ranks")
+    add("--tp", type=int, default=1, help="number of ranks")
+    add("--ep", type=int, default=1, help="groups of ranks that split the experts")
     add("--enforce-eager", action="store_true")
     return parser.parse_args(argv)
 
 
-# -- ceilings --------------------------------------------------------------------------------
-
-
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """A plain copy and a plain matmul, large enough to fill the device."""
-    on_gpu = device.type == "cuda"
-    nbytes, side = (4 * 2**30, 8192) if on_gpu else (64 * 2**20, 512)
-    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = mean_s(partial(target.copy_, source), 10)
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matmul_s = mean_s(partial(torch.mm, a, b), 20)
-    del source, target, a, b
-    if on_gpu:
-        torch.cuda.empty_cache()
-    rates = 2 * nbytes / copy_s, 2 * side**3 / matmul_s
-    _told("ceilings", copy_gb_per_s=rates[0] / 1e9, matmul_tflops=rates[1] / 1e12)
-    return Ceilings(*rates)
-
-
-def mean_s(call: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of `call` on the device, one right after the other, after three to warm up."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    timer.timeit(3)
-    return float(timer.timeit(repeats).mean)
-
-
-# -- the engine's parts ----------------------------------------------------------------------
+# -- the engine's parts
 
 
 def _start(
     args: argparse.Namespace, config: ModelConfig, ranks: Parallel
-) -> tuple[ModelRunner, dict[str, Any]]:
-    started_s, runner = (
-        time.perf_counter(),
-        ModelRunner(_engine_config(args), config, ranks),
-    )
+) -> tuple[ModelRunner, dict[str, float]]:
+    """Start a model runner. Return it with its start time and KV capacity."""
+    started_s = time.perf_counter()
+    runner = ModelRunner(_engine_config(args), config, ranks)
+    is_gpu = runner.device.type == "cuda"
     size = size_pool(
         runner.config,
         block_bytes=block_bytes(runner.config, config),
         model_max_len=config.max_position,
-        free_bytes=kv_budget_bytes(runner) if runner.device.type == "cuda" else 2**30,
+        free_bytes=kv_budget_bytes(runner) if is_gpu else 2**30,
         groups=runner.groups,
     )
     print(size.explanation, flush=True)
@@ -257,14 +215,12 @@ def _start(
     runner.capture_graphs()
     kv_tokens = (size.num_blocks - 1) // runner.groups.count * args.block_size
     start_s = time.perf_counter() - started_s
-    return runner, {**_told("start", start_s=start_s, kv_tokens=kv_tokens)}
+    return runner, _print_figures("start", start_s=start_s, kv_tokens=kv_tokens)
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    told = ("device", "dtype", "block_size", "kv_layout", "kv_cache_tokens", "kv_cache_dtype",
-            "attention_backend", "enforce_eager", "quantization", "tp", "ep")  # fmt: skip
     return EngineConfig(
-        **{name: getattr(args, name) for name in told},
+        **{name: getattr(args, name) for name in _ENGINE_OPTIONS},
         role="decode",
         engine_id="benchmark",
         incarnation="0",
@@ -277,21 +233,30 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def _tables(
-    runner: ModelRunner, num_seqs: int, num_tokens: int, reach: int = 0
+    runner: ModelRunner, num_seqs: int, num_tokens: int, num_computed: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Scattered blocks from the whole pool, for `num_seqs` sequences that go on from `reach`
-    tokens: of windows those that they still see."""
-    groups, layout = runner.groups, runner.memory.pool.layout
-    places = groups.missing([], groups.spans(0, num_tokens, reach), layout.block_size)
-    needed = num_seqs * len(places)
-    if needed >= layout.num_blocks:
+    """Return block tables, i32[num_seqs, blocks], of blocks scattered over the pool.
+
+    Layers with a sliding window get only the blocks that they still attend to.
+
+    Args:
+        num_tokens: longest sequence that the tables have blocks for.
+        num_computed: tokens that every sequence already has at its first step.
+    """
+    groups = runner.groups
+    layout = runner.memory.pool.layout
+    spans = groups.spans(0, num_tokens, num_computed)
+    columns = groups.missing([], spans, layout.block_size)
+    num_needed = num_seqs * len(columns)
+    if num_needed >= layout.num_blocks:
         raise SystemExit(
-            f"{num_seqs} x {num_tokens} tokens do not fit the pool: lower --batch"
+            f"{num_seqs} sequences of {num_tokens} tokens need {num_needed} KV blocks; "
+            f"the pool has {layout.num_blocks - 1}. Lower --batch or --context."
         )
-    order = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)[:needed]
+    shuffled = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)
     width = -(-num_tokens // layout.block_size) * groups.count
     tables = np.full((num_seqs, width), NULL_BLOCK, np.int32)
-    tables[:, places] = order.reshape(num_seqs, -1)
+    tables[:, columns] = shuffled[:num_needed].reshape(num_seqs, -1)
     return tables
 
 
@@ -301,13 +266,21 @@ def _step(
     query_len: int,
     context_len: int,
     *,
-    follows: bool = False,
+    uses_last_tokens: bool = False,
 ) -> StepInput:
-    """A step of equal sequences; one that `follows` takes the tokens that the last one drew."""
-    num_seqs, vocab_size = len(tables), runner.model_config.vocab_size
-    token_ids = np.random.default_rng(1).integers(0, vocab_size, num_seqs * query_len)
-    if follows:
+    """Return a step of sequences of equal length.
+
+    Args:
+        uses_last_tokens: whether the step continues from the tokens that the last step
+            sampled; otherwise its tokens are random.
+    """
+    num_seqs = len(tables)
+    vocab_size = runner.model_config.vocab_size
+    if uses_last_tokens:
         token_ids = -1 - np.arange(num_seqs)
+    else:
+        rng = np.random.default_rng(1)
+        token_ids = rng.integers(0, vocab_size, num_seqs * query_len)
     return StepInput(
         token_ids=token_ids,
         query_lens=np.full(num_seqs, query_len, np.int32),
@@ -321,22 +294,24 @@ def _step(
 def _decode(
     runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, batch: int
 ) -> dict[str, float]:
-    config, itemsize = runner.model_config, getattr(torch, args.dtype).itemsize
+    """Measure decode steps of `batch` sequences."""
+    config = runner.model_config
+    itemsize = getattr(torch, args.dtype).itemsize
+    is_gpu = runner.device.type == "cuda"
     tables = _tables(runner, batch, args.context + args.steps + 4, args.context)
     lens = iter(range(args.context + 1, args.context + args.steps + 5))
-    for _ in range(3):
+    for _ in range(3):  # warm up
         runner.execute(_step(runner, tables, 1, next(lens)))
-    step_s = statistics.median(_periods(runner, tables, list(lens)))
-    device_s = (
-        mean_s(partial(runner.graphs.replay, batch), 50) if runner.graphs else step_s
-    )
-    layout, on_gpu = runner.layout(num_blocks=2), runner.device.type == "cuda"
-    kv_bytes = (
-        batch * num_seen(config, args.context) * layout.token_bytes / layout.num_layers
-    )
-    weights = read_weight_bytes(config, batch, itemsize, keeps=on_gpu) / args.tp
-    floor_s = (weights + kv_bytes) / ceilings.copy_bytes_per_s
-    return _told(
+    step_s = statistics.median(_step_times_s(runner, tables, list(lens)))
+    device_s = step_s
+    if runner.graphs:
+        device_s = mean_s(partial(runner.graphs.replay, batch), 50)
+    layout = runner.layout(num_blocks=2)
+    layer_token_bytes = layout.token_bytes / layout.num_layers
+    kv_bytes = batch * num_seen(config, args.context) * layer_token_bytes
+    weight_bytes = read_weight_bytes(config, batch, itemsize, keeps=is_gpu) / args.tp
+    floor_s = (weight_bytes + kv_bytes) / ceilings.copy_bytes_per_s
+    return _print_figures(
         "decode",
         batch=batch,
         step_ms=step_s * 1e3,
@@ -347,94 +322,47 @@ def _decode(
     )
 
 
-def _periods(
+def _step_times_s(
     runner: ModelRunner, tables: np.ndarray[Any, Any], context_lens: list[int]
 ) -> list[float]:
-    """Seconds from each decode step's tokens to the next one's."""
-    last = runner.launch(_step(runner, tables, 1, context_lens[0]))
+    """Return the seconds from the tokens of each decode step to those of the next."""
+    pending = runner.launch(_step(runner, tables, 1, context_lens[0]))
     ended_s = []
     for context_len in context_lens[1:]:
         if not runner.depth:
-            last.result()
-        before, last = (
-            last,
-            runner.launch(_step(runner, tables, 1, context_len, follows=True)),
-        )
+            pending.result()
+        step = _step(runner, tables, 1, context_len, uses_last_tokens=True)
+        previous = pending
+        pending = runner.launch(step)
         if runner.depth:
-            before.result()
+            previous.result()
         ended_s.append(time.perf_counter())
-    last.result()
+    pending.result()
     return [second - first for first, second in itertools.pairwise(ended_s)]
 
 
 def _prefill(
     runner: ModelRunner, args: argparse.Namespace, ceilings: Ceilings, num_tokens: int
 ) -> dict[str, float]:
+    """Measure the prefill of one prompt of `num_tokens` tokens."""
     tables = _tables(runner, 1, num_tokens)
     step = _step(runner, tables, num_tokens, num_tokens)
     times = []
     for index in range(7):
         started_s = time.perf_counter()
         runner.execute(step)
-        if index >= 2:
+        if index >= 2:  # the first two warm up
             times.append(time.perf_counter() - started_s)
     step_s = statistics.median(times)
     flops = prefill_flops(runner.model_config, num_tokens)
     floor_s = flops / args.tp / ceilings.matmul_flops_per_s
-    return _told(
+    return _print_figures(
         "prefill",
         tokens=num_tokens,
         step_ms=step_s * 1e3,
         floor_ms=floor_s * 1e3,
         share_of_matmul=floor_s / step_s,
         tokens_per_s=num_tokens / step_s,
-    )
-
-
-def read_weight_bytes(
-    config: ModelConfig, batch: int, itemsize: int, *, keeps: bool
-) -> int:
-    """Bytes of weights that a decode step reads: all but the input embedding's other rows, and of
-    experts those that so many tokens hit on average, if all are equally likely. `itemsize` and
-    `keeps`: of weights that are not kept quantised, and whether any are."""
-    hit = 1.0
-    if moe := config.moe:
-        hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
-    bits = 0.0
-    for each in implied_weights(config):
-        if "embed_tokens" not in each.name or config.tie_embeddings:
-            own = each.elements * bits_of(config, each.name, itemsize, keeps=keeps)
-            bits += own * hit if _is_expert(each) else own
-    return int(bits) // 8
-
-
-def _is_expert(weights: Weights) -> bool:
-    return len(weights.shape) > 2 or ".experts." in weights.name
-
-
-def num_seen(config: ModelConfig, num_tokens: int) -> int:
-    """Tokens that the layers together look back to after so many."""
-    windows = map(config.window_of, range(config.num_layers))
-    return sum(min(num_tokens, window or num_tokens) for window in windows)
-
-
-def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
-    """Model FLOPs of one prompt: two per weight and token, causal attention, one row of logits."""
-    hit = config.moe.experts_per_token / config.moe.num_experts if config.moe else 1.0
-    weights = sum(
-        each.elements * (hit if _is_expert(each) else 1.0)
-        for each in implied_weights(config)
-        if each.name.startswith("model.layers.")
-    )
-    pairs = sum(num_seen(config, seen) for seen in range(1, num_tokens + 1))
-    dims = 2 * config.head_dim
-    if config.mla:  # absorbed: over latents, whose rope part is in the keys alone
-        dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    attention = 2.0 * pairs * config.num_heads * dims
-    return (
-        2.0 * num_tokens * weights
-        + attention
-        + 2.0 * config.vocab_size * config.hidden_size
     )
 
 

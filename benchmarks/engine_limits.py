@@ -1,0 +1,118 @@
+"""The limits that benchmarks.engine compares its measurements with.
+
+Two limits are measured on the device: the rate of a plain copy and the rate of a plain
+matmul. The other functions count the work of a step: the bytes of weights that a decode
+step reads, and the model FLOPs of a prefill.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.utils.benchmark import Timer
+
+from model.config import ModelConfig
+from model.sizes import Weights, bits_of, implied_weights
+
+_WARMUP_CALLS = 3
+
+
+class Ceilings(NamedTuple):
+    """The highest rates of the device, measured."""
+
+    copy_bytes_per_s: float  # bytes read plus bytes written
+    matmul_flops_per_s: float
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure a plain copy and a plain matmul that are large enough to fill the device."""
+    is_gpu = device.type == "cuda"
+    nbytes = 4 * 2**30 if is_gpu else 64 * 2**20
+    side = 8192 if is_gpu else 512
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = mean_s(partial(target.copy_, source), 10)
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    b = torch.randn(side, side, device=device, dtype=dtype)
+    matmul_s = mean_s(partial(torch.mm, a, b), 20)
+    del source, target, a, b
+    if is_gpu:
+        torch.cuda.empty_cache()
+    return Ceilings(
+        copy_bytes_per_s=2 * nbytes / copy_s,
+        matmul_flops_per_s=2 * side**3 / matmul_s,
+    )
+
+
+def mean_s(call: Callable[[], object], repeats: int) -> float:
+    """Return the mean seconds of `call` on the device.
+
+    The calls run back to back, after three warm-up calls.
+    """
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer.timeit(_WARMUP_CALLS)
+    return float(timer.timeit(repeats).mean)
+
+
+def read_weight_bytes(
+    config: ModelConfig, batch: int, itemsize: int, *, keeps: bool
+) -> int:
+    """Return the bytes of weights that a decode step of `batch` sequences reads.
+
+    The step reads all weights except the input embedding, of which it reads only the
+    rows of its tokens. Of the experts, it reads those that `batch` tokens hit on
+    average when all experts are equally likely.
+
+    Args:
+        itemsize: bytes per element of weights that are not quantised.
+        keeps: whether quantised weights stay quantised in memory.
+    """
+    hit_share = 1.0
+    if moe := config.moe:
+        hit_share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+    bits = 0.0
+    for weights in implied_weights(config):
+        if "embed_tokens" in weights.name and not config.tie_embeddings:
+            continue
+        element_bits = bits_of(config, weights.name, itemsize, keeps=keeps)
+        weight_bits = weights.elements * element_bits
+        bits += weight_bits * hit_share if _is_expert(weights) else weight_bits
+    return int(bits) // 8
+
+
+def _is_expert(weights: Weights) -> bool:
+    return len(weights.shape) > 2 or ".experts." in weights.name
+
+
+def num_seen(config: ModelConfig, num_tokens: int) -> int:
+    """Return the sum over all layers of the tokens that a query attends to.
+
+    Args:
+        num_tokens: tokens of the context, the query's token included.
+    """
+    windows = map(config.window_of, range(config.num_layers))
+    return sum(min(num_tokens, window or num_tokens) for window in windows)
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Return the model FLOPs of one prompt.
+
+    They are two FLOPs per weight and token, causal attention, and one row of logits.
+    """
+    hit_share = 1.0
+    if moe := config.moe:
+        hit_share = moe.experts_per_token / moe.num_experts
+    weights = sum(
+        each.elements * (hit_share if _is_expert(each) else 1.0)
+        for each in implied_weights(config)
+        if each.name.startswith("model.layers.")
+    )
+    pairs = sum(num_seen(config, length) for length in range(1, num_tokens + 1))
+    dims = 2 * config.head_dim
+    if config.mla:
+        # Absorbed attention works on latents. Only the keys have the rope part.
+        dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    attention_flops = 2.0 * pairs * config.num_heads * dims
+    logits_flops = 2.0 * config.vocab_size * config.hidden_size
+    return 2.0 * num_tokens * weights + attention_flops + logits_flops

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.serve import connected, get_model
+from benchmarks.endpoint import get_model, open_session
 
 # A generated text; a loglikelihood (nats) and whether it is the greedy continuation; the
 # loglikelihood of a whole document.
@@ -378,7 +378,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, float]:
 
 
 async def _served_model(options: argparse.Namespace) -> str:
-    async with connected(options.url, 30.0, options.api_key) as session:
+    async with open_session(options.url, 30.0, options.api_key) as session:
         return str((await get_model(session))["id"])
 
 

@@ -1,4 +1,4 @@
-"""The load benchmark: its arithmetic, and a run against an endpoint of known behaviour."""
+"""The load benchmark: its arithmetic, and runs against a scripted endpoint."""
 
 import asyncio
 import itertools
@@ -19,15 +19,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks import serve
-from benchmarks.serve import WORDS, Timeline, arrivals_s, drawn, figures, table, union_s
+from benchmarks.endpoint import Timeline
+from benchmarks.serve_figures import figures, table, union_s
+from benchmarks.serve_requests import WORDS, arrivals_s, draw_prompt
 
 
-def timeline(due: float, *token_at: float, **members: Any) -> Timeline:
-    found = Timeline(due, token_at=list(token_at), ended_at=token_at[-1], done=True)
-    found.output_tokens = len(token_at)
-    for name, value in members.items():
-        setattr(found, name, value)
-    return found
+def timeline(due_at: float, *token_at: float, **attributes: Any) -> Timeline:
+    """A completed request with one token at each of the times."""
+    result = Timeline(due_at, token_at=list(token_at), ended_at=token_at[-1], done=True)
+    result.output_tokens = len(token_at)
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result
 
 
 def test_arrivals_are_a_seeded_poisson_process():
@@ -36,39 +39,40 @@ def test_arrivals_are_a_seeded_poisson_process():
     assert times[0] == 0.0 and times == sorted(times)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.05)
-    assert statistics.pstdev(gaps) == pytest.approx(
-        1 / 20, rel=0.1
-    )  # exponential: equal
+    # The standard deviation of an exponential distribution equals its mean.
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)
 
 
-def test_prompts_are_seeded_and_share_what_they_are_told_to():
+def test_prompts_are_seeded_and_share_their_prefix():
     ids = range(32, 100)
-    one, two = (drawn(ids, 20, 0, index, shared=5) for index in (1, 2))
-    assert one == drawn(ids, 20, 0, 1, shared=5)
+    one = draw_prompt(ids, 20, 0, 1, shared=5)
+    two = draw_prompt(ids, 20, 0, 2, shared=5)
+    assert one == draw_prompt(ids, 20, 0, 1, shared=5)
     assert one[:5] == two[:5]
     assert one[5:] != two[5:]
     assert len(one) == 20
     assert all(32 <= token < 100 for token in one)
-    assert len(drawn(WORDS, 7, 0, 1)) == 7
+    assert len(draw_prompt(WORDS, 7, 0, 1)) == 7
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
-def test_the_union_of_spans_counts_no_moment_twice(spans):
-    covered = {t for start, length in spans for t in range(start, start + length)}
-    assert union_s((start, start + length) for start, length in spans) == len(covered)
+def test_union_of_spans_counts_no_moment_twice(spans):
+    moments = set[int]()
+    for start, length in spans:
+        moments.update(range(start, start + length))
+    assert union_s((start, start + length) for start, length in spans) == len(moments)
 
 
-def slo(ttft_ms: float, itl_ms: float, output_len: int) -> Namespace:
+def options(ttft_ms: float, itl_ms: float, output_len: int) -> Namespace:
     return Namespace(slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, output_len=output_len)
 
 
 def test_figures_of_two_requests():
-    first = timeline(
-        10.0, 10.1, 10.2, 10.4, kv={"transferred": 5, "recomputed": 1, "skipped": 2}
-    )
+    kv = {"transferred": 5, "recomputed": 1, "skipped": 2}
+    first = timeline(10.0, 10.1, 10.2, 10.4, kv=kv)
     second = timeline(10.0, 10.3, 10.5, 10.7)
     failed = Timeline(10.0, error="status 503")
-    result = figures([first, second, failed], 2.0, slo(200.0, 160.0, 3))
+    result = figures([first, second, failed], 2.0, options(200.0, 160.0, 3))
     assert result["requests"] == 3
     assert result["succeeded"] == 2
     assert result["errors"] == {"status 503": 1}
@@ -79,21 +83,21 @@ def test_figures_of_two_requests():
     assert result["ttft_ms"]["p50"] == pytest.approx(200.0)
     assert result["gap_1_2_ms"]["p50"] == pytest.approx(150.0)
     assert result["mean_itl_ms"]["p99"] == pytest.approx(199.5)
-    assert result["slo_met"] == 1  # the second's first token is late
+    assert result["slo_met"] == 1  # the second request exceeds the TTFT limit
     assert result["goodput_requests_per_s"] == 0.5
-    assert result["baton_kv"] == {"transferred": 5, "recomputed": 1, "skipped": 2}
+    assert result["baton_kv"] == kv
     assert "goodput 0.50 requests/s" in table(result)
 
 
-def test_figures_of_nothing_can_be_shown():
-    result = figures([Timeline(0.0, error="lost")], 1.0, slo(1.0, 1.0, 1))
+def test_run_without_success_has_figures_and_a_table():
+    result = figures([Timeline(0.0, error="lost")], 1.0, options(1.0, 1.0, 1))
     assert result["ttft_ms"]["p50"] is None
     json.loads(json.dumps(result, allow_nan=False))
     assert "errors: {'lost': 1}" in table(result)
 
 
 @pytest.mark.parametrize(
-    ("played", "good"),
+    ("request_timeline", "meets"),
     [
         (timeline(0.0, 0.09, 0.13), True),
         (timeline(0.0, 0.11, 0.13), False),
@@ -101,12 +105,12 @@ def test_figures_of_nothing_can_be_shown():
         (timeline(0.0, 0.09, error="lost"), False),
     ],
 )
-def test_a_slow_token_or_a_late_start_misses_the_objective(played, good):
-    assert played.is_good(ttft_ms=100.0, itl_ms=50.0) == good
+def test_late_first_token_or_slow_tokens_miss_the_slo(request_timeline, meets):
+    assert request_timeline.meets_slo(ttft_ms=100.0, itl_ms=50.0) == meets
 
 
-def test_events_without_tokens_are_no_tokens():
-    seen = Timeline(0.0)
+def test_only_events_with_tokens_get_a_time():
+    observed = Timeline(0.0)
     for now, data in enumerate(
         [
             '{"choices": [{"delta": {"role": "assistant", "content": ""}}]}',
@@ -119,14 +123,12 @@ def test_events_without_tokens_are_no_tokens():
             "[DONE]",
         ]
     ):
-        seen.observe(data.encode(), float(now))
-    assert seen.token_at == [1.0, 2.0, 3.0]
-    assert (seen.prompt_tokens, seen.output_tokens, seen.kv) == (
-        4,
-        3,
-        {"transferred": 4},
-    )
-    assert seen.done
+        observed.observe(data.encode(), float(now))
+    assert observed.token_at == [1.0, 2.0, 3.0]
+    assert observed.prompt_tokens == 4
+    assert observed.output_tokens == 3
+    assert observed.kv == {"transferred": 4}
+    assert observed.done
 
 
 @pytest.mark.parametrize(
@@ -142,19 +144,23 @@ def test_events_without_tokens_are_no_tokens():
         ["--url", "http://127.0.0.1/models"],
     ],
 )
-def test_options_that_cannot_be_are_refused(argv):
-    with pytest.raises(SystemExit) as ended:
+def test_invalid_options_are_refused(argv):
+    with pytest.raises(SystemExit) as exit_info:
         serve.main(argv)
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
 
 
 class Endpoint:
-    """Streams as many tokens as asked; when told so every third request fails, and of the others
-    each fourth after its first token."""
+    """An endpoint that streams `max_tokens` tokens to each request.
+
+    While `failing` is set, every third request gets status 503. Of the other requests,
+    every fourth one ends with an error event.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.in_flight = self.most_in_flight = 0
+        self.in_flight = 0
+        self.max_in_flight = 0
         self.failing = False
         self.url = ""
 
@@ -162,22 +168,22 @@ class Endpoint:
         return JSONResponse({"data": [{"id": "m", "owned_by": "someone"}]})
 
     async def complete(self, request: Request) -> Response:
-        self.bodies.append(body := await request.json())
+        body = await request.json()
+        self.bodies.append(body)
         if self.failing and len(self.bodies) % 3 == 0:
             return JSONResponse({"error": {}}, 503)
-        breaks = self.failing and len(self.bodies) % 4 == 0
-        return StreamingResponse(self._events(body["max_tokens"], breaks))
+        fails = self.failing and len(self.bodies) % 4 == 0
+        return StreamingResponse(self._events(body["max_tokens"], fails))
 
-    async def _events(self, num_tokens: int, breaks: bool) -> AsyncIterator[str]:
+    async def _events(self, num_tokens: int, fails: bool) -> AsyncIterator[str]:
         self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        usage = {"prompt_tokens": 16, "completion_tokens": num_tokens}
-        last = (
-            {"error": {"code": "engine_died"}}
-            if breaks
-            else {"choices": [], "usage": usage}
-        )
-        for chunk in [{"choices": [{"text": "x"}]}] * num_tokens + [last]:
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        last_chunk: dict[str, Any] = {"error": {"code": "engine_died"}}
+        if not fails:
+            usage = {"prompt_tokens": 16, "completion_tokens": num_tokens}
+            last_chunk = {"choices": [], "usage": usage}
+        token_chunk = {"choices": [{"text": "x"}]}
+        for chunk in [*([token_chunk] * num_tokens), last_chunk]:
             yield f"data: {json.dumps(chunk)}\n\n"
             await asyncio.sleep(0)
         self.in_flight -= 1
@@ -186,27 +192,29 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    """Served by a thread with a loop of its own: the benchmark has one too."""
-    played = Endpoint()
-    routes = [Route("/v1/models", played.models)]
+    """A running endpoint. It has its own thread, because the benchmark runs a loop
+    too.
+    """
+    scripted = Endpoint()
+    routes = [Route("/v1/models", scripted.models)]
     for path in ("/v1/completions", "/v1/chat/completions"):
-        routes.append(Route(path, played.complete, methods=["POST"]))
-    config = uvicorn.Config(
-        Starlette(routes=routes), port=0, log_level="warning", lifespan="off"
-    )
-    server, listener = uvicorn.Server(config), config.bind_socket()
-    played.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        routes.append(Route(path, scripted.complete, methods=["POST"]))
+    app = Starlette(routes=routes)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
+    scripted.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listener],))
     listener.listen()
     thread.start()
-    yield played
+    yield scripted
     server.should_exit = True
     thread.join()
     listener.close()
 
 
 @pytest.mark.parametrize("load", [["--rate", "500"], ["--concurrency", "3"]])
-def test_a_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
+def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
     argv = ["--url", endpoint.url, "--num-requests", "20", "--input-len", "16"]
     assert serve.main([*argv, "--output-len", "5", "--shared-len", "4", *load]) == 0
     *lines, last = capsys.readouterr().out.strip().splitlines()
@@ -215,16 +223,16 @@ def test_a_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys):
     assert (result["succeeded"], result["short_outputs"]) == (20, 0)
     assert result["output_tokens"] == 100
     assert result["prompt_tokens"] == 320
-    assert len(endpoint.bodies) == 21  # one for warming up
+    assert len(endpoint.bodies) == 21  # one of them warms up
     measured = endpoint.bodies[1:]
     assert all(body["ignore_eos"] and body["max_tokens"] == 5 for body in measured)
     assert len({tuple(body["prompt"]) for body in measured}) == 20
     assert len({tuple(body["prompt"][:4]) for body in measured}) == 1
     if "--concurrency" in load:
-        assert endpoint.most_in_flight <= 3
+        assert endpoint.max_in_flight <= 3
 
 
-def test_failures_are_counted_and_make_the_status(endpoint, capsys):
+def test_failures_are_counted_and_set_the_exit_status(endpoint, capsys):
     endpoint.failing = True
     argv = ["--url", endpoint.url, "--num-requests", "8", "--output-len", "2"]
     assert serve.main([*argv, "--concurrency", "1"]) == 1
@@ -233,7 +241,7 @@ def test_failures_are_counted_and_make_the_status(endpoint, capsys):
     assert result["succeeded"] == 3
 
 
-def test_chat_is_asked_in_words(endpoint):
+def test_chat_prompts_are_words(endpoint):
     argv = ["--url", endpoint.url + "/v1", "--num-requests", "2", "--output-len", "2"]
     assert serve.main([*argv, "--endpoint", "chat", "--input-len", "6"]) == 0
     (message,) = endpoint.bodies[-1]["messages"]
@@ -241,7 +249,7 @@ def test_chat_is_asked_in_words(endpoint):
     assert len(message["content"].split()) == 6
 
 
-def test_an_endpoint_that_is_not_there_is_named(capsys):
+def test_unreachable_endpoint_is_an_error(capsys):
     assert serve.main(["--url", "http://127.0.0.1:1"]) == 2
-    told = "--url does not answer: Cannot connect to host 127.0.0.1:1"
-    assert told in capsys.readouterr().err
+    message = "--url does not answer: Cannot connect to host 127.0.0.1:1"
+    assert message in capsys.readouterr().err

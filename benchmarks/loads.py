@@ -1,5 +1,8 @@
-"""What is asked of simulated servers: traces, and mixes of our own. Every prompt is named by the
-hashes of its blocks; two that begin alike have the first of them in common."""
+"""The requests that simulated servers get: recorded traces and synthetic mixes.
+
+Every prompt is named by the hashes of its blocks. Two prompts with a common prefix have
+the hashes of that prefix in common.
+"""
 
 import csv
 import itertools
@@ -16,63 +19,83 @@ BLOCK = 512  # tokens, as in Mooncake's traces
 
 @dataclass(slots=True)
 class Request:
-    arrival: float
-    tokens: int
-    answer: int
+    """One request, and what the simulation records about it. Times are in seconds.
+
+    Attributes:
+        hashes: hashes of the prompt's blocks.
+        turn: number of earlier requests of the same session.
+        uncomputed_tokens: tokens of the prompt that a server has still to compute.
+        on_decode_server: whether a decode server computes the prompt itself.
+        overtaken_tokens: tokens of shorter prompts that were placed before this one.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
     hashes: tuple[int, ...]
-    turn: int = 0  # of a session
-    left: int = 0  # tokens of the prompt to compute
-    done: int = 0  # generated
-    first: float = 0.0
-    last: float = 0.0
-    alone: bool = False  # a decode server computes the prompt
-    computed: int = 0
-    overtaken: int = 0  # by so many tokens of shorter prompts
+    turn: int = 0
+    uncomputed_tokens: int = 0
+    generated_tokens: int = 0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    on_decode_server: bool = False
+    computed_tokens: int = 0
+    overtaken_tokens: int = 0
 
 
-Then = Callable[[Request, float], Request | None]  # what follows one that has ended
-Loaded = tuple[list[Request], Then]
+# Returns the request that follows a finished one, or None. Its second argument is the
+# current time in seconds.
+FollowUp = Callable[[Request, float], Request | None]
+Workload = tuple[list[Request], FollowUp]
 
 
-def _nothing(_request: Request, _now: float) -> None:
+def _no_follow_up(_request: Request, _now: float) -> None:
     pass
 
 
-# -- traces, `load` times as fast as they were
+# -- traces: `load` times as fast as recorded, at most `max_requests`
 
 
-def mooncake(path: Path, load: float, most: int) -> Loaded:
-    rows = (json.loads(line) for line in path.read_text().splitlines()[:most])
-    return [
-        Request(
-            row["timestamp"] / 1e3 / load, row["input_length"], row["output_length"],
-            tuple(row["hash_ids"]),
+def mooncake(path: Path, load: float, max_requests: int) -> Workload:
+    """Read a trace of Mooncake (JSON lines, timestamps in ms)."""
+    requests = []
+    for line in path.read_text().splitlines()[:max_requests]:
+        row = json.loads(line)
+        request = Request(
+            arrival_s=row["timestamp"] / 1e3 / load,
+            prompt_tokens=row["input_length"],
+            output_tokens=row["output_length"],
+            hashes=tuple(row["hash_ids"]),
         )
-        for row in rows
-    ], _nothing  # fmt: skip
+        requests.append(request)
+    return requests, _no_follow_up
 
 
-def azure(path: Path, load: float, most: int) -> Loaded:
-    """No prompt has anything in common with another's: the trace does not say."""
+def azure(path: Path, load: float, max_requests: int) -> Workload:
+    """Read a trace of Azure (CSV).
+
+    The trace does not contain prompts, so no two prompts have a common prefix.
+    """
     with path.open() as file:
-        rows = list(itertools.islice(csv.DictReader(file), most))
-    begun = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    new = _Blocks()
-    return [
-        new.request(
-            (at - begun[0]).total_seconds() / load,
+        rows = list(itertools.islice(csv.DictReader(file), max_requests))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+    blocks = _NewBlocks()
+    requests = [
+        blocks.request(
+            (time - times[0]).total_seconds() / load,
             max(int(row["ContextTokens"]), 1),
             max(int(row["GeneratedTokens"]), 1),
         )
-        for at, row in zip(begun, rows, strict=True)
-    ], _nothing
+        for time, row in zip(times, rows, strict=True)
+    ]
+    return requests, _no_follow_up
 
 
-# -- mixes: (load, most requests)
+# -- mixes: functions of the load and the maximum number of requests
 
 
-class _Blocks:
-    """Blocks that no prompt had before."""
+class _NewBlocks:
+    """Hands out block hashes that no earlier prompt has."""
 
     def __init__(self) -> None:
         self._next = itertools.count(1 << 32)
@@ -82,97 +105,144 @@ class _Blocks:
 
     def request(
         self,
-        at: float,
-        tokens: int,
-        answer: int,
-        known: tuple[int, ...] = (),
+        arrival_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        prefix: tuple[int, ...] = (),
         turn: int = 0,
     ) -> Request:
-        """Its prompt begins with what is known."""
-        return Request(
-            at,
-            tokens,
-            answer,
-            known + self.take(tokens // BLOCK - len(known)),
-            turn=turn,
-        )
+        """Return a request whose prompt begins with `prefix` and continues with new
+        blocks.
+        """
+        num_new_blocks = prompt_tokens // BLOCK - len(prefix)
+        hashes = prefix + self.take(num_new_blocks)
+        return Request(arrival_s, prompt_tokens, output_tokens, hashes, turn=turn)
 
 
-def _arrivals(rng: random.Random, rate: float, most: int) -> Iterator[float]:
-    return itertools.accumulate(rng.expovariate(rate) for _ in range(most))
+def _arrivals_s(rng: random.Random, rate: float, count: int) -> Iterator[float]:
+    """Yield the arrival times of a Poisson process of `rate` arrivals per second."""
+    return itertools.accumulate(rng.expovariate(rate) for _ in range(count))
 
 
 def _sessions(
     rate: float,
-    most: int,
-    systems: tuple[int, int],
+    max_requests: int,
+    *,
+    num_systems: int,
+    system_blocks: int,
     turns: int,
-    asked: int,
-    answer: int,
-    pause: int,
-) -> Loaded:
-    """Sessions of so many turns, with `asked` tokens more each. They share system prompts: how
-    many, of how many blocks. The next turn comes a `pause` after the answer, on average."""
-    rng, new = random.Random(1), _Blocks()
-    shared = [new.take(systems[1]) for _ in range(systems[0])]
+    question_tokens: int,
+    output_tokens: int,
+    pause_s: int,
+) -> Workload:
+    """Return sessions that share system prompts.
 
-    def then(before: Request, now: float) -> Request | None:
-        if before.turn + 1 == turns:
+    Args:
+        rate: new sessions per second.
+        num_systems: number of system prompts; each session has one of them.
+        system_blocks: length of a system prompt in blocks.
+        turns: requests of a session.
+        question_tokens: tokens that each turn adds to the conversation before it.
+        pause_s: mean time from an answer to the next turn.
+    """
+    rng = random.Random(1)
+    blocks = _NewBlocks()
+    systems = [blocks.take(system_blocks) for _ in range(num_systems)]
+
+    def next_turn(previous: Request, now: float) -> Request | None:
+        if previous.turn + 1 == turns:
             return None
-        tokens = before.tokens + before.answer + asked
-        later = now + rng.expovariate(1 / pause)
-        return new.request(later, tokens, answer, before.hashes, before.turn + 1)
-
-    return [
-        new.request(at, systems[1] * BLOCK + asked, answer, rng.choice(shared))
-        for at in _arrivals(rng, rate, most // turns)
-    ], then
-
-
-def agents(load: float, most: int) -> Loaded:
-    """Tool calls: long prompts that a few kinds of agents share, short answers, hardly a pause."""
-    return _sessions(1.0 * load, most, (4, 24), 12, 700, 120, 1)
-
-
-def chats(load: float, most: int) -> Loaded:
-    return _sessions(4.0 * load, most, (8, 2), 6, 250, 300, 10)
-
-
-def documents(load: float, _most: int) -> Loaded:
-    """32 streams, each followed by another, beside 8,192 tokens to read twice a second."""
-    rng, new = random.Random(1), _Blocks()
-
-    def then(before: Request, now: float) -> Request | None:
-        return (
-            new.request(now, 128, 256) if before.tokens == 128 and now < 25.0 else None
+        return blocks.request(
+            now + rng.expovariate(1 / pause_s),
+            previous.prompt_tokens + previous.output_tokens + question_tokens,
+            output_tokens,
+            previous.hashes,
+            previous.turn + 1,
         )
 
-    streams = [new.request(0.02 * each, 128, 256) for each in range(32)]
-    long = [
-        new.request(at, 8192, 8) for at in _arrivals(rng, 2.0 * load, int(50 * load))
+    prompt_tokens = system_blocks * BLOCK + question_tokens
+    first_turns = [
+        blocks.request(arrival_s, prompt_tokens, output_tokens, rng.choice(systems))
+        for arrival_s in _arrivals_s(rng, rate, max_requests // turns)
     ]
-    return [*streams, *(each for each in long if each.arrival < 25.0)], then
+    return first_turns, next_turn
 
 
-def open_loop(load: float, most: int) -> Loaded:
-    """2,048 tokens on average, 192 to generate, `load` a second for a minute."""
-    rng, new = random.Random(1), _Blocks()
+def agents(load: float, max_requests: int) -> Workload:
+    """Tool calls: long prompts with few system prompts, short answers, short pauses."""
+    return _sessions(
+        1.0 * load,
+        max_requests,
+        num_systems=4,
+        system_blocks=24,
+        turns=12,
+        question_tokens=700,
+        output_tokens=120,
+        pause_s=1,
+    )
+
+
+def chats(load: float, max_requests: int) -> Workload:
+    """Chats: shorter prompts, longer answers, pauses of ten seconds."""
+    return _sessions(
+        4.0 * load,
+        max_requests,
+        num_systems=8,
+        system_blocks=2,
+        turns=6,
+        question_tokens=250,
+        output_tokens=300,
+        pause_s=10,
+    )
+
+
+def documents(load: float, _max_requests: int) -> Workload:
+    """32 streams while two prompts of 8,192 tokens arrive per second.
+
+    A stream that finishes within the first 25 s is followed by another one.
+    """
+    rng = random.Random(1)
+    blocks = _NewBlocks()
+
+    def next_stream(previous: Request, now: float) -> Request | None:
+        if previous.prompt_tokens == 128 and now < 25.0:
+            return blocks.request(now, 128, 256)
+        return None
+
+    streams = [blocks.request(0.02 * index, 128, 256) for index in range(32)]
+    long_prompts = [
+        blocks.request(arrival_s, 8192, 8)
+        for arrival_s in _arrivals_s(rng, 2.0 * load, int(50 * load))
+    ]
+    early_prompts = [each for each in long_prompts if each.arrival_s < 25.0]
+    return [*streams, *early_prompts], next_stream
+
+
+def open_loop(load: float, max_requests: int) -> Workload:
+    """Prompts of 2,048 tokens on average, 192 output tokens.
+
+    `load` requests arrive per second, for one minute.
+    """
+    rng = random.Random(1)
+    blocks = _NewBlocks()
     mean = math.log(2048) - 0.6**2 / 2
-    return [
-        new.request(at, min(max(round(rng.lognormvariate(mean, 0.6)), 16), 12_000), 192)
-        for at in _arrivals(rng, load, min(most, int(60 * load)))
-    ], _nothing
+    requests = []
+    for arrival_s in _arrivals_s(rng, load, min(max_requests, int(60 * load))):
+        length = round(rng.lognormvariate(mean, 0.6))
+        prompt_tokens = min(max(length, 16), 12_000)
+        requests.append(blocks.request(arrival_s, prompt_tokens, 192))
+    return requests, _no_follow_up
 
 
-def burst(load: float, most: int) -> Loaded:
-    """All at once: 256 prompts of 1,024 tokens, 256 to generate."""
-    new = _Blocks()
-    return [
-        new.request(0.0, 1024, 256) for _ in range(min(most, int(256 * load)))
-    ], _nothing
+def burst(load: float, max_requests: int) -> Workload:
+    """256 prompts of 1,024 tokens at once, 256 output tokens each."""
+    blocks = _NewBlocks()
+    count = min(max_requests, int(256 * load))
+    requests = [blocks.request(0.0, 1024, 256) for _ in range(count)]
+    return requests, _no_follow_up
 
 
-MIXES: dict[str, Callable[[float, int], Loaded]] = {
+MIXES: dict[str, Callable[[float, int], Workload]] = {
     "agents": agents,
     "chats": chats,
     "documents": documents,

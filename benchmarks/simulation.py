@@ -1,0 +1,371 @@
+"""Simulated servers: engines that run steps, and a fleet that plays requests on them.
+
+A step contains one token of each stream, and prompts in the order of arrival. While
+there are streams, prompts are cut so that a step stays within the target time between
+tokens. The prefix cache of an engine evicts the least recently used blocks.
+"""
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from benchmarks.loads import BLOCK, FollowUp, Request
+from engine.core import pace
+from engine.core.waiting import LONG_TOKENS
+from proxy.knowledge import Totals
+from proxy.placement import Load, PrefixIndex
+
+
+@dataclass(frozen=True)
+class EngineTimes:
+    """Times and limits of one engine: a Llama-3.1-8B shape on one H200.
+
+    docs/performance.md has the measurements. All fields ending in `_s` are seconds.
+
+    Attributes:
+        step_s: a step, before the terms below are added.
+        sequence_s: each sequence of a decode step.
+        held_token_s: each token of KV, which every step reads.
+        token_s: each token of a prompt.
+        pair_s: each pair of a prompt's token and one token before it (attention).
+        handoff_s: overhead of a disaggregated request.
+        sent_token_s: each token of KV over the link.
+        lookup_s: looking up a prefix that another server has, before anything is sent.
+        capacity: tokens of KV.
+        max_streams: streams at once.
+        prefill_step_tokens: prompt tokens in one step of a prefill server.
+        decode_step_tokens: prompt tokens in one step of a decode server.
+        min_prompt_step_s: shortest step with prompts; its kernels are launched one by
+            one.
+        min_prompt_share: prompts get at least this share of the time of the streams.
+    """
+
+    step_s: float = 4.15e-3
+    sequence_s: float = 11e-6
+    held_token_s: float = 31e-9
+    token_s: float = 23.2e-6
+    pair_s: float = 0.16e-9
+    handoff_s: float = 4e-3
+    sent_token_s: float = 131072 / 200e9
+    lookup_s: float = 5e-3
+    capacity: int = 880_000
+    max_streams: int = 256
+    prefill_step_tokens: int = 8192
+    decode_step_tokens: int = 2048
+    min_prompt_step_s: float = 13e-3
+    min_prompt_share: float = 0.25
+
+
+class Engine:
+    """One simulated server.
+
+    Attributes:
+        is_prefill: whether this is a prefill server; otherwise it is a decode server.
+        target_s: target time between tokens.
+        waiting: prompts to compute, in order.
+        parked: requests computed elsewhere that wait for free KV capacity here.
+        held_tokens: tokens of KV of all streams.
+        busy_until: end of the step that is running.
+        gaps: counts of times between tokens, by the time in units of 0.1 ms.
+    """
+
+    def __init__(
+        self, index: int, is_prefill: bool, times: EngineTimes, target_s: float
+    ) -> None:
+        self.index = index
+        self.is_prefill = is_prefill
+        self.times = times
+        self.target_s = target_s
+        # An index of this server alone, which has bit 0 in it.
+        self._cache = PrefixIndex(times.capacity // 2 // BLOCK)
+        self.waiting: deque[Request] = deque()
+        self.parked: deque[Request] = deque()
+        self.streams: list[Request] = []
+        self.held_tokens = 0
+        self.is_busy = False
+        self.busy_until = 0.0
+        self.totals = Totals()
+        self.gaps = Counter[int]()
+        self.prompt_budget = pace.Pace(target_s, times.decode_step_tokens)
+
+    def cached_blocks(self, hashes: Sequence[int]) -> int:
+        """Return the number of leading blocks of a prompt that are cached."""
+        return int(self._cache.depths(hashes).get(0, 0))
+
+    def cache(self, hashes: Sequence[int]) -> None:
+        self._cache.add(0, hashes)
+
+    def queued_s(self) -> float:
+        """Return the time that the waiting prompts will take."""
+        num_tokens = sum(each.uncomputed_tokens for each in self.waiting)
+        seconds = num_tokens * Load(0).token_s
+        if not self.streams:
+            return seconds
+        return seconds * max(1.0, self.target_s / self.prompt_time_s())
+
+    def stream_step_s(self) -> float:
+        """Return the time of a step with the current streams and no prompts."""
+        times = self.times
+        return (
+            times.step_s
+            + len(self.streams) * times.sequence_s
+            + self.held_tokens * times.held_token_s
+        )
+
+    def prompt_time_s(self) -> float:
+        """Return the time that prompts may take in a step with streams."""
+        step_s = self.stream_step_s()
+        return max(self.target_s - step_s, self.times.min_prompt_share * step_s)
+
+    def admit(self, request: Request) -> None:
+        """Queue a prompt in the order of engine.core.waiting.
+
+        A short prompt is placed before long ones, also before those that are being
+        computed. Cached blocks are looked up again when the prompt's turn comes.
+        """
+        request.uncomputed_tokens = self._uncached_tokens(request)
+        position = len(self.waiting)
+        while position:
+            ahead = self.waiting[position - 1]
+            is_long = ahead.prompt_tokens >= LONG_TOKENS
+            if not is_long or request.prompt_tokens * 4 > ahead.prompt_tokens:
+                break
+            overtaken_tokens = ahead.overtaken_tokens + request.prompt_tokens
+            if overtaken_tokens > ahead.prompt_tokens:
+                break
+            ahead.overtaken_tokens = overtaken_tokens
+            position -= 1
+        self.waiting.insert(position, request)
+
+    def _uncached_tokens(self, request: Request) -> int:
+        cached_tokens = self.cached_blocks(request.hashes) * BLOCK
+        return max(request.prompt_tokens - cached_tokens, 1)
+
+    def step(self, now: float) -> tuple[float, list[Request]]:
+        """Simulate one step that starts at `now`.
+
+        Returns: The time at which the step ends, and the requests whose prompts it
+            completes.
+        """
+        budget = self._prompt_token_budget()
+        seconds = self.stream_step_s()
+        num_prompt_tokens = 0
+        completed = list[Request]()
+        while self.waiting and num_prompt_tokens < budget:
+            request = self.waiting[0]
+            if not request.computed_tokens:
+                # Blocks of its prefix may have been cached since it was queued.
+                request.uncomputed_tokens = min(
+                    request.uncomputed_tokens, self._uncached_tokens(request)
+                )
+                if not self.is_prefill and not self._has_room(request, len(completed)):
+                    break
+            count = min(budget - num_prompt_tokens, request.uncomputed_tokens)
+            seconds += self._chunk_s(request, count)
+            request.computed_tokens += count
+            request.uncomputed_tokens -= count
+            num_prompt_tokens += count
+            if request.uncomputed_tokens == 0:
+                completed.append(self.waiting.popleft())
+                self.cache(request.hashes)
+        if num_prompt_tokens:
+            seconds = max(seconds, self.times.min_prompt_step_s)
+        self._record_step(num_prompt_tokens, seconds)
+        return now + seconds, completed
+
+    def _prompt_token_budget(self) -> int:
+        """Return the maximum prompt tokens of the next step."""
+        if self.streams and self.waiting:
+            return self.prompt_budget.prompt_tokens(len(self.streams), self.held_tokens)
+        if self.is_prefill:
+            return self.times.prefill_step_tokens
+        return self.times.decode_step_tokens
+
+    def _chunk_s(self, request: Request, num_tokens: int) -> float:
+        """Return the time to compute the next `num_tokens` of a prompt."""
+        num_before = request.prompt_tokens - request.uncomputed_tokens
+        num_pairs = num_tokens * (num_before + num_tokens / 2)
+        return num_tokens * self.times.token_s + num_pairs * self.times.pair_s
+
+    def _record_step(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Record a finished step for the prompt budget and for health reports."""
+        num_streams = len(self.streams)
+        if self.streams and not self.is_prefill:
+            load = pace.Load(num_streams, self.held_tokens, num_prompt_tokens)
+            self.prompt_budget.measured(load, seconds)
+        num_tokens = num_streams + num_prompt_tokens
+        step = Totals(1, num_tokens, num_prompt_tokens, seconds)
+        if num_prompt_tokens:
+            step = Totals(*step[:4], 1, num_tokens, seconds)
+        totals = zip(self.totals, step, strict=True)
+        self.totals = Totals(*(before + added for before, added in totals))
+
+    def generate(self, now: float) -> list[Request]:
+        """Generate one token for each stream. Return the streams that finish."""
+        finished = []
+        for request in self.streams:
+            self.gaps[round((now - request.last_token_s) * 1e4)] += 1
+            request.last_token_s = now
+            request.generated_tokens += 1
+            if request.generated_tokens >= request.output_tokens:
+                finished.append(request)
+        self.held_tokens += len(self.streams)
+        if finished:
+            self.streams = [
+                request
+                for request in self.streams
+                if request.generated_tokens < request.output_tokens
+            ]
+            self.held_tokens -= sum(
+                request.prompt_tokens + request.generated_tokens for request in finished
+            )
+            while self.parked and self._has_room(self.parked[0]):
+                self.start_stream(self.parked.popleft(), now)
+        return finished
+
+    def _has_room(self, request: Request, num_coming: int = 0) -> bool:
+        """Whether the request fits, after `num_coming` further streams."""
+        if not self.streams:
+            return True
+        if self.held_tokens + request.prompt_tokens > self.times.capacity:
+            return False
+        return len(self.streams) + num_coming < self.times.max_streams
+
+    def deliver(self, request: Request, now: float) -> None:
+        """Take over a request whose prompt was computed by another server."""
+        if self.parked or not self._has_room(request):
+            self.parked.append(request)
+        else:
+            self.start_stream(request, now)
+
+    def start_stream(self, request: Request, now: float) -> None:
+        request.first_token_s = request.first_token_s or now
+        request.last_token_s = request.last_token_s or now
+        request.generated_tokens = max(request.generated_tokens, 1)
+        self.streams.append(request)
+        self.held_tokens += request.prompt_tokens + request.generated_tokens
+        self.cache(request.hashes)
+
+
+class Router(Protocol):
+    """Chooses the servers of each request.
+
+    Attributes:
+        lender: the engine whose KV the last placed request pulls, if any.
+    """
+
+    lender: Engine | None
+
+    def place_prompt(self, request: Request) -> Engine:
+        """Return the prefill or decode server that computes the prompt."""
+
+    def place_stream(self, request: Request) -> Engine:
+        """Return the decode server that generates the tokens."""
+
+    def on_computed(self, request: Request) -> None:
+        """Record that the prompt of a request is computed."""
+
+    def on_finished(self, request: Request) -> None:
+        """Record that a request has finished."""
+
+
+class Fleet:
+    """Engines, and the events that happen to them, in order of time.
+
+    Attributes:
+        router: set by the caller before `run`.
+        now: the simulated time in seconds.
+    """
+
+    router: Router
+
+    def __init__(
+        self, engines: list[Engine], times: EngineTimes, follow_up: FollowUp
+    ) -> None:
+        self.engines = engines
+        self.times = times
+        self.now = 0.0
+        self._follow_up = follow_up
+        self.prefills = [engine for engine in engines if engine.is_prefill]
+        self.decodes = [engine for engine in engines if not engine.is_prefill]
+        self.requests: list[Request] = []
+        self._event_count = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Simulate until all requests and their follow-ups have finished."""
+        for request in requests:
+            self._add(request)
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+    def _add(self, request: Request) -> None:
+        self.requests.append(request)
+        self._schedule(request.arrival_s, partial(self._arrive, request))
+
+    def _schedule(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._event_count), event))
+
+    def _arrive(self, request: Request) -> None:
+        engine = self.router.place_prompt(request)
+        request.on_decode_server = not engine.is_prefill
+        lender = self.router.lender
+        if lender is None:
+            self._admit(engine, request)
+            return
+        num_lender_blocks = lender.cached_blocks(request.hashes)
+        num_missing = num_lender_blocks - engine.cached_blocks(request.hashes)
+        num_pulled = max(num_missing, 0)
+        if num_pulled:
+            # The server counts the blocks as cached at once. The request is admitted
+            # only when they have arrived.
+            engine.cache(request.hashes[:num_lender_blocks])
+        sent_s = num_pulled * BLOCK * self.times.sent_token_s + self.times.lookup_s
+        # The lender answers between two of its steps.
+        answered_at = max(lender.busy_until, self.now)
+        self._schedule(answered_at + sent_s, partial(self._admit, engine, request))
+
+    def _admit(self, engine: Engine, request: Request) -> None:
+        engine.admit(request)
+        self._start_step(engine)
+
+    def _start_step(self, engine: Engine) -> None:
+        if not engine.is_busy and (engine.waiting or engine.streams):
+            engine.is_busy = True
+            end, computed = engine.step(self.now)
+            engine.busy_until = end
+            self._schedule(end, partial(self._end_step, engine, computed))
+
+    def _end_step(self, engine: Engine, computed: list[Request]) -> None:
+        engine.is_busy = False
+        for request in engine.generate(self.now):
+            self.router.on_finished(request)
+            next_request = self._follow_up(request, self.now)
+            if next_request is not None:
+                self._add(next_request)
+        for request in computed:
+            if engine.is_prefill:
+                handed_over_at = self.now + self.times.handoff_s
+                self._schedule(handed_over_at, partial(self._hand_over, request))
+            else:
+                engine.start_stream(request, self.now)
+                self.router.on_computed(request)
+        self._start_step(engine)
+
+    def _hand_over(self, request: Request) -> None:
+        """Send the KV of a computed prompt to the decode server."""
+        self.router.on_computed(request)
+        engine = self.router.place_stream(request)
+        request.first_token_s = self.now
+        request.last_token_s = self.now
+        arrives_at = self.now + request.prompt_tokens * self.times.sent_token_s
+        self._schedule(arrives_at, partial(self._deliver, engine, request))
+
+    def _deliver(self, engine: Engine, request: Request) -> None:
+        engine.deliver(request, self.now)
+        self._start_step(engine)

@@ -1,1 +1,1 @@
-"""Measurements; each ends in one JSON line."""
+"""Benchmarks. Each is a program whose last line of output is JSON."""

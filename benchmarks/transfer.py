@@ -1,13 +1,16 @@
-"""What a pull of KV costs between two processes of one host, for pairs of layouts and geometries.
+"""The cost of pulling KV between two processes of one host.
 
     python -m benchmarks.transfer --device cpu|cuda
 
-P is one process, D another one for each rank. Pulls go through the servers' own coordinator,
-workers and side channel, from the order until the fence was passed, out of P's mapped memory or
-over NIXL (`--paths mapped,nixl`). Blocks are scattered unless a row says fresh; what arrives is
-compared with what was sent. Beside them in the same run: the plain copy between the two devices,
-and what bare NIXL does with the same runs in the same order. GPUs are P's and those of D
-(`--devices 0,1`). The last line is one JSON document.
+There is one row for each pair of layouts and geometries. The prefill server P is one
+process; the decode server D has one process per rank. Pulls go through the servers' own
+coordinator, workers and side channel. A pull is timed from its order until its fence
+has passed. It copies from P's mapped memory or uses NIXL (`--paths mapped,nixl`).
+
+Blocks are scattered over the pool unless a row says fresh. The KV that arrives is
+compared with the KV that was sent. The same run also measures the plain copy between
+the two devices, and bare NIXL with the same runs in the same order. `--devices 0,1`
+selects the GPU of P and the GPUs of D. The last line is one JSON document.
 """
 
 import argparse
@@ -46,7 +49,8 @@ from protocol.handshake import EngineMetadata
 
 DEFAULT = "BHLCND"
 MIXED = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
-GEOMETRIES = {  # tp and block size of P and of D
+# TP size and block size of P and of D.
+GEOMETRIES = {
     "same": ((1, 64), (1, 64)),
     "TP 1->2": ((1, 64), (2, 64)),
     "TP 2->1": ((2, 64), (1, 64)),
@@ -58,15 +62,23 @@ SHORT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Row:
+    """The figures of one case.
+
+    Attributes:
+        milliseconds: median of all pulls.
+        of_copy: share of the plain copy's rate.
+        of_bare: share of bare NIXL's rate with the same runs.
+    """
+
     case: str
     path: str
     descriptors: int
     bytes: int
-    milliseconds: float  # median
+    milliseconds: float
     best_ms: float
     gb_per_s: float
     of_copy: float
-    of_bare: float | None = None  # what bare NIXL reaches with the same runs
+    of_bare: float | None = None
 
     def __str__(self) -> str:
         of_bare = "" if self.of_bare is None else f"{self.of_bare:.0%}"
@@ -82,19 +94,31 @@ class Case(NamedTuple):
 
 
 def _case(
-    name: str, geometry: str, p: str = DEFAULT, d: str = DEFAULT, fresh: bool = False
+    name: str,
+    geometry: str,
+    p_order: str = DEFAULT,
+    d_order: str = DEFAULT,
+    *,
+    fresh: bool = False,
 ) -> Case:
-    p_size, d_size = GEOMETRIES[geometry]
-    name += ", fresh" * fresh
-    return Case(name, Side(p, *p_size, 1, not fresh), Side(d, *d_size, 2, not fresh))
+    """Return a case. The blocks of a `fresh` one are in order, not scattered."""
+    (p_tp, p_block_size), (d_tp, d_block_size) = GEOMETRIES[geometry]
+    if fresh:
+        name = f"{name}, fresh"
+    return Case(
+        name,
+        Side(p_order, p_tp, p_block_size, seed=1, scattered=not fresh),
+        Side(d_order, d_tp, d_block_size, seed=2, scattered=not fresh),
+    )
 
 
 def cases(device: str, path: str) -> Iterator[Case]:
+    """Yield the cases of a path: "mapped" or "nixl"."""
     if device == "cpu":
         for order, geometry in product(NAMED_ORDERS, GEOMETRIES):
             yield _case(f"{order} {geometry}", geometry, order, order)
-        for p, d in MIXED:
-            yield _case(f"{p}->{d} same", "same", p, d)
+        for p_order, d_order in MIXED:
+            yield _case(f"{p_order}->{d_order} same", "same", p_order, d_order)
     elif path == "mapped":
         for geometry in GEOMETRIES:
             yield _case(geometry, geometry)
@@ -109,33 +133,40 @@ def cases(device: str, path: str) -> Iterator[Case]:
 
 
 class BareReader:
-    """Carries out a rank's READs without a pull, in a thread of its own, into memory of its own."""
+    """Executes the READs of one rank with bare NIXL, without a pull.
+
+    It has a thread, an agent and a destination buffer of its own.
+    """
 
     def __init__(
         self, device: str, reads: list[ReadDescriptors], remote: EngineMetadata
     ) -> None:
-        self._reads, self._remote = reads, remote
+        self._reads = reads
+        self._remote = remote
         nbytes = max(int((read.local_offsets + read.lengths).max()) for read in reads)
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._address = self._memory.data_ptr()
-        self._device, self._kind = torch.device(device).index or 0, kind_of(device)
+        self._device_id = torch.device(device).index or 0
+        self._kind = kind_of(device)
         self._agent = new_agent("bare", device)
         self._agent.register(
-            self._address, nbytes, device_id=self._device, kind=self._kind
+            self._address, nbytes, device_id=self._device_id, kind=self._kind
         )
-        self._name = cache(
-            lambda rank: self._agent.add_peer(remote.ranks[rank].agent_metadata)
-        )
+        self._peer_name = cache(self._add_peer)
         self.thread = ThreadPoolExecutor(1, initializer=self._agent.bind_thread)
 
+    def _add_peer(self, rank: int) -> str:
+        return self._agent.add_peer(self._remote.ranks[rank].agent_metadata)
+
     def read(self) -> None:
+        """Post all READs, and return when all have completed."""
         handles = [
             self._agent.read(
-                self._name(read.remote_rank),
+                self._peer_name(read.remote_rank),
                 read.local_offsets + self._address,
                 read.remote_offsets + self._remote.ranks[read.remote_rank].base_address,
                 read.lengths,
-                local_device=self._device,
+                local_device=self._device_id,
                 remote_device=self._remote.ranks[read.remote_rank].device_id,
                 kinds=(self._kind, self._kind),
             )
@@ -154,24 +185,25 @@ class BareReader:
 
 
 def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
-    """The plan's own runs in its own order, for each rank of D."""
-    size, found = setup.size, []
+    """Return the READs of each rank of D, as the planner orders them."""
+    size = setup.size
     costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
-    for end in case.d.endpoints(size):
-        remote = case.p.endpoints(size)
-        planner = Planner(end, remote, size.heads, staging_bytes=setup.staging_bytes)
+    remote = case.p.endpoints(size)
+    reads = []
+    for local in case.d.endpoints(size):
+        planner = Planner(local, remote, size.heads, staging_bytes=setup.staging_bytes)
         transfer = planner.take(
             (0, size.tokens), case.d.blocks(size), case.p.blocks(size)
         )
-        found.append(list(planner.plan(transfer, costs).reads))
-    return found
+        reads.append(list(planner.plan(transfer, costs).reads))
+    return reads
 
 
 class Bench:
-    """One run: P, what its rows are held against, and the rows.
+    """One run of the benchmark: P, the plain copy's rate, and the rows.
 
     Attributes:
-        num_failed: cases without a row, since they failed.
+        num_failed: number of cases that failed and have no row.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -180,7 +212,8 @@ class Bench:
             devices = [f"cuda:{index}" for index in args.devices.split(",")]
         source, *targets = devices
         use_device(targets[0])
-        self.args, self.targets = args, tuple(targets)
+        self.args = args
+        self.targets = tuple(targets)
         self.size = Size(args.layers, args.heads, args.head_dim, args.tokens)
         self.copy_gb_per_s = copy_gb_per_s(source, targets[0], self.size.kv_bytes)
         print(
@@ -192,17 +225,18 @@ class Bench:
         self.num_failed = 0
 
     def run(self) -> None:
-        """Fills `rows`."""
+        """Measure all cases and fill `rows`."""
         for path in self.args.paths.split(","):
             for case in cases(self.args.device, path):
                 if self.args.only in case.name:
-                    self._measure(case.name, partial(self._case, case, path))
-            self._measure(f"{SHORT_TOKENS} tokens", partial(self._short, path))
+                    self._add_rows(case.name, partial(self._measure, case, path))
+            short_name = f"{SHORT_TOKENS} tokens"
+            self._add_rows(short_name, partial(self._measure_short, short_name, path))
 
-    def _measure(self, name: str, measured: Callable[[], list[Row]]) -> None:
-        """A case that fails does not take the others' figures with it."""
+    def _add_rows(self, name: str, measure: Callable[[], list[Row]]) -> None:
+        """Measure one case. If it fails, print the error and keep the other rows."""
         try:
-            rows = measured()
+            rows = measure()
         except Exception as error:
             self.num_failed += 1
             print(f"{name}: failed, {error!r}", flush=True)
@@ -210,31 +244,39 @@ class Bench:
             print_table(rows)
             self.rows += rows
 
-    def _case(self, case: Case, path: str) -> list[Row]:
+    def _measure(self, case: Case, path: str) -> list[Row]:
         setup = self._setup(path)
-        with self._opened(case, setup) as (decode, metadata):
+        with self._open_pair(case, setup) as (decode, metadata):
             decode.pull(self.size.tokens)  # warms up
             decode.check()
             row = self._pulls(decode, case.name, self.size.tokens, self.args.repeat)
             if path == "mapped":
                 return [row]
-            beside = self._bare(case, setup, metadata)
-            return [replace(row, of_bare=row.gb_per_s / beside.gb_per_s), beside]
+            bare_row = self._bare(case, setup, metadata)
+            of_bare = row.gb_per_s / bare_row.gb_per_s
+            return [replace(row, of_bare=of_bare), bare_row]
 
-    def _short(self, path: str) -> list[Row]:
-        name = f"{SHORT_TOKENS} tokens"
-        with self._opened(_case("same", "same"), self._setup(path)) as (decode, _):
+    def _measure_short(self, name: str, path: str) -> list[Row]:
+        """Measure short pulls, with leases held before the pull and without."""
+        case = _case("same", "same")
+        with self._open_pair(case, self._setup(path)) as (decode, _):
             self._pulls(decode, name, SHORT_TOKENS, 5)  # warms up
-            held = self._pulls(decode, name, SHORT_TOKENS, 25)
-            decode.holds = False
-            return [held, self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)]
+            held_row = self._pulls(decode, name, SHORT_TOKENS, 25)
+            decode.holds_leases = False
+            unheld_row = self._pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)
+            return [held_row, unheld_row]
 
     def _setup(self, path: str) -> Setup:
-        ours = self.args.staging_bytes, self.args.verify
-        return Setup(self.size, self.targets, path == "mapped", *ours)
+        return Setup(
+            self.size,
+            self.targets,
+            mapped=path == "mapped",
+            staging_bytes=self.args.staging_bytes,
+            verify=self.args.verify,
+        )
 
     @contextmanager
-    def _opened(
+    def _open_pair(
         self, case: Case, setup: Setup
     ) -> Iterator[tuple[Decode, EngineMetadata]]:
         metadata = self.prefill.call("open", case.p)
@@ -243,56 +285,72 @@ class Bench:
             yield decode, metadata
 
     def _pulls(self, decode: Decode, name: str, tokens: int, count: int) -> Row:
-        done = [decode.pull(tokens) for _ in range(count)]
-        seconds, last = [each.seconds for each in done], done[-1]
+        pulls = [decode.pull(tokens) for _ in range(count)]
+        seconds = [pull.seconds for pull in pulls]
+        last = pulls[-1]
         return self._row(name, last.path, last.descriptors, last.nbytes, seconds)
 
     def _bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
-        """A row of READs of all ranks, posted at once, until all have ended."""
-        each = planned_reads(case, setup)
+        """Return the row of bare READs of all ranks, posted at once.
+
+        A round is timed until all READs have completed.
+        """
+        rank_reads = planned_reads(case, setup)
         readers = [
-            BareReader(setup.device(r), reads, metadata) for r, reads in enumerate(each)
+            BareReader(setup.device(rank), reads, metadata)
+            for rank, reads in enumerate(rank_reads)
         ]
         seconds = []
         for _ in range(self.args.repeat + 1):
-            started = time.perf_counter()
+            started_at = time.perf_counter()
             for future in [reader.thread.submit(reader.read) for reader in readers]:
                 future.result()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started_at)
         for reader in readers:
             reader.close()
-        count = sum(len(read.lengths) for reads in each for read in reads)
+        count = sum(len(read.lengths) for reads in rank_reads for read in reads)
         nbytes = self.size.kv_bytes
+        # The first round warms up.
         return self._row(case.name, "bare NIXL", count, nbytes, seconds[1:])
 
     def _row(
         self, case: str, path: str, descriptors: int, nbytes: int, seconds: list[float]
     ) -> Row:
         median_s = statistics.median(seconds)
-        rate = nbytes / median_s / 1e9
-        times = (median_s * 1e3, min(seconds) * 1e3, rate, rate / self.copy_gb_per_s)
-        return Row(case, path, descriptors, nbytes, *times)
+        gb_per_s = nbytes / median_s / 1e9
+        return Row(
+            case,
+            path,
+            descriptors,
+            nbytes,
+            milliseconds=median_s * 1e3,
+            best_ms=min(seconds) * 1e3,
+            gb_per_s=gb_per_s,
+            of_copy=gb_per_s / self.copy_gb_per_s,
+        )
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
-    """The plain copy from one device to the other, eight in a row."""
+    """Return the rate of the plain copy between two devices, eight copies in a row."""
     a = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=source)
     b = torch.empty(nbytes, dtype=torch.uint8, device=target)
     seconds = []
     for _ in range(4):
         synchronize(target)
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         for _ in range(8):
             b.copy_(a, non_blocking=True)
-        synchronize(source)  # whose stream copies
+        synchronize(source)  # the copies run on a stream of the source
         synchronize(target)
-        seconds.append((time.perf_counter() - started) / 8)
+        seconds.append((time.perf_counter() - started_at) / 8)
     return nbytes / statistics.median(seconds[1:]) / 1e9
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare",
-          *rows, sep="\n", flush=True)  # fmt: skip
+    print(f"{'case':20} {'path':12} descriptors       ms     best    GB/s   copy  bare")
+    for row in rows:
+        print(row)
+    sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -302,9 +360,11 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         bench.prefill.close()
     print_table(bench.rows)
-    on_gpu, target = bench.args.device == "cuda", bench.targets[0]
+    device = "cpu"
+    if bench.args.device == "cuda":
+        device = torch.cuda.get_device_name(bench.targets[0])
     figures = {
-        "device": torch.cuda.get_device_name(target) if on_gpu else "cpu",
+        "device": device,
         "copy_gb_per_s": bench.copy_gb_per_s,
         "rows": [asdict(row) for row in bench.rows],
     }
@@ -316,35 +376,42 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--layers", type=int, help="32; 16 on the CPU")
+    add("--layers", type=int, help="default: 32; 16 on the CPU")
     add("--heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
-    add("--tokens", type=int, help="a multiple of 64: 8192; 2048 on the CPU")
+    add("--tokens", type=int, help="a multiple of 64; default: 8192; 2048 on the CPU")
     add("--staging-bytes", type=int, default=512 << 20)
-    add("--repeat", type=int, default=5)
-    add("--paths", "--transfer", help="mapped,nixl; mapped on the CPU")
+    add("--repeat", type=int, default=5, help="timed pulls of each case")
+    add(
+        "--paths",
+        "--transfer",
+        help="mapped, nixl or both, separated by a comma; default: mapped,nixl; "
+        "mapped on the CPU",
+    )
     add(
         "--verify",
         choices=("off", "sample", "all"),
         default="off",
-        help="as --kv-verify",
+        help="as --kv-verify of the servers",
     )
-    add("--only", default="", help="cases whose name contains this")
-    add("--devices", default="0,1", help="GPU of P and GPUs of D's ranks")
+    add("--only", default="", help="measure only cases whose name contains this")
+    add("--devices", default="0,1", help="GPU of P, then GPUs of D's ranks")
     args = parser.parse_args(argv)
-    cuda = args.device == "cuda"
-    args.layers = args.layers or (32 if cuda else 16)
-    args.tokens = args.tokens or (8192 if cuda else 2048)
-    args.paths = args.paths or ("mapped,nixl" if cuda else "mapped")
-    if unknown := set(args.paths.split(",")) - {"mapped", "nixl"}:
+    is_cuda = args.device == "cuda"
+    args.layers = args.layers or (32 if is_cuda else 16)
+    args.tokens = args.tokens or (8192 if is_cuda else 2048)
+    args.paths = args.paths or ("mapped,nixl" if is_cuda else "mapped")
+    unknown = set(args.paths.split(",")) - {"mapped", "nixl"}
+    if unknown:
         parser.error(
             f"--paths names {', '.join(sorted(unknown))}; use mapped, nixl or both"
         )
     if args.tokens % 64:
-        parser.error(f"--tokens {args.tokens} is no multiple of 64")
-    if cuda and "," not in args.devices:
+        parser.error(f"--tokens {args.tokens} is not a multiple of 64")
+    if is_cuda and "," not in args.devices:
         parser.error(
-            f"--devices {args.devices} names one GPU; give P's and those of D, as in 0,1"
+            f"--devices {args.devices} names one GPU; "
+            "give the GPU of P and those of D, as in 0,1"
         )
     return args
 

@@ -1,7 +1,9 @@
-"""P and D without engines, to measure pulls: the servers' own lease server, coordinator, workers.
+"""A prefill server P and a decode server D without engines, to measure pulls.
 
-P's ranks are in one process. Rank 0 of D and its coordinator are in this one, its other ranks in
-processes of their own, as in a server: a pull is timed from its order to the fence's answer.
+They consist of the servers' own lease server, coordinator and transfer workers. All
+ranks of P are in one process. Rank 0 of D and D's coordinator are in this process; the
+other ranks of D have one process each, as in a server. A pull is timed from its order
+to the answer of its fence.
 """
 
 import multiprocessing
@@ -39,12 +41,12 @@ from protocol.handshake import (
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import FirstToken, RemotePrefill
 
-_SECRET = b"nobody else is asked"
-_WAIT_S = 60.0
+_SECRET = b"secret of the measured pair"
+_EVENT_TIMEOUT_S = 60.0
 
 
 class Size(NamedTuple):
-    """The model and the prompt."""
+    """The shape of the model, and the length of the prompt."""
 
     layers: int
     heads: int
@@ -69,7 +71,12 @@ class Size(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One engine in one case."""
+    """One engine in one case.
+
+    Attributes:
+        order: named order of the KV layout.
+        seed: seed of the block table, if it is scattered.
+    """
 
     order: str
     tp: int
@@ -78,30 +85,43 @@ class Side(NamedTuple):
     scattered: bool = True
 
     def endpoints(self, size: Size) -> list[Endpoint]:
-        heads, blocks = (
-            len(heads_of(0, self.tp, size.heads)),
+        layout = KVLayout(
+            self.order,
             size.tokens // self.block_size + 1,
+            len(heads_of(0, self.tp, size.heads)),
+            size.layers,
+            2,
+            self.block_size,
+            size.head_dim,
+            "bfloat16",
         )
-        sizes = (blocks, heads, size.layers, 2, self.block_size, size.head_dim)
-        layout = KVLayout(self.order, *sizes, "bfloat16")
         return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
 
     def blocks(self, size: Size, tokens: int | None = None) -> IntArray:
-        """The block table of the first `tokens`; block 0 stays the null block."""
+        """Return the block table of the first `tokens` tokens, without the null
+        block.
+        """
         blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
         if self.scattered:
             blocks = np.random.default_rng(self.seed).permutation(blocks)
-        return blocks[: -(-(tokens or size.tokens) // self.block_size)]
+        num_tokens = tokens or size.tokens
+        return blocks[: -(-num_tokens // self.block_size)]
 
 
 class Setup(NamedTuple):
-    """How every rank of D pulls."""
+    """How the ranks of D pull.
+
+    Attributes:
+        devices: devices of D's ranks; rank r has device r modulo their number.
+        mapped: whether pulls copy from mapped memory; otherwise they use NIXL.
+        verify: as --kv-verify of the servers.
+    """
 
     size: Size
-    devices: tuple[str, ...]  # of D's ranks, taken in turn
-    mapped: bool  # by the mapped path; else by NIXL
+    devices: tuple[str, ...]
+    mapped: bool
     staging_bytes: int
-    verify: str = "off"  # as of --kv-verify
+    verify: str = "off"
 
     def device(self, rank: int) -> str:
         return self.devices[rank % len(self.devices)]
@@ -109,33 +129,40 @@ class Setup(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _random_kv(size: Size, device: str) -> torch.Tensor:
-    """i16[tokens, heads, layers, 2, head_dim], the same bits in every process."""
-    generator = torch.Generator(device).manual_seed(7)
-    shape = (size.tokens, size.heads, size.layers, 2, size.head_dim)
-    options: Any = {"dtype": torch.int16, "device": device, "generator": generator}
-    return torch.randint(-(2**15), 2**15, shape, **options)
+    """Return i16[tokens, heads, layers, 2, head_dim] of random bits.
+
+    The bits are the same in every process.
+    """
+    return torch.randint(
+        -(2**15),
+        2**15,
+        (size.tokens, size.heads, size.layers, 2, size.head_dim),
+        dtype=torch.int16,
+        device=device,
+        generator=torch.Generator(device).manual_seed(7),
+    )
 
 
 class _RankMemory:
-    """One rank's pool."""
+    """The KV pool of one rank, and the KV that belongs into it."""
 
     def __init__(self, side: Side, size: Size, rank: int, device: str) -> None:
-        end = side.endpoints(size)[rank]
-        self.pool = KVPool(end.layout, device)
-        heads = end.heads(size.heads)
+        endpoint = side.endpoints(size)[rank]
+        self.pool = KVPool(endpoint.layout, device)
+        heads = endpoint.heads(size.heads)
         # i16[B, N, H, L, C, D]
         self._words = self.pool.canonical.view(torch.int16).permute(0, 4, 1, 2, 3, 5)
         self._blocks = torch.from_numpy(side.blocks(size)).to(device)
         kv = _random_kv(size, device)[:, heads.start : heads.stop]
-        self._wanted = kv.view(-1, side.block_size, *kv.shape[1:])
+        self._expected = kv.view(-1, side.block_size, *kv.shape[1:])
 
     def fill(self) -> None:
-        self._words[self._blocks] = self._wanted
+        self._words[self._blocks] = self._expected
         synchronize(str(self.pool.device))
 
     def is_filled(self) -> bool:
-        """Whether the pool holds what P was filled with."""
-        return torch.equal(self._words[self._blocks], self._wanted)
+        """Whether the pool holds the KV that P was filled with."""
+        return torch.equal(self._words[self._blocks], self._expected)
 
 
 def use_device(device: str) -> None:
@@ -157,16 +184,23 @@ def kind_of(device: str) -> Literal["DRAM", "VRAM"]:
 
 
 class Prefill:
-    """P, all of its ranks on one device; serves the side of one case after another."""
+    """P, with all of its ranks on one device.
+
+    It serves one case after another; `open` begins a case.
+    """
 
     def __init__(self, device: str, size: Size) -> None:
         use_device(device)
-        self._device, self._size = device, size
+        self._device = device
+        self._size = size
         self._ranks: list[LocalRank] = []
-        self._workers: list[TransferWorker] = []  # compute digests
+        self._workers: list[TransferWorker] = []  # they compute digests
         self._server: LeaseServer | None = None
 
     def open(self, side: Side) -> EngineMetadata:
+        """Close the case before, and start ranks, workers and lease server of
+        `side`.
+        """
         self.close()
         self._side = side
         self._metadata = EngineMetadata(
@@ -175,36 +209,38 @@ class Prefill:
             incarnation=uuid.uuid4().hex,
             compat=self._size.compat,
             tp_size=side.tp,
-            ranks=[self._rank(rank) for rank in range(side.tp)],
+            ranks=[self._add_rank(rank) for rank in range(side.tp)],
             digests=DIGESTS,
         )
         pairs = [socketpair() for _ in self._ranks[1:]]
-        ours, compat = [end for end, _ in pairs], self._size.compat
-        coordinator = PullCoordinator(ours, compat, _SECRET, block_size=side.block_size)
-        links: list[PullCoordinator | socket] = [
-            coordinator,
-            *(theirs for _, theirs in pairs),
-        ]
+        coordinator = PullCoordinator(
+            [coordinator_end for coordinator_end, _ in pairs],
+            self._size.compat,
+            _SECRET,
+            block_size=side.block_size,
+        )
+        links: list[PullCoordinator | socket] = [coordinator]
+        links += [worker_end for _, worker_end in pairs]
         self._workers = list(map(TransferWorker, self._ranks, links))
         for worker in self._workers:
             worker.start()
-        digest = coordinator.digest
         self._server = LeaseServer(
-            "127.0.0.1", 0, self._metadata, _SECRET, digest=digest
+            "127.0.0.1", 0, self._metadata, _SECRET, digest=coordinator.digest
         )
         self._server.start()
         return self._metadata
 
-    def _rank(self, rank: int) -> RankMetadata:
+    def _add_rank(self, rank: int) -> RankMetadata:
         memory = _RankMemory(self._side, self._size, rank, self._device)
         memory.fill()
-        pool, agent = memory.pool, new_agent("pair-p", self._device)
-        local = LocalRank(rank, self._side.tp, self._size.heads, agent, pool)
+        agent = new_agent("pair-p", self._device)
+        local = LocalRank(rank, self._side.tp, self._size.heads, agent, memory.pool)
         local.offer()
         self._ranks.append(local)
-        return describe(pool, rank, agent.metadata())
+        return describe(memory.pool, rank, agent.metadata())
 
     def lease(self, tokens: int) -> RemotePrefill:
+        """Lease the blocks of the first `tokens` tokens."""
         assert self._server is not None
         host, port = self._server.address
         blocks = self._side.blocks(self._size, tokens).tolist()
@@ -234,7 +270,7 @@ class Prefill:
 
 
 class DecodeRank:
-    """One rank of D: its pool and its worker."""
+    """One rank of D: its pool and its transfer worker."""
 
     def __init__(
         self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket
@@ -256,56 +292,77 @@ class DecodeRank:
         )
         worker = TransferWorker(local, link)
         worker.start()
-        self.is_filled, self.close = memory.is_filled, worker.close
+        self.is_filled = memory.is_filled
+        self.close = worker.close
 
 
 class Decode:
     """D for one case, and the P that it pulls from.
 
     Args:
-        prefill: a Prefill with an open side.
+        prefill: a Prefill that has opened its side.
 
     Attributes:
-        holds: leases are held before they are pulled, as those of an unknown P, or of a request
-            that waits for blocks; else with the pull.
+        holds_leases: whether a lease is held before it is pulled. A server does so for
+            an unknown P, and for a request that waits for blocks. Otherwise the lease
+            is held with the pull.
     """
 
-    holds = True
+    holds_leases = True
 
     def __init__(self, prefill: "Remote", side: Side, setup: Setup) -> None:
         use_device(setup.device(0))
-        self._prefill, self._side, self._size = prefill, side, setup.size
-        self._woken, self._count = threading.Event(), 0
+        self._prefill = prefill
+        self._side = side
+        self._size = setup.size
+        self._has_event = threading.Event()
+        self._num_pulls = 0
         pairs = [socketpair() for _ in range(1, side.tp)]
-        ours, about = [end for end, _ in pairs], (setup.size.compat, _SECRET)
         self._coordinator = PullCoordinator(
-            ours, *about, block_size=side.block_size, verify=setup.verify
+            [coordinator_end for coordinator_end, _ in pairs],
+            setup.size.compat,
+            _SECRET,
+            block_size=side.block_size,
+            verify=setup.verify,
         )
-        self._coordinator.on_event = self._woken.set
-        others = enumerate((theirs for _, theirs in pairs), 1)
-        self._others = [Remote(DecodeRank, r, side, setup, end) for r, end in others]
-        for _, theirs in pairs:
-            theirs.close()  # a rank has its own copy
-        self._first = DecodeRank(0, side, setup, self._coordinator)
+        self._coordinator.on_event = self._has_event.set
+        self._other_ranks = [
+            Remote(DecodeRank, rank, side, setup, worker_end)
+            for rank, (_, worker_end) in enumerate(pairs, 1)
+        ]
+        for _, worker_end in pairs:
+            worker_end.close()  # the rank's process has its own copy
+        self._first_rank = DecodeRank(0, side, setup, self._coordinator)
         allow_short_naps()
 
     def connect(self) -> None:
-        """Shakes hands. Raises BatonError where that fails."""
+        """Complete the handshake with P.
+
+        Raises:
+            BatonError: the handshake failed.
+        """
         self._coordinator.connect(self._prefill.call("lease", self._size.tokens))
         assert isinstance(self._wait(), PeerDecided)
 
     def pull(self, tokens: int) -> PullDone:
-        """A whole pull of so many; its seconds are those from the order to the end, fence included.
-        Raises BatonError where it fails."""
-        self._count += 1
-        pull_id, remote = str(self._count), self._prefill.call("lease", tokens)
+        """Pull the first `tokens` tokens.
+
+        The event's seconds are those from the order to the end, the fence included.
+
+        Raises:
+            BatonError: the pull failed.
+        """
+        self._num_pulls += 1
+        pull_id = str(self._num_pulls)
+        remote = self._prefill.call("lease", tokens)
         blocks = self._side.blocks(self._size, tokens).tolist()
-        if self.holds:
+        if self.holds_leases:
             self._coordinator.hold(pull_id, remote)
-        # The lease's first renewal, which no pull waits for. The thread that orders pulls works
-        # until then, as an engine's does: one that sleeps for 2 ms takes longer to order.
-        renewed = time.perf_counter() + 0.002
-        while time.perf_counter() < renewed:
+        # No pull waits for the first renewal of its lease, so it may pass before. This
+        # thread stays busy until then, like the thread of an engine: a thread that
+        # sleeps for 2 ms orders its next pull later.
+        renewed_at = time.perf_counter() + 0.002
+        while time.perf_counter() < renewed_at:
             time.sleep(0.00002)
         self._coordinator.pull(pull_id, remote, 0, tokens, blocks)
         event = self._wait()
@@ -313,60 +370,68 @@ class Decode:
         return event
 
     def check(self) -> None:
-        found = [
-            self._first.is_filled(),
-            *(other.call("is_filled") for other in self._others),
-        ]
-        if not all(found):
-            raise RuntimeError(f"what arrived is not what was sent, by rank: {found}")
+        """Compare the KV of all ranks with the KV of P.
+
+        Raises:
+            RuntimeError: the KV of a rank differs.
+        """
+        is_filled = [self._first_rank.is_filled()]
+        is_filled += [rank.call("is_filled") for rank in self._other_ranks]
+        if not all(is_filled):
+            raise RuntimeError(
+                "the KV that arrived differs from the KV that was sent; "
+                f"equal, by rank: {is_filled}"
+            )
 
     def _wait(self) -> Event:
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + _EVENT_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._woken.wait(1.0):
-                self._woken.clear()
+            if self._has_event.wait(1.0):
+                self._has_event.clear()
                 for event in self._coordinator.drain():
                     if isinstance(event, PeerDecided | PullFailed) and event.error:
                         raise event.error
                     return event
-        raise RuntimeError(f"no event within {_WAIT_S} s")
+        raise RuntimeError(f"no event within {_EVENT_TIMEOUT_S} s")
 
     def close(self) -> None:
-        self._first.close()
-        for other in self._others:
-            other.close()
+        self._first_rank.close()
+        for rank in self._other_ranks:
+            rank.close()
 
 
 # -- processes
 
 
 class Remote:
-    """An object in a process of its own, made there by `make(*args)`; it has a `close`.
+    """An object that `make(*args)` creates in a process of its own.
+
+    The object must have a method `close`.
 
     Raises:
-        RuntimeError: what it raised there, or no answer.
+        RuntimeError: the call raised an error there, or the process did not answer.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch"]
-        )  # whose import takes seconds, once for all
+        # The import of torch takes seconds. The fork server does it once for all.
+        context.set_forkserver_preload(["torch"])
         self._process = context.Pool(1, _make, (make, *args))
         try:
-            self.call("__str__")  # once it is made
+            self.call("__str__")  # waits until the object exists
         except BaseException:
             self._process.terminate()
             raise
 
     def call(self, method: str, *args: Any) -> Any:
-        """Its method's result."""
+        """Call a method of the object and return its result."""
+        pending = self._process.apply_async(_call, (method, *args))
         try:
-            error, result = self._process.apply_async(_call, (method, *args)).get(
-                _WAIT_S
-            )
+            error, result = pending.get(_EVENT_TIMEOUT_S)
         except multiprocessing.TimeoutError:
-            error, result = f"no answer from another process within {_WAIT_S:g} s", None
+            raise RuntimeError(
+                f"no answer from another process within {_EVENT_TIMEOUT_S:g} s"
+            ) from None
         if error:
             raise RuntimeError(error)
         return result
@@ -377,22 +442,26 @@ class Remote:
         self._process.terminate()
 
 
-_made: Any = None
+# The object of this process, or the error that its creation raised.
+_object: Any = None
 
 
 def _make(make: Callable[..., Any], *args: Any) -> None:
-    global _made
+    global _object
     try:
-        _made = make(*args)
+        _object = make(*args)
     except Exception as error:
-        _made = error
+        _object = error
 
 
 def _call(method: str, *args: Any) -> tuple[str, Any]:
-    """What it raises, in words, as not all errors can be sent; and its result."""
+    """Return the text of the error that the call raised, or "", and its result.
+
+    The error is text because not all exceptions can be pickled.
+    """
     try:
-        if isinstance(_made, Exception):
-            raise _made
-        return "", getattr(_made, method)(*args)
+        if isinstance(_object, Exception):
+            raise _object
+        return "", getattr(_object, method)(*args)
     except Exception as error:
         return str(error) or repr(error), None

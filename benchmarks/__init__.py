@@ -1,1 +1,1 @@
-"""Benchmarks. Each is a program whose last line of output is JSON."""
+"""Benchmarks. Each is a program that ends with one line of JSON."""

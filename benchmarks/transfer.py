@@ -394,7 +394,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         default="off",
         help="as --kv-verify of the servers",
     )
-    add("--only", default="", help="measure only cases whose name contains this")
+    add("--only", default="", help="measure only cases with this text in their names")
     add("--devices", default="0,1", help="GPU of P, then GPUs of D's ranks")
     args = parser.parse_args(argv)
     is_cuda = args.device == "cuda"

@@ -1,4 +1,4 @@
-"""Prints one JSON line about a finished run: python tests/closing_line.py JUNIT_XML."""
+"""Print one JSON line about a finished run: python tests/closing_line.py JUNIT_XML."""
 
 import json
 import os
@@ -9,20 +9,28 @@ import xml.etree.ElementTree as ElementTree
 
 
 def closing_line(xml: str, commit: str) -> dict[str, object]:
-    """Counts of a JUnit report, with when, where and of what."""
-    root = ElementTree.fromstring(xml)
-    suites = list(root.iter("testsuite"))
-    total, failed, errors, skipped = (
-        sum(int(suite.get(key, 0)) for suite in suites)
-        for key in ("tests", "failures", "errors", "skipped")
-    )
+    """Return the counts of a JUnit report, with its time, machine and commit."""
+    suites = list(ElementTree.fromstring(xml).iter("testsuite"))
+
+    def total(key: str) -> int:
+        return sum(int(suite.get(key, 0)) for suite in suites)
+
+    failed = total("failures")
+    errors = total("errors")
+    skipped = total("skipped")
+    seconds = sum(float(suite.get("time", 0)) for suite in suites)
     return {
-        "run": "test-all", "passed": total - failed - errors - skipped, "failed": failed,
-        "errors": errors, "skipped": skipped,
-        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
+        "run": "test-all",
+        "passed": total("tests") - failed - errors - skipped,
+        "failed": failed,
+        "errors": errors,
+        "skipped": skipped,
+        "seconds": round(seconds, 1),
         "started": min((suite.get("timestamp", "") for suite in suites), default=""),
-        "python": platform.python_version(), "cores": os.cpu_count(), "commit": commit,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "commit": commit,
+    }
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""Ports of this machine that stay a test's own, however many others ask for free ones meanwhile."""
+"""Ports of this machine that stay reserved for one test.
+
+Other processes that ask the system for a free port do not get them.
+"""
 
 import contextlib
 import socket
@@ -6,16 +9,16 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def kept_ports(number: int) -> Iterator[list[int]]:
-    """Ports to start servers on by number, and to start others on when those have ended.
+def reserved_ports(number: int) -> Iterator[list[int]]:
+    """Reserve ports on which a test can start servers, and start them again.
 
-    What keeps them are sockets that are bound and never listen. A server binds beside them, since
-    both say SO_REUSEADDR; and also while none is there, the system gives the ports to nobody who
-    takes whichever is free.
+    Each port is held by a socket that is bound and never listens. A server can bind to
+    the same port, because both sockets set SO_REUSEADDR. While no server runs, the
+    system does not hand out the port as a free one.
     """
     with contextlib.ExitStack() as stack:
-        keepers = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for keeper in keepers:
-            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            keeper.bind(("127.0.0.1", 0))
-        yield [keeper.getsockname()[1] for keeper in keepers]
+        holders = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+        yield [holder.getsockname()[1] for holder in holders]

@@ -1,4 +1,4 @@
-"""Signals to other processes; one that stops a process has done so before it returns."""
+"""Signals to other processes. SIGSTOP has taken effect when `send` returns."""
 
 import os
 import signal
@@ -9,8 +9,11 @@ DEADLINE_S = 30.0
 
 
 def send(pid: int, number: int) -> None:
-    """SIGSTOP reaches a thread when that is next scheduled: until then all of them work on, for
-    milliseconds where others want the processor."""
+    """Send a signal to a process. After SIGSTOP, wait until all its threads stopped.
+
+    A thread receives SIGSTOP only when it is scheduled again. Until then it keeps
+    working, for milliseconds on a busy machine.
+    """
     os.kill(pid, number)
     if number != signal.SIGSTOP:
         return
@@ -23,6 +26,7 @@ def send(pid: int, number: int) -> None:
 def _is_stopped(pid: int) -> bool:
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:  # a thread that ended while this looked
+    except OSError:  # a thread ended while its file was read
         return False
-    return {stat.rpartition(") ")[2][0] for stat in stats} <= {"T", "t", "Z", "X"}
+    states = {stat.rpartition(") ")[2][0] for stat in stats}
+    return states <= {"T", "t", "Z", "X"}

@@ -1,4 +1,8 @@
-"""Sizes, and what no line says: the house rules that a machine can read, beside ruff's own."""
+"""The rules of CONTRIBUTING.md that a program can check and ruff does not.
+
+They are the sizes of files, functions and folders, the names of variables, and text
+that no line may contain.
+"""
 
 import ast
 import re
@@ -16,28 +20,46 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 15
 REQUIRED_FOLDERS = {
-    "prefill_server", "decode_server", "proxy", "kvcache", "attention", "deploy", "tests",
-}  # fmt: skip
+    "prefill_server",
+    "decode_server",
+    "proxy",
+    "kvcache",
+    "attention",
+    "deploy",
+    "tests",
+}
 OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs"}
-# What no line says, and in which files; parts are set apart, or they would match themselves.
+# Text that no line may contain: a pattern of the files, and a pattern of the text. The
+# patterns of the text are concatenated, so that they do not match themselves.
 FORBIDDEN = {
-    "a path of the machine it was written on": (
+    "a path of the machine that the line was written on": (
         "",
         r"(?<![\w.~$}-])/(?:" + "work|" + "root)/",
     ),
-    "an error of any kind that nobody hears of": (
+    "an error of any kind, silently suppressed": (
         r"\.py$",
         r"suppress\((Base)" + r"?Exception\b",
     ),
-    "a logger whose lines below a warning nobody sees, for want of get_logger(__name__)": (
+    "a logger that hides lines below a warning; use get_logger(__name__)": (
         r"^(?!tests/|protocol/process/logging).*\.py$",
         "logging.get" + r"Logger\((?!\"baton\.)",
     ),
 }
+# Names that say nothing about a value: name the value, such as message, health_report,
+# matched_blocks, max_tokens or min_run_seconds.
+VAGUE_NAMES = frozenset(
+    "told said asked ask found own most least known like kept alone beside gone heard "
+    "wanted untold".split()
+)
+# Folders in which the check of names and of multiplied booleans passes. The goal is to
+# have all folders here.
+CONVERTED = ("benchmarks/", "tests/benchmarks/")
 
 
 def tracked_files() -> list[Path]:
-    """What belongs to the project: git's list, or every file where there is no repository."""
+    """Return the project's files: git's list, or all files if there is no
+    repository.
+    """
     if (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z"],
@@ -49,9 +71,9 @@ def tracked_files() -> list[Path]:
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
         paths = [
-            p
-            for p in ROOT.rglob("*")
-            if not any(part[0] == "." for part in p.parts[1:])
+            path
+            for path in ROOT.rglob("*")
+            if not any(part[0] == "." for part in path.parts[1:])
         ]
     return sorted(path for path in paths if path.is_file())
 
@@ -69,7 +91,7 @@ def short(path: Path) -> str:
 
 
 def long_functions(source: str) -> Iterator[tuple[int, str, int]]:
-    """(line, name, lines) of the functions that are too long."""
+    """Yield (line, name, number of lines) of each function that is too long."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -78,18 +100,66 @@ def long_functions(source: str) -> Iterator[tuple[int, str, int]]:
 
 
 def forbidden(rule: str, text: str) -> list[int]:
-    """Numbers of lines."""
-    found = re.compile(FORBIDDEN[rule][1]).search
-    return [number for number, line in enumerate(text.splitlines(), 1) if found(line)]
+    """Return the numbers of the lines that break a rule of FORBIDDEN."""
+    pattern = re.compile(FORBIDDEN[rule][1])
+    lines = enumerate(text.splitlines(), 1)
+    return [number for number, line in lines if pattern.search(line)]
 
 
-def test_the_top_level_is_fixed() -> None:
-    folders = {
-        parts[0]
-        for path in tracked_files()
-        if len(parts := path.relative_to(ROOT).parts) > 1
-        and not parts[0].startswith(".")
-    }
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of each definition of a vague name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                pass
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case ast.arg(arg=name):
+                pass
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
+            case _:
+                continue
+        if name.strip("_") in VAGUE_NAMES:
+            yield node.lineno, name
+
+
+def multiplied_booleans(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines on which a list or string is multiplied by a boolean."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = (node.left, node.right)
+            if any(map(is_boolean, sides)) and any(map(is_sequence, sides)):
+                yield node.lineno
+
+
+def is_boolean(node: ast.expr) -> bool:
+    """Whether an expression is a comparison, a negation, or named is_... or has_..."""
+    match node:
+        case ast.Compare() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+            return True
+        case ast.Constant(value=value):
+            return isinstance(value, bool)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.lstrip("_").startswith(("is_", "has_"))
+        case ast.Call(func=function):
+            return is_boolean(function)
+    return False
+
+
+def is_sequence(node: ast.expr) -> bool:
+    """Whether an expression is a list, a tuple or a string."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str | bytes)
+    return isinstance(node, ast.List | ast.ListComp | ast.Tuple | ast.JoinedStr)
+
+
+def test_top_level_folders_are_fixed() -> None:
+    folders = set()
+    for path in tracked_files():
+        top, *rest = path.relative_to(ROOT).parts
+        if rest and not top.startswith("."):
+            folders.add(top)
     assert folders - REQUIRED_FOLDERS <= OTHER_FOLDERS
     assert folders >= REQUIRED_FOLDERS
 
@@ -106,31 +176,28 @@ def test_no_folder_has_too_many_files() -> None:
         for path in python_files()
         if not is_test(path) and path.name != "__init__.py"
     )
-    crowded = {name: n for name, n in files.items() if n > MAX_FOLDER_FILES}
-    assert not crowded
+    assert {name: n for name, n in files.items() if n > MAX_FOLDER_FILES} == {}
 
 
 def test_no_function_is_too_long() -> None:
-    found = [
+    violations = [
         f"{short(path)}:{line} {name} has {lines} lines"
         for path in python_files()
         if not is_test(path)
         for line, name, lines in long_functions(path.read_text())
     ]
-    assert not found, "\n".join(found)
+    assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize("rule", FORBIDDEN)
-def test_no_line_says_what_none_may(rule: str) -> None:
-    found = []
+def test_no_line_contains_forbidden_text(rule: str) -> None:
+    violations = []
     for path in tracked_files():
         if re.search(FORBIDDEN[rule][0], short(path)):
             with suppress(UnicodeDecodeError):  # a picture or an archive
-                found += [
-                    f"{short(path)}:{line}"
-                    for line in forbidden(rule, path.read_text())
-                ]
-    assert not found, f"{rule}:\n" + "\n".join(found)
+                lines = forbidden(rule, path.read_text())
+                violations += [f"{short(path)}:{line}" for line in lines]
+    assert not violations, f"{rule}:\n" + "\n".join(violations)
 
 
 @pytest.mark.parametrize(
@@ -148,31 +215,83 @@ def test_no_line_says_what_none_may(rule: str) -> None:
         ("logger", 'logging.get{}Logger("baton.x")', []),
     ],
 )
-def test_what_none_may_say_is_seen(rule: str, text: str, lines: list[int]) -> None:
-    (name,) = (each for each in FORBIDDEN if rule in each.partition(":")[0])
+def test_check_of_forbidden_text_finds_it(
+    rule: str, text: str, lines: list[int]
+) -> None:
+    (name,) = (name for name in FORBIDDEN if rule in name.partition(";")[0].split())
     text = text.replace("{}", "/" if rule == "path" else "")
     assert forbidden(name, text) == lines
 
 
-def test_the_length_check_counts_a_whole_function() -> None:
+def test_length_check_counts_a_whole_function() -> None:
     body = "\n".join("    pass" for _ in range(MAX_FUNCTION_LINES - 1))
     assert not list(long_functions(f"def f():\n{body}"))
     assert list(long_functions(f"async def f():\n{body}\n    pass"))
 
 
-def test_an_expression_that_selects_nothing_is_told_of_by_processes_that_share_the_tests():
-    run = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "1",
-        "-m",
-        "slowly",
+def test_converted_folders_have_no_vague_names() -> None:
+    violations = [
+        f"{short(path)}:{line} {name}"
+        for path in python_files()
+        if short(path).startswith(CONVERTED)
+        for line, name in vague_names(ast.parse(path.read_text()))
     ]
-    told = subprocess.run(
-        [*run, __file__], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    assert "expression: slowly" in told and "INTERNALERROR" not in told
+    assert not violations, "name the value:\n" + "\n".join(violations)
+
+
+def test_converted_folders_multiply_no_booleans() -> None:
+    violations = [
+        f"{short(path)}:{line}"
+        for path in python_files()
+        if short(path).startswith(CONVERTED)
+        for line in multiplied_booleans(ast.parse(path.read_text()))
+    ]
+    assert not violations, "use an if statement:\n" + "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("told = 1", ["told"]),
+        ("for found in items: pass", ["found"]),
+        ("_most: int = 3", ["_most"]),
+        ("def ask(known, *, own=1): pass", ["ask", "known", "own"]),
+        ("self._kept = 1", ["_kept"]),
+        ("if (said := f()): pass", ["said"]),
+        ("async def wanted(): pass", ["wanted"]),
+        ("message = told.text", []),
+        ("num_found = least_loaded = known_servers = 0", []),
+        ("def foundation(most_recent): pass", []),
+    ],
+)
+def test_check_of_names_finds_vague_ones(source: str, names: list[str]) -> None:
+    assert sorted(name for _, name in vague_names(ast.parse(source))) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_violation"),
+    [
+        ("x = [1] * (a == b)", True),
+        ("x = not a * 'text'", False),
+        ("x = (not a) * 'text'", True),
+        ("x = ', fresh' * is_fresh", True),
+        ("x = f'{a}' * self.has_text", True),
+        ("x = [a, b] * request.is_final()", True),
+        ("x = [1] * count", False),
+        ("x = '-' * 20", False),
+        ("x = 2 * is_fresh", False),
+    ],
+)
+def test_check_of_booleans_finds_multiplied_ones(
+    source: str, is_violation: bool
+) -> None:
+    assert bool(list(multiplied_booleans(ast.parse(source)))) == is_violation
+
+
+def test_pytest_names_an_expression_that_selects_nothing() -> None:
+    """The processes of pytest-xdist report it too, and not an internal error."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]
+    command += ["-m", "slowly", __file__]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "expression: slowly" in output
+    assert "INTERNALERROR" not in output

@@ -24,7 +24,7 @@ from protocol.settings.settings import (
 )
 from protocol.settings.sources import field_paths, variable_name
 from tests.make_models import ensure_model
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.client import parse_kv, post
 from tests.rigs.cluster import Server, all_ready, running, start, started, wait_until
 from tests.rigs.plain_http import http
@@ -106,7 +106,7 @@ def services() -> Iterator[dict[str, Service]]:
         BATON_CLUSTER_SECRET=_SECRET,
         KV_CACHE_BYTES=str(2**25),
     )
-    with kept_ports(len(PORTS) * len(content["services"])) as ports:
+    with reserved_ports(len(PORTS) * len(content["services"])) as ports:
         yield local_services(content, ports)
 
 
@@ -151,7 +151,7 @@ def test_the_images_health_check_is_content_with_every_service(services):
     )
     env = services["proxy"].env
     assert status(**{**env, "BATON_HOST": "localhost"}) == 0
-    with kept_ports(1) as (nobodys,):
+    with reserved_ports(1) as (nobodys,):
         assert status(**{**env, "BATON_PORT": str(nobodys)}) == 1
 
 

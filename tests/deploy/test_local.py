@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_program.py")
@@ -279,7 +279,7 @@ def test_a_stop_while_starting_ends_all():
 )
 def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
     with (
-        kept_ports(1) as (port,),
+        reserved_ports(1) as (port,),
         launched("serve,chatty,serve", f"--port={port}") as launcher,
     ):
         endpoint = f"http://127.0.0.1:{port}"

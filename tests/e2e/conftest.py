@@ -10,7 +10,7 @@ from model.errors import ModelNotAvailable
 from model.hub import DEFAULT_MODEL, resolve_model
 from tests.e2e.reference import Reference
 from tests.make_models import ensure_model
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.cluster import Cluster, assert_home, cluster
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def client(tiny_cluster: Cluster) -> Iterator["openai.OpenAI"]:
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
     """Two that no other program takes while a server there is replaced by another."""
-    with kept_ports(2) as kept:
+    with reserved_ports(2) as kept:
         yield kept
 
 

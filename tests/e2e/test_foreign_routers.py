@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from protocol.process import lifecycle
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.client import (
     complete_all,
     fresh_prompt,
@@ -33,7 +33,7 @@ _ROUTER = (
 @pytest.fixture(scope="module")
 def vllm_router(tiny_cluster: Cluster) -> Iterator[str]:
     (p,), (d,) = tiny_cluster.prefill, tiny_cluster.decode
-    with kept_ports(2) as (port, metrics_port):
+    with reserved_ports(2) as (port, metrics_port):
         argv = [
             _ROUTER,
             "--vllm-pd-disaggregation",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.reference import Reference
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.client import Load, Stream, complete, make_prompt
 from tests.rigs.cluster import (
     ENGINE_ARGV,
@@ -177,7 +177,7 @@ _CLIENTS = 6
 
 @pytest.fixture
 def six_ports() -> Iterator[list[int]]:
-    with kept_ports(6) as ports:
+    with reserved_ports(6) as ports:
         yield ports
 
 

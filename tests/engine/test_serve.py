@@ -27,7 +27,7 @@ from protocol.messages import EngineFailed, encode
 from protocol.registration import open_record
 from protocol.settings.settings import PrefillSettings
 from tests.make_models import ensure_model
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.proxy.fakes import Call, Fake, until
 from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine
 
@@ -61,7 +61,7 @@ raise SystemExit(
 
 
 def test_a_server_tells_what_it_waits_for_and_ends_without_it() -> None:
-    with kept_ports(1) as (port,):
+    with reserved_ports(1) as (port,):
         done = subprocess.run(
             [sys.executable, "-c", _RESOLVING_FOR_EVER, str(port)], capture_output=True, text=True,
             timeout=120, cwd=Path(__file__).parents[2], check=False,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenDelta
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.engines import SECRET, Engine, Group, RealEngine, _names
 from tests.rigs.memory_pair import take_a_round
 from tests.rigs.shadow import MemoryTransport, add
@@ -47,7 +47,7 @@ class Pair(Group):
     ) -> None:
         self._ports, self._make = ExitStack(), make
         (port,) = self._ports.enter_context(
-            kept_ports(1)
+            reserved_ports(1)
         )  # P's, also after its restart
         self.now_s = 1000.0  # P's clock, moved by hand
         both = {name: value for name, value in options.items() if name in _OF_BOTH}

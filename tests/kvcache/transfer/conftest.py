@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.ports import kept_ports
+from tests.ports import reserved_ports
 from tests.rigs.memory_agent import MemoryAgent
 
 
@@ -26,5 +26,5 @@ def rig() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def port() -> Iterator[int]:
     """Where a prefill side may end and another one come."""
-    with kept_ports(1) as (port,):
+    with reserved_ports(1) as (port,):
         yield port

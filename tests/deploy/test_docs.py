@@ -239,9 +239,21 @@ def test_every_path_of_the_document_is_in_the_text():
 def test_every_symptom_in_troubleshooting_is_quoted_from_the_code():
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     symptoms = re.findall(r"(?m)^### (.+)$|^- (\*\*`.+?):?\*\*", text)
-    quoted = {part for cell in map("".join, symptoms) for part in re.findall(r"`([^`]+)`", cell)}
+    quoted = {
+        part
+        for cell in map("".join, symptoms)
+        for part in re.findall(r"`([^`]+)`", cell)
+    }
     assert len(quoted) >= 20
-    packages = ("protocol", "kvcache", "attention", "model", "engine", "deploy", "proxy")
+    packages = (
+        "protocol",
+        "kvcache",
+        "attention",
+        "model",
+        "engine",
+        "deploy",
+        "proxy",
+    )
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     said = " ".join(path.read_text() for path in sources)
     said = re.sub(r'"\s*\n?\s*f?"', "", said)  # one text over several lines

@@ -36,10 +36,14 @@ def test_the_docs_have_a_row_for_every_metric():
     assert not missing, "put into docs/metrics.md:\n" + "\n".join(missing)
 
 
-TEXTS = [ROOT / "docs" / f"{name}.md" for name in ("deployment", "troubleshooting", "tuning")]
+TEXTS = [
+    ROOT / "docs" / f"{name}.md" for name in ("deployment", "troubleshooting", "tuning")
+]
 
 
-@pytest.mark.parametrize("file", [METRICS_DOC, *TEXTS, DASHBOARD, RULES, ALERTS], ids=str)
+@pytest.mark.parametrize(
+    "file", [METRICS_DOC, *TEXTS, DASHBOARD, RULES, ALERTS], ids=str
+)
 def test_no_text_names_a_metric_that_is_not_there(file):
     known = {exposed(spec): spec for spec in TABLE}
     for spec in TABLE:
